@@ -3,12 +3,14 @@
 import contextlib
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,6 +32,8 @@ from learn.objectives import NextToken
 from learn.optim import Optimizer
 from model import Transformer
 from model_utils import wrap_model
+from observe import guards
+from parallel.fsdp import own
 from parallel.ranks import Ranks
 from run import folder as run_folder
 from run.life import Progress
@@ -85,6 +89,38 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
     shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
+
+
+PREPARED_UNDER_FIRE = """
+import json, sys
+from data_pipeline import prepare as preparation
+from data_preparation_utils import PreparationOptions, prepare_set
+kind, source, tokenizer, output, chunk, options = sys.argv[1:]
+preparation.CHUNK_CHARACTERS = int(chunk)
+prepare_set(kind, source, output, PreparationOptions(tokenizer, validation_fraction=0.1, journal_seconds=0.0, **json.loads(options)))
+"""
+
+
+def start_preparation(kind: str, source: str, tokenizer: str, output: Path, chunk: int, **options) -> subprocess.Popen:
+    arguments = (kind, source, tokenizer, output, chunk, json.dumps(options))
+    return subprocess.Popen([sys.executable, "-c", PREPARED_UNDER_FIRE, *map(str, arguments)], cwd=Path(train.__file__).parent,
+                            text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def prepare_under_fire(kills: int, seconds: float, *arguments, **options) -> None:
+    """Prepare in a process that is killed as often, at random moments after its first new journal, and then let it end."""
+    output, dice = arguments[3], Random()
+    for _ in range(kills):
+        before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
+        process = start_preparation(*arguments, **options)
+        while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
+            time.sleep(0.005)
+        time.sleep(dice.uniform(0, seconds))
+        process.kill()
+        _, error = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), error
+    _, error = (process := start_preparation(*arguments, **options)).communicate()
+    assert process.returncode == 0, error
 
 
 # A row has room for one pair, or for several chats.
@@ -464,3 +500,29 @@ def at_step(step: int, action: Callable[[], Any]):
 def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
     """A `with` block in which this process gets a signal in the middle of a step, counted from 1."""
     return at_step(step, lambda: os.kill(os.getpid(), number))
+
+
+def spike_in(*steps: int) -> None:
+    """Add a constant to the loss of some steps in this process; the gradient stays the same."""
+    original = NextToken.loss_sum
+
+    def loss_sum(self, model, batch):
+        summed = original(self, model, batch)
+        return summed._replace(total=summed.total + 20.0 * self.count(batch) * (train.HEARTBEAT.step in steps))
+
+    NextToken.loss_sum = loss_sum
+
+
+def drift(rank: int, name: str) -> None:
+    """In that rank: change one number of a weight, or of the optimizer's state, to the next float, after step 3."""
+    if os.environ["RANK"] != str(rank):
+        return
+    original = guards.append_ledger
+
+    def append_ledger(run, result):
+        if run.progress.step == 2:
+            rows = own({**dict(run.model.named_parameters()), **run.optimizer.state_tensors()}[name]).detach()
+            rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
+        original(run, result)
+
+    guards.append_ledger = append_ledger

@@ -1,6 +1,5 @@
 """Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
 
-import base64
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from factories import prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
@@ -27,23 +27,14 @@ from tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory):
-    """The smallest tokenizer in tiktoken's format: the 256 bytes."""
-    path = tmp_path_factory.mktemp("tokenizer") / "bytes.model"
-    path.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
-    return str(path)
-
-
 def stories(count, seed=0):
     draw = random.Random(seed)
     return [f"Story {number}: " + " ".join(draw.choice(["cat", "naïve", "the", "🦙", "<|eot_id|>"]) for _ in range(40))
             for number in range(count)]
 
 
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
+def write_texts(path, texts):
+    return write_jsonl(path, ({"text": text} for text in texts))
 
 
 def prepare(source, tokenizer_path, output, **options):
@@ -66,7 +57,7 @@ def tokens_of(folder, split, tokenizer):
 
 def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_path):
     texts = stories(200)
-    folder = prepare(write_jsonl(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out")
+    folder = prepare(write_texts(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out")
     tokenizer, manifest = load_tokenizer(tokenizer_path, "tiktoken"), json.loads((folder / MANIFEST).read_text())
     for split in ("train", "validation"):
         kept = [text for text in texts if split_of(text, 0.1) == split]
@@ -86,7 +77,7 @@ def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_
 def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path, tokenizer_path):
     texts = ["👩‍👩‍👧‍👦 \u200d", "e\u0301 is no \u00e9", "<|eot_id|><|begin_of_text|>", "\u200b", "a\r\nb\x85 \ufeff",
              "日本語\U0010ffff"]
-    folder = prepare(write_jsonl(tmp_path / "x.jsonl", [*texts, "", " \n"]), tokenizer_path, tmp_path / "out",
+    folder = prepare(write_texts(tmp_path / "x.jsonl", [*texts, "", " \n"]), tokenizer_path, tmp_path / "out",
                      validation_fraction=0)
     tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
     ids = np.array(tokens_of(folder, "train", tokenizer))
@@ -97,7 +88,7 @@ def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path,
 
 
 def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
-    source = write_jsonl(tmp_path / "x.jsonl", stories(50))
+    source = write_texts(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     monkeypatch.setattr(preparation, "write_shards", None)
     monkeypatch.setattr("data_pipeline.sources.sha256", None)
@@ -106,7 +97,7 @@ def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
 
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, monkeypatch):
     path = tmp_path / "x.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in stories(60)))
+    write_jsonl(path, ({"text": text, "body": text} for text in stories(60)))
     other_tokenizer = tmp_path / "other.model"
     lines = Path(tokenizer_path).read_bytes().splitlines()
     other_tokenizer.write_bytes(b"\n".join([lines[1].split()[0] + b" 0", lines[0].split()[0] + b" 1", *lines[2:]]) + b"\n")
@@ -132,43 +123,16 @@ def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
     assert not any(split_of(text, 0.0) == "validation" for text in texts)
 
 
-KILLED = """
-import sys
-from data_pipeline import prepare as preparation
-from data_preparation_utils import PreparationOptions, prepare_set
-preparation.CHUNK_CHARACTERS = 4000
-prepare_set("documents", sys.argv[1], sys.argv[3], PreparationOptions(
-    sys.argv[2], "tiktoken", 50_000, 0.1, workers=2, journal_seconds=0.0, near_duplicates=float(sys.argv[4])))
-"""
-
-
-def prepare_under_fire(source, tokenizer_path, output, kills, draw):
-    """Prepare in a process that is killed as often at random moments after its first new journal, or until one ends by itself."""
-    for _ in range(kills):
-        before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
-        process = start_preparation(source, tokenizer_path, output, 0.8)
-        while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.15))
-        process.kill()
-        _, error = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), error
-    _, error = (process := start_preparation(source, tokenizer_path, output, 0.8)).communicate()
-    assert process.returncode == 0, error
-
-
-def start_preparation(*arguments):
-    return subprocess.Popen([sys.executable, "-c", KILLED, *map(str, arguments)], cwd=ROOT, text=True,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.soak)])
 def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path, kills):
     texts = stories(1000 * kills)
-    source = write_jsonl(tmp_path / "x.jsonl", [text for number in range(len(texts)) for text in texts[number::-700][:2]])
+    source = write_texts(tmp_path / "x.jsonl", [text for number in range(len(texts)) for text in texts[number::-700][:2]])
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000, near_duplicates=0.8)
     assert json.loads((undisturbed / MANIFEST).read_text())["removed"]["near_duplicates"]["count"] == len(texts) - 700
-    prepare_under_fire(source, tokenizer_path, tmp_path / "out", kills, random.Random())
+    prepare_under_fire(kills, 0.15, "documents", source, tokenizer_path, tmp_path / "out", 4000, **OPTIONS, near_duplicates=0.8)
     folder = tmp_path / "out" / undisturbed.name
     assert shards_of(folder) == shards_of(undisturbed) and len(shards_of(folder)) > 4
     assert {path.name for path in folder.iterdir()} == {MANIFEST, *shards_of(folder)}
@@ -178,7 +142,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenize
 
 def test_going_on_tokenizes_nothing_twice(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
-    source, seen = write_jsonl(tmp_path / "x.jsonl", stories(300)), []
+    source, seen = write_texts(tmp_path / "x.jsonl", stories(300)), []
 
     def failing(spec, texts):
         if len(seen) == 10:
@@ -211,7 +175,7 @@ def test_a_bad_record_stops_it_with_file_and_line_and_is_listed_when_skipped(tmp
 
 def test_nothing_to_train_on_is_an_error_and_no_validation_a_warning(tmp_path, tokenizer_path):
     with pytest.raises(DataError, match="no document is left to train on"):
-        prepare(write_jsonl(tmp_path / "x.jsonl", ["", " "]), tokenizer_path, tmp_path / "out")
+        prepare(write_texts(tmp_path / "x.jsonl", ["", " "]), tokenizer_path, tmp_path / "out")
     (tmp_path / "one.txt").write_text("a whole play")
     assert "no document fell into validation" in describe_prepared(
         prepare(str(tmp_path / "one.txt"), tokenizer_path, tmp_path / "out", validation_fraction=1e-9))
@@ -235,7 +199,7 @@ def test_impossible_flags_are_refused_by_name(tmp_path, tokenizer_path, monkeypa
 
 
 def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", ["a"])
+    write_texts(tmp_path / "x.jsonl", ["a"])
     for output in (tmp_path, tmp_path / "deep" / "out"):
         with pytest.raises(SettingsError, match="is inside the source"):
             prepare(str(tmp_path), tokenizer_path, output)
@@ -243,10 +207,10 @@ def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
-    source = write_jsonl(tmp_path / "x.jsonl", stories(20))
+    source = write_texts(tmp_path / "x.jsonl", stories(20))
 
     def meddling(spec, texts):
-        write_jsonl(tmp_path / "x.jsonl", stories(21))
+        write_texts(tmp_path / "x.jsonl", stories(21))
         return DOCUMENTS.tokenize(spec, texts)
 
     tokenize_by(monkeypatch, meddling)
@@ -257,30 +221,14 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, mo
 def test_a_disk_that_refuses_is_named(tmp_path, tokenizer_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"file.*cannot be written: Not a directory; choose another --output"):
-        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "file" / "out")
-
-
-def run_script(name, *flags, **options):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION"))}
-    return subprocess.Popen([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options)
-
-
-def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", stories(80))
-    process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
-                         "--validation-fraction", "0.1", "--preparation-workers", "2", cwd=tmp_path)
-    output, error = process.communicate()
-    assert process.returncode == 0, error
-    setting, path = output.splitlines()[-1].split("=")
-    assert setting == "PRETRAIN_DATA_PATH" and (tmp_path / path / MANIFEST).is_file()
-    assert output.count("Example ") == 3
+        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "file" / "out")
 
 
 def start_long_preparation(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", stories(100) * 500)
-    process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
-                         "--preparation-workers", "2", cwd=tmp_path)
+    write_texts(tmp_path / "x.jsonl", stories(100) * 500)
+    flags = ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out", "--preparation-workers", "2"]
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "load_pretrain_dataset.py"), *flags], text=True, cwd=tmp_path,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
         time.sleep(0.02)
     return process
@@ -317,23 +265,18 @@ def die(spec, texts):
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
     tokenize_by(monkeypatch, die)
     with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
-        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
+        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
 
 
 def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
-    source, output = write_jsonl(tmp_path / "x.jsonl", stories(1000)), tmp_path / "out"
-    both = [start_preparation(source, tokenizer_path, output, 0) for _ in range(2)]
+    source, output = write_texts(tmp_path / "x.jsonl", stories(1000)), tmp_path / "out"
+    both = [start_preparation("documents", source, tokenizer_path, output, 4000, **OPTIONS) for _ in range(2)]
     for process in both:
         _, error = process.communicate()
         assert process.returncode == 0, error
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
     assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
-
-
-def test_workers_need_no_torch():
-    code = "import sys, data_preparation_utils; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path, monkeypatch, capsys):

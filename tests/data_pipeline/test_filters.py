@@ -7,6 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from factories import write_jsonl
 
 from common.errors import DataError
 from data_pipeline import filters
@@ -129,7 +130,7 @@ def overlap_cases(tmp_path):
     dice = Random(2)
     items = [{"ctx": " ".join(dice.choices(WORDS, k=dice.randrange(4, 30))), "label": 1,
               "endings": [" ".join(dice.choices(WORDS, k=8)) for _ in range(4)]} for _ in range(40)]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_jsonl(tmp_path / "items.jsonl", items)
     texts = []
     for _ in range(300):
         item = dice.choice(items)
@@ -183,17 +184,15 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     dice = Random(3)
     items = [{"ctx": " ".join(dice.choices(WORDS, k=20)), "endings": ["a", "b", "c", "d"]} for _ in range(3)]
-    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_jsonl(tmp_path / "items.jsonl", items)
     texts = [" ".join(dice.choices(WORDS, k=60)) for _ in range(150)]
     texts[30:120:10] = [f"{text} {item['ctx'].title()}" for text, item in zip(texts[30:120:10], items * 3)]
     texts += texts[::3]
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record(text)) + "\n" for text in texts))
+    source = write_jsonl(tmp_path / "x.jsonl", map(record, texts))
 
     def run(output, workers=1, **options):
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=workers, **options)
-        if kind == "documents":
-            return prepare_set("documents", str(tmp_path / "x.jsonl"), tmp_path / output, options)
-        return prepare_set(kind, str(tmp_path / "x.jsonl"), tmp_path / output, options)
+        return prepare_set(kind, source, tmp_path / output, options)
 
     both = {"near_duplicates": 0.8, "decontaminate": str(tmp_path / "items.jsonl")}
     calm = run("calm", **both)

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from factories import new_model, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from data_pipeline.shards import MANIFEST, TokenizerFacts, Verification, header_
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows, TokenRows, open_example_set, validation_batches
 from fused.head import IGNORE_INDEX
-from model import Transformer
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
 VOCABULARY = 100
@@ -123,13 +123,6 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
 # Loss and gradients
 
 
-def tiny_model():
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
-
-
 def loss_and_gradients(model, batches):
     model.zero_grad()
     loss = torch.zeros(())
@@ -159,7 +152,8 @@ def close(one, other):
 
 @pytest.mark.parametrize("kind", DRAW)
 def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_path):
-    examples, model = DRAW[kind](30, seed=1), tiny_model()
+    examples = DRAW[kind](30, seed=1)
+    model = new_model(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
     rows = ExampleRows(opened(write(tmp_path, kind, examples), kind), 48)
     assert len(rows) < 20
     alone = [Alone(sequence) for example in examples for sequence in sequences_of(kind, example, 48)]
@@ -377,9 +371,9 @@ def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
     roles = ["user", "assistant"] * 3
     chats = [[{"role": role, "content": f"{'The cat sat. ' * (turn + number % 3)}{number}"} for turn, role in
               enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    source = write_jsonl(tmp_path / "chats.jsonl", ({"messages": chat} for chat in chats))
     options = PreparationOptions(str(tmp_path / "tokenizer.model"), "auto", 200, 0, workers=1)
-    folder = prepare_set("chats", str(tmp_path / "chats.jsonl"), tmp_path / "sft", options)
+    folder = prepare_set("chats", source, tmp_path / "sft", options)
     rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256), 512)
     batch, expected = rows(np.arange(len(rows))), []
     for chat in chats:

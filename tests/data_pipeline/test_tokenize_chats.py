@@ -1,16 +1,14 @@
 """Prepared chats and pairs hold what was said and what is learned from, to the token, whatever stops or hurries their making."""
 
 import json
-import os
 import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from factories import prepare_under_fire, write_jsonl
 
 from common.errors import DataError, SettingsError
 from data_pipeline import chats as tokenize_chats
@@ -20,7 +18,7 @@ from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.sources import Source
 from data_pipeline.templates import ChatFormat, load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
-from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
@@ -28,14 +26,6 @@ WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
 TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
 {{- '<|start_header_id|>' ~ m.role ~ ': ' ~ m.content | trim ~ '<|eot_id|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant:' }}{% endif %}"""
-
-
-@pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory):
-    """The smallest tokenizer in tiktoken's format: the 256 bytes."""
-    path = tmp_path_factory.mktemp("tokenizer") / "bytes.model"
-    write_tiktoken(train_bpe(["a"], 256), path)
-    return str(path)
 
 
 @pytest.fixture(scope="session")
@@ -65,12 +55,11 @@ def pairs(count, seed=0):
             for number in range(count)]
 
 
-RECORDS = {"chats": chats, "pairs": pairs}
+def texts(count):
+    return [{"text": f"Story {number}: naïve"} for number in range(count)]
 
 
-def write_jsonl(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
+RECORDS = {"documents": texts, "chats": chats, "pairs": pairs}
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
@@ -166,14 +155,14 @@ def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(
         return {"messages": [*more, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 
     later = said("And why?", "So.")["messages"]
-    dialogs = [record for number in range(60) for record in (
+    dialogs = [record for number in range(30) for record in (
         *[said(asked, f"{number} is.") for asked in ways(number)],
         said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later},
         said(ways(number)[0], f"{number} is.", {"role": "system", "content": "Be kind."}))]
-    preferences = [record for number in range(60) for asked in ways(number) for record in (
+    preferences = [record for number in range(30) for asked in ways(number) for record in (
         {"prompt": asked, "chosen": f"{number} yes", "rejected": "no"}, {"prompt": asked, "chosen": "no", "rejected": "yes"})]
-    sides = {number: set() for number in range(60)}
-    for kind, records, count in (("chats", dialogs, 480), ("pairs", preferences, 600)):
+    sides = {number: set() for number in range(30)}
+    for kind, records, count in (("chats", dialogs, 240), ("pairs", preferences, 300)):
         folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", records), tokenizer_path, tmp_path / "out",
                          validation_fraction=0.3)
         found = [(split, example) for split in ("train", "validation") for example in examples_of(folder, split)]
@@ -181,7 +170,7 @@ def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(
         for split, example in found:
             text = load_tokenizer(tokenizer_path).decode(example[0][0]).lower()
             sides[int(text.split("is ")[1].split()[0])].add(split)
-    assert all(len(side) == 1 for side in sides.values()) and 9 < sum(side == {"validation"} for side in sides.values()) < 30
+    assert all(len(side) == 1 for side in sides.values()) and 4 < sum(side == {"validation"} for side in sides.values()) < 15
 
 
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
@@ -205,43 +194,15 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, f
     assert [name(), name(path=folder_path)] == [names[0], names[2]]
 
 
-@pytest.mark.parametrize("kind", RECORDS)
-def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch, kind):
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 500)
-    source = write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](60))
-    alone, together = (prepare(kind, source, tokenizer_path, tmp_path / str(workers), workers=workers) for workers in (1, 2))
-    assert files_of(alone) == files_of(together)
-
-
-KILLED = """
-import sys
-from data_pipeline import prepare as preparation
-from data_preparation_utils import PreparationOptions, prepare_set
-preparation.CHUNK_CHARACTERS = 500
-prepare_set("chats", sys.argv[1], sys.argv[3], PreparationOptions(
-    sys.argv[2], "auto", 3000, 0.1, workers=1, on_bad_record="skip", journal_seconds=0.0))
-"""
-
-
-def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_path, folder_path, monkeypatch):
+def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_path, folder_path):
     # The template refuses every fifth chat, in the process that tokenises; an earlier one has no answer.
     source = write_jsonl(tmp_path / "x.jsonl", [{"messages": []}, *chats(1500)])
     undisturbed = prepare("chats", source, folder_path, tmp_path / "calm", on_bad_record="skip")
     assert files_of(undisturbed)[MANIFEST]["skipped"]["bad"] == 301
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 500)
-    output, draw = tmp_path / "out", random.Random()
-    for _ in range(3):
-        before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
-        process = subprocess.Popen([sys.executable, "-c", KILLED, source, folder_path, str(output)], cwd=ROOT,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.05))
-        process.kill()
-        _, error = process.communicate()
-        assert process.returncode in (0, -signal.SIGKILL), error
-    folder = prepare("chats", source, folder_path, output, on_bad_record="skip")
-    assert files_of(folder) == files_of(undisturbed) and not list(output.glob("tmp-*"))
+    output = tmp_path / "out"
+    prepare_under_fire(3, 0.05, "chats", source, folder_path, output, 500, tokenizer_backend="auto", shard_tokens=3000, workers=1,
+                       on_bad_record="skip")
+    assert files_of(output / undisturbed.name) == files_of(undisturbed) and not list(output.glob("tmp-*"))
 
 
 def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
@@ -297,15 +258,11 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
     folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", [long, *chats(9)[6:9]]), tokenizer_path, tmp_path / "out",
                      validation_fraction=0)
     shown = files_of(folder)[MANIFEST]["examples"]
-    assert len(shown) == 3 and shown[0].endswith("<|end_header_id|>\n\n⟦yes<|eot_id|>⟧")
-    assert "begin long" in shown[0] and " tokens ...] " in shown[0] and "long end<|eot_id|>" in shown[0] and len(shown[0]) < 500
+    assert len(shown) == 3 and shown[0].endswith("<|end_header_id|>\n\n⟦yes<|eot_id|>⟧") and len(shown[0]) < 500
     for text, record in zip(shown[1:], chats(9)[6:8]):
         for message in record["messages"][1::2]:
             assert f"⟦{message['content'].strip()}<|eot_id|>⟧" in text
-    text = describe_prepared(folder)
-    split = files_of(folder)[MANIFEST]["splits"]["train"]
-    assert f"train: {split['tokens']:,} tokens, {split['target_tokens']:,} of them targets, in 4 chats" in text
-    assert shown[0].replace("\n", "\n    ") in text
+    assert shown[0].replace("\n", "\n    ") in describe_prepared(folder)
     pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
     record, = pairs(1)
     assert files_of(pair)[MANIFEST]["examples"][0].endswith(
@@ -319,36 +276,28 @@ def test_a_column_of_chats_is_refused(tmp_path, tokenizer_path):
 
 def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
     """Folder and bytes from before there were other kinds."""
-    source = tmp_path / "x.jsonl"
-    source.write_text("".join(json.dumps({"text": f"Story {number}: naïve"}) + "\n" for number in range(30)))
-    options = PreparationOptions(tokenizer_path, "tiktoken", 200, 0.1, workers=1)
-    folder = prepare_set("documents", str(source), tmp_path / "out", options)
+    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", texts(30)), tokenizer_path, tmp_path / "out", shard_tokens=200)
     manifest = files_of(folder)[MANIFEST]
     assert folder.name == "6e676ef7073eef29" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
     assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("d51fc1b1b66f02352007c26691f0d4bf")
 
 
-def run_script(name, *flags, **options):
-    environment = {key: value for key, value in os.environ.items()
-                   if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION", "SYSTEM_PROMPT"))}
-    return subprocess.run([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True, capture_output=True,
-                          timeout=120, **options)
-
-
-@pytest.mark.parametrize("script, kind, setting, output", [
-    ("load_instruct_dataset.py", "chats", "SFT_DATA_PATH", "data/sft"),
-    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo")])
-def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output):
+@pytest.mark.parametrize("script, kind, setting, output, flags", [
+    ("load_pretrain_dataset.py", "documents", "PRETRAIN_DATA_PATH", "data/pretrain", ["--max-documents", "30"]),
+    ("load_instruct_dataset.py", "chats", "SFT_DATA_PATH", "data/sft", ["--max-examples", "30", "--system-prompt", "Be kind."]),
+    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo", ["--max-examples", "30", "--system-prompt", "Be kind."])])
+def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output, flags):
     write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](40))
-    done = run_script(script, "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1",
-                      "--preparation-workers", "1", "--system-prompt", "Be kind.", "--max-examples", "30", cwd=tmp_path)
+    flags += ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1", "--preparation-workers", "1"]
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), *flags], text=True, capture_output=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name, path = done.stdout.splitlines()[-1].split("=")
     manifest = files_of(tmp_path / path)[MANIFEST]
-    assert name == setting and Path(path).parent == Path(output) and manifest["settings"]["system_prompt"] == "Be kind."
+    assert name == setting and Path(path).parent == Path(output)
+    assert manifest["settings"].get("system_prompt", "Be kind.") == "Be kind."
     assert sum(split["documents"] for split in manifest["splits"].values()) == 30
-    assert done.stdout.count("Example ") == 3 and "⟧" in done.stdout
+    assert done.stdout.count("Example ") == 3 and ("⟧" in done.stdout) == (kind != "documents")
 
 
 def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
