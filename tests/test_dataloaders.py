@@ -23,9 +23,6 @@ from fused.head import IGNORE_INDEX
 CPU = torch.device("cpu")
 
 
-# The order of rows
-
-
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(n, seed, epoch):
     assert sorted(permute(np.arange(n), n, seed, epoch).tolist()) == list(range(n))
@@ -88,9 +85,6 @@ def test_the_first_rows_of_each_step_stay_as_they_are():
     assert RowOrder(10**10, 4, 1, 1337).all_rows(10**6).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
 
 
-# The content of rows
-
-
 def token_set(ids, dtype="uint16", cut=()):
     """A TokenSet in memory, cut into shards."""
     parts = np.split(np.asarray(ids, dtype), cut)
@@ -146,9 +140,6 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 << 20
-
-
-# Loading
 
 
 def identity_rows(indices):

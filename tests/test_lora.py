@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -13,13 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from factories import furthest, in_transformers, new_model, run_ranks
-from safetensors.torch import save_file
 from torch import nn
 
 import lora
 from checkpoint import huggingface
 from checkpoint import peft as peft_format
-from checkpoint.tensors import lazy, open_tensors, read_all
+from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import Config, LoraConfig, ModelConfig
 from model import Linear, Transformer, padded
@@ -534,22 +532,13 @@ def test_adapters_whose_tensors_do_not_fit_their_configuration_are_refused(chang
         peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
 
 
-def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
+def test_adapters_of_another_rank_or_of_other_layers_are_refused(tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    for changes, match in ((dict(dim=32), r"lora_A.weight is \(4, 64\).*\(4, 32\)"),
-                           (dict(n_layers=1), "hold .*layers.1.*does not have")):
-        with pytest.raises(CheckpointError, match=match):
-            peft_format.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
     state = peft_format.load_adapter_folder(folder, shape(), padded(VOCAB)).state
     for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
                            (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
         with pytest.raises(CheckpointError, match=match):
             lora.load_adapter_state_dict(adapted(shape(), changes), state)
-    with pytest.raises(CheckpointError, match="holds no adapters"):
-        peft_format.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
-    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match="adapter_model.safetensors cannot be read"):
-        peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
 
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
@@ -584,31 +573,6 @@ def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
     assert done.returncode == 0, done.stderr
     assert 0 < float(re.search(r"differ by at most (\S+) from", done.stdout)[1]) < 0.2
     assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
-
-
-def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_path):
-    adapter, base = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    output = tmp_path / "merged"
-
-    def refused(match: str, *arguments) -> None:
-        there = sorted(tmp_path.rglob("*"))
-        with pytest.raises(CheckpointError, match=match):
-            merge(adapter, *arguments)
-        assert sorted(tmp_path.rglob("*")) == there
-
-    refused(f"{base} exists", base)
-    refused("no checkpoint .*nowhere.*--base", output, str(tmp_path / "nowhere"))
-    other = tmp_path / "other"
-    shutil.copytree(base, other)
-    tensors = huggingface.load_model_weights(base)
-    tensors["model.norm.weight"] = lazy(tensors["model.norm.weight"].whole() * 2)
-    huggingface.save_weights(other, tensors)
-    hashes = [huggingface.weights_sha256(huggingface.load_model_weights(folder)) for folder in (other, base)]
-    refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, str(other))
-    factors = read_all(open_tensors(adapter / "adapter_model.safetensors"))
-    next(iter(factors.values())).fill_(torch.nan)
-    save_file(factors, adapter / "adapter_model.safetensors")
-    refused("lora_A.weight holds numbers that are not finite", output)
 
 
 # ------------------------------------------------------------------------------------------------------------------ few bits

@@ -209,24 +209,6 @@ def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, reductio
         torch.testing.assert_close(model(tokens, targets, reduction=reduction), logprob, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_a_batch_without_targets_gives_zero_and_zero_gradients(reduction):
-    model = make()
-    logprob = model(random_ids(1, 5), torch.full((1, 5), IGNORE_INDEX), reduction=reduction)
-    assert (logprob == 0).all()
-    logprob.sum().backward()
-    assert all((gradient == 0).all() for gradient in gradients(model).values())
-
-
-def test_the_head_takes_chosen_positions():
-    model = make()
-    tokens, targets = random_ids(2, 12), random_ids(2, 12, seed=1)
-    chosen = random_ids(2, 12, seed=2) % 3 == 0
-    with torch.no_grad():
-        some = model.logprobs(model.hidden(tokens)[chosen], targets[chosen])
-        torch.testing.assert_close(some, model(tokens, targets)[chosen], atol=1e-5, rtol=0)
-
-
 # ------------------------------------------------------------------------------------------------------------- equal ways
 
 

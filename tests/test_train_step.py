@@ -89,9 +89,6 @@ def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log)
     assert result.finite and result.updated == (len(read) == 1) and log == ["update", "update", *read]
 
 
-# ----------------------------------------------------------------------------- the same as before
-
-
 def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float = 0.95) -> None:
     for parameter, gradient, buffer in zip(parameters, gradients, buffers):
         buffer.lerp_(gradient, 1 - momentum)
@@ -128,9 +125,6 @@ def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
             assert float((p.grad - q.grad).abs().max() / q.grad.abs().max()) <= 1.2e-7
     for (name, p), q in zip(mine.named_parameters(), theirs.parameters()):
         assert float((p - q).abs().max() / q.abs().max()) <= 6e-7, name
-
-
-# ----------------------------------------------------------------------------- an update left out
 
 
 def bits(tensors) -> list[torch.Tensor]:
@@ -174,9 +168,6 @@ def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, abov
     fresh = new_model(model.config, 512, seed=1)
     assert result.updated == updated != all(map(torch.equal, model.parameters(), fresh.parameters()))
     assert (result.spike > 0) == (above < 0) and result.finite
-
-
-# ------------------------------------------------------------------------ what the ranks exchange
 
 
 class Placed(NextToken):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from commands import ROOT
-from safetensors import safe_open
 
 from tokenizer import PATTERN
 
@@ -20,17 +19,12 @@ def content(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
-def names_in(file: Path) -> set[str]:
-    with safe_open(file, "pt") as tensors:
-        return {*tensors.keys()}
-
-
 def test_the_index_names_the_weights_and_not_the_optimizer(whole):
     folder = whole.checkpoint(6)
-    index = content(folder, "model.safetensors.index.json")
-    assert index["weight_map"] == dict.fromkeys(names_in(folder / "model.safetensors"), "model.safetensors")
-    assert index["metadata"]["total_size"] == 4 * sum(
-        math.prod(tensor["shape"]) for name, tensor in header(folder / "model.safetensors").items() if name != "__metadata__")
+    index, weights = content(folder, "model.safetensors.index.json"), header(folder / "model.safetensors")
+    weights.pop("__metadata__")
+    assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
+    assert index["metadata"]["total_size"] == 4 * sum(math.prod(tensor["shape"]) for tensor in weights.values())
     assert (folder / "optimizer.safetensors").exists()
 
 

@@ -248,14 +248,11 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
 
 
 @pytest.mark.parametrize("template, complaint", [
-    ("{% for message in messages %}", "cannot be read"),
     (CHATML.replace("<|im_end|>", "END").replace("<|im_start|>", "BEGIN "), "ends an answer in no control token"),
     (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
     ("{{ messages | length }}" + CHATML, "differs from the start of the whole chat"),
     (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in any of"),
     (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
-    (CHATML + "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
-    (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "rejects this chat: .*unsafe"),
     (CHATML + "{% set _ = messages.append(1) %}", "rejects this chat: .*unsafe"),
 ])
 def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):

@@ -82,17 +82,6 @@ def test_what_is_removed_is_what_all_pairs_show(threshold):
     assert min(counts.values()) > 30 and seen.count == len(kept)
 
 
-def test_bands_miss_few_pairs_and_are_as_long_as_they_can_be():
-    def bands_for(similarity):
-        seen = NearDuplicates(similarity)
-        return seen.bands, seen.rows
-
-    assert bands_for(0.8) == (18, 7) and bands_for(1) == (1, 128)
-    for similarity in (0.5, 0.7, 0.9):
-        bands, rows = bands_for(similarity)
-        assert 1 - (1 - similarity ** rows) ** bands >= 0.95 > 1 - (1 - similarity ** (rows + 1)) ** (HASHES // (rows + 1))
-
-
 @pytest.mark.parametrize("threshold", [0.5, 0.75, 0.8])
 def test_bytes_that_agree_by_chance_do_not_make_a_duplicate(threshold):
     """Of P agreeing bytes, (P - 1/256) / (1 - 1/256) is the similarity: a byte of two different minima agrees once in 256."""
@@ -171,9 +160,6 @@ def test_no_two_runs_of_real_length_share_a_hash():
     runs = [list(words) for words in {tuple(Random(seed).choices(WORDS, k=13)) for seed in range(3000)}]
     assert len({int(hashes_of_runs(words, 13)[0]) for words in runs}) == len(runs)
     assert len({int(hashes_of_runs(words, 13)[0]) for words in ([*run[:6], "x", *run[6:12]] for run in runs)}) == len(runs)
-
-
-# A whole preparation
 
 
 @pytest.mark.parametrize("kind, record", [

@@ -83,12 +83,9 @@ def test_the_rows_of_a_mixture_stay_as_they_are():
     assert mixing.rows_at(np.arange(12, 20), 1337).tolist() == [690, 1032, 448, 51, 5179066332, 1046, 4856733833, 1026]
 
 
-# ------------------------------------------------------------------------------------------ the mix file
-
-
 def write_mix(folder, content):
     path = folder / "mix.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    path.write_text(json.dumps(content))
     return path
 
 
@@ -96,11 +93,7 @@ A, B = {"path": "a"}, {"path": "b"}
 
 
 @pytest.mark.parametrize("content, reason", [
-    ("{", "is not a JSON object"),
-    ("[]", "it holds a list"),
     ({"sources": []}, "sources: list should have at least 1"),
-    ({"sources": [{"path": "a", "name": "b"}]}, "source 1: give either"),
-    ({"sources": [A, {**B, "wieght": 2}]}, r"sources.1.wieght: extra"),
     ({"sources": [{**A, "weight": 0}]}, "sources.0.weight: input should be greater"),
     ({"sources": [A], "stop": "all_exhausted"}, "stop: extra inputs"),
     ({"sources": [A, A]}, "two sources are called 'a'; give each its own label"),
@@ -139,9 +132,6 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
         [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
     assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
-
-
-# ---------------------------------------------------------------------------------------------- sets
 
 
 def test_the_key_of_a_set_stays_as_it_is():
@@ -264,9 +254,6 @@ def test_the_table_shows_every_source(sources):
     assert plays.split()[-1] == f"{facts[1]['tokens'] / 0.18:,.0f}"
     assert describe(folder)[-3:] == [header, farm, plays] and describe(folder)[0] == "farm:"
     assert describe_sources(mixture, [fact | {"passes": 2} for fact in facts])[1].split()[-1] == "2.00"
-
-
-# --------------------------------------------------------------------------------------- chats and pairs
 
 
 def test_batches_with_different_numbers_of_pairs_are_joined():

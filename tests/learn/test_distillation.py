@@ -36,9 +36,6 @@ def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str, te
     return value * temperature**2
 
 
-# ---------------------------------------------------------------------------------------------------------------- divergences
-
-
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("kind, trl_beta", [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3), ("jsd", 0.5)])
 def test_divergence_is_trls_times_temperature_squared(kind, trl_beta, temperature):
@@ -74,9 +71,6 @@ def test_extreme_logits_stay_finite():
         assert value.isfinite().all() and gradient.isfinite().all()
 
 
-# ------------------------------------------------------------------------------------------------------------- the top k only
-
-
 def keep_most_likely(teacher: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the teacher's K most likely ids and C = K + 1 log-probabilities."""
     logprobs = F.log_softmax(teacher / temperature, -1)
@@ -99,9 +93,6 @@ def test_all_other_tokens_are_one_class(kind, temperature):
     sparse_value, sparse_gradient = sparse_divergence(student, ids, logprobs, kind, temperature, 0.3)
     torch.testing.assert_close(sparse_value, value.detach().float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sparse_gradient, exact.grad.float(), rtol=1e-5, atol=2e-6)
-
-
-# --------------------------------------------------------------------------------------------------------------- the objective
 
 
 def llama(seed: int, **shape) -> Transformer:

@@ -113,9 +113,6 @@ def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------------- running
-
-
 def test_a_llama_of_ours_says_of_packed_rows_what_it_says_of_each_document_alone(llama_folder, tokenizer):
     teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, LlamaTeacher)
@@ -193,9 +190,6 @@ def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokeniz
     assert teacher.model.compute_dtype == expected and {parameter.dtype for parameter in teacher.model.parameters()} == {expected}
     assert not teacher.model.training and not any(parameter.requires_grad for parameter in teacher.model.parameters())
     assert teacher.logits(a_batch(tokenizer.vocab_size))(slice(None)).dtype == torch.float32
-
-
-# ------------------------------------------------------------------------------------------------------------------- finding
 
 
 def test_a_teacher_is_found_by_path_by_run_and_by_its_name_in_output_dir(llama_folder, tokenizer):
@@ -309,8 +303,6 @@ def test_a_teachers_facts_follow_its_weights_and_its_configuration(copied):
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     assert teacher_facts(copied, settings())["weights_sha256"] != facts["weights_sha256"]
 
-
-# ------------------------------------------------------------------------------------------------------------------- storing
 
 FACTS = {"weights_sha256": "w", "data": "d"}
 NOBODY_STOPS = SimpleNamespace(received=None)

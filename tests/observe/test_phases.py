@@ -180,9 +180,6 @@ def test_marks_are_told_in_order_with_their_unix_times(clock):
                     (1025, "optimizer", 7), (1025, "communication", 7), (1045, "optimizer", 7), (1051, "other", 7)]
 
 
-# -------------------------------------------------------------------------------- the slow rank
-
-
 def test_the_median_of_the_others_is_numpys():
     for ranks in (2, 3, 4, 7):
         values = np.random.default_rng(ranks).integers(0, 5, (ranks, 3)).astype(float)

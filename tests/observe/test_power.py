@@ -87,9 +87,6 @@ def test_without_driver_gpu_or_package_there_is_one_reason(fails, uuid, reason, 
         GpuMeter(uuid)
 
 
-# RAPL
-
-
 @pytest.fixture
 def rapl(tmp_path, monkeypatch):
     """A function that makes a domain of RAPL, or changes its energy."""
@@ -133,9 +130,6 @@ def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
     (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
     (tmp_path / "intel-rapl:0" / "energy_uj").mkdir()  # as unreadable as root's is to others
     assert [*packages()] == []
-
-
-# the file
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -192,9 +186,6 @@ def test_what_a_full_disk_refuses_is_dropped_with_one_warning_and_no_half_line(t
     file.close()
     assert (tmp_path / "power.csv").read_text() == f"{HEADER}\nfirst\nfourth\n"
     assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "the run continues" in warnings[0]
-
-
-# the thread
 
 
 class Meter:

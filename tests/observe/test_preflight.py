@@ -9,13 +9,9 @@ import torch
 from factories import (
     MODES,
     UNMEASURED,
-    Stages,
     TinyRun,
-    assert_same_run,
     contents,
     flip_bit,
-    prepare,
-    prepare_stages,
 )
 from safetensors.torch import load_file
 
@@ -37,11 +33,6 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
     run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     assert run.train(MAX_STEPS=4) == 0
     return run
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 class Checked:
@@ -79,12 +70,8 @@ def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypa
     assert told["settings"] == "From the environment: SYSTEM_PROMPT=Hi"
     assert told["batch"] == "256 tokens a step = 2 rows x 32 tokens x 2 micro-batches x 2 ranks; 6 steps"
     assert told["data"].startswith(f"{tokens:,} tokens, ") and f"reads them {6 * 256 / tokens:.2f} times" in told["data"]
-    assert told["first row"].startswith("'<|begin_of_text|>") and any(noun in told["first row"] for noun in ("cat", "dog", "hen"))
-    assert told["evaluation"].startswith("10 questions (HellaSwag) from ")
-    assert told["start"] == f"from initial weights, into {run.folder}"
-    assert "parameters: 2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
-    assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "working"))
-    assert "for each of 2 ranks" in told["memory"]
+    assert any(noun in told["first row"] for noun in ("cat", "dog", "hen")) and told["evaluation"].startswith("10 questions (HellaSwag)")
+    assert str(run.folder) in told["start"] and "2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
 
 
 @pytest.mark.parametrize("changes", [{}, {"DEVICE_MEMORY": 80}])
@@ -103,14 +90,6 @@ def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tm
     assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
 
 
-def test_on_a_cpu_deterministic_is_told_and_changes_no_bit(prepared, tmp_path, capsys):
-    runs = [TinyRun(prepared, tmp_path / name, MAX_STEPS=2, DETERMINISTIC=name, **UNMEASURED) for name in ("false", "true")]
-    assert [run.train() for run in runs] == [0, 0]
-    assert capsys.readouterr().out.count("; deterministic") == 1
-    assert_same_run(*runs, 2)
-    assert Checked(runs[1], capsys).text("ok").count("; deterministic") == 1
-
-
 def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_path, capsys):
     shards = shutil.copytree(prepared.shards, tmp_path / "shards")
     flip_bit(next(shards.glob("train-*.bin")))
@@ -119,19 +98,6 @@ def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_pa
     assert checked.code == 3 and checked.err == "3 problems found.\n"
     assert {name for name, mark in checked.marks().items() if mark == "FAIL"} == {"data", "evaluation", "start"}
     assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
-
-
-@pytest.mark.parametrize("changes, words", [
-    ({"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), ({"TOKENIZER_PATH": "nowhere.model"}, "nowhere.model"),
-    ({"TOTAL_BATCH_SIZE": 2**20, "MICRO_BATCH_SIZE": 1}, "tokens"), ({"TOKENIZER_PATH": "other"}, "another tokenizer")])
-def test_each_kind_of_bad_data_is_named(changes, words, prepared, tmp_path, capsys):
-    if changes.get("TOKENIZER_PATH") == "other":
-        changes = {"TOKENIZER_PATH": prepare(tmp_path / "other", seed=1, vocab_size=280).tokenizer}
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
-    assert checked.code == 3 and words in checked.text("FAIL")
-
-
-# How long it takes
 
 
 def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(prepared, tmp_path, capsys):
@@ -235,9 +201,6 @@ def test_the_speed_is_that_of_real_micro_batches_and_an_update(prepared, tmp_pat
         assert found == (config.accumulation_steps + 1) * seconds and work == expected
 
 
-# Where the run would start
-
-
 def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
     before = contents(trained.output_dir)
     checked = Checked(trained, capsys)
@@ -256,13 +219,10 @@ def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
     assert checked.code == 0 and "number of ranks was 1, is 2" in checked.text("warn")
 
 
-def test_weights_of_another_run_start_anew_if_they_have_the_shape(trained, tmp_path, capsys):
+def test_weights_of_another_run_start_anew(trained, tmp_path, capsys):
     changes = dict(OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
     checked = Checked(trained, capsys, **changes)
     assert checked.code == 0 and "schedule and step restart" in checked.text("ok") and list(tmp_path.iterdir()) == []
-    checked = Checked(trained, capsys, **changes, N_LAYERS=3, DIM=64)
-    assert checked.code == 5
-    assert "DIM is 32 there and 64 here (command line); N_LAYERS is 2 there and 3 here (command line); FFN_DIM is 96 " in checked.text("FAIL")
 
 
 def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
@@ -274,9 +234,6 @@ def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path
             file.truncate(100)
     checked = Checked(copy, capsys)
     assert checked.code == 5 and "model.safetensors" in checked.out
-
-
-# Memory and disk
 
 
 def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path, capsys, monkeypatch):

@@ -2,13 +2,13 @@
 
 import json
 import math
-import os
 import statistics
 import zlib
+from functools import partial
 
 import pytest
 import torch
-from factories import UNMEASURED, assert_same_run, stop_at
+from factories import UNMEASURED, assert_same_run, drift, new_model, spike_in, stop_at
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -18,7 +18,7 @@ from checkpoint import store
 from config import ModelConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
-from learn import objectives
+from learn.objectives import NextToken
 from model import Transformer
 from observe import guards
 from observe.guards import FirstBad, bad_gradients, banner, describe_tensors, write_dump
@@ -56,31 +56,14 @@ def test_a_loss_is_compared_with_the_median_in_robust_standard_deviations(recent
 
 
 def poison(monkeypatch, *steps: int) -> None:
-    """Add a constant to the loss of some steps; the gradient stays the same."""
-    step_now, loss_sum, seed_step = [0], objectives.NextToken.loss_sum, train.seed_step
-
-    def seeded(seed, finished, rank):
-        step_now[:] = [finished + 1]
-        seed_step(seed, finished, rank)
-
-    def poisoned(self, model, batch):
-        summed = loss_sum(self, model, batch)
-        return summed._replace(total=summed.total + 20.0 * self.count(batch)) if step_now[0] in steps else summed
-
-    monkeypatch.setattr(train, "seed_step", seeded)
-    monkeypatch.setattr(objectives.NextToken, "loss_sum", poisoned)
+    monkeypatch.setattr(NextToken, "loss_sum", NextToken.loss_sum)  # which comes back at the end of the test
+    spike_in(*steps)
 
 
 @pytest.fixture
 def long_run(tiny_run):
     """Make a run that is long enough to fill the window of recent losses."""
     return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
-
-
-def test_an_ordinary_run_raises_no_alarm(long_run, capsys):
-    run = long_run(MAX_STEPS=60)
-    assert run.train() == 0
-    assert "spike" not in capsys.readouterr().err and not [entry for entry in run.lines("ledger") if "spike" in entry]
 
 
 def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
@@ -122,7 +105,7 @@ def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsy
     assert run.train(LOSS_SPIKE_POLICY="skip") == 0
 
 
-@pytest.mark.parametrize("step", [12, 15, 18])
+@pytest.mark.parametrize("step", [15, 18])
 def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypatch):
     run, other = long_run(LOSS_SPIKE_POLICY="skip"), long_run(LOSS_SPIKE_POLICY="skip", RUN_NAME="other")
     poison(monkeypatch, 15)
@@ -159,34 +142,10 @@ def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
     assert guards.checksums([tensor.reshape(37, 1).T]).tolist() == [one]
 
 
-def nudge(tensor_of, sign: int = 1) -> None:
-    """On rank 1, change one number to the next float, after step 3."""
-    if os.environ["RANK"] != "1":
-        return
-    original = guards.append_ledger
-
-    def enter(run, result):
-        if run.progress.step == 2:
-            tensor = tensor_of(run).detach()
-            tensor.view(-1)[5] = torch.nextafter(tensor.view(-1)[5], torch.tensor(math.inf * sign))
-        original(run, result)
-
-    guards.append_ledger = enter
-
-
-def nudge_a_weight() -> None:
-    nudge(lambda run: run.model.layers[1].attention.wq.weight)
-
-
-def nudge_a_moment() -> None:
-    nudge(lambda run: run.optimizer.state_tensors()["layers.0.feed_forward.w1.weight.exp_avg_sq"])
-
-
-@pytest.mark.parametrize(("plant", "name"), [(nudge_a_weight, "layers.1.attention.wq.weight"),
-                                             (nudge_a_moment, "layers.0.feed_forward.w1.weight.exp_avg_sq")])
-def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name, tiny_run):
+@pytest.mark.parametrize("name", ["layers.1.attention.wq.weight", "layers.0.feed_forward.w1.weight.exp_avg_sq"])
+def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(name, tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3)
-    job = run.start(2, plant)
+    job = run.start(2, partial(drift, 1, name))
     assert job.wait() == [1, 1], job.text()
     text = job.text()
     assert text.count("error: after step 3 the ranks no longer have the same model") == 1 and "Traceback" not in text
@@ -242,11 +201,8 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
 # ------------------------------------------------------------------------------- what is not finite
 
 
-def make_model(**settings) -> Transformer:
-    config = ModelConfig(**{"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 160, **settings})
-    model = Transformer(config, 256)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+def make_model() -> Transformer:
+    return new_model(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160), 256)
 
 
 def test_bad_parameters_and_gradients_are_described():

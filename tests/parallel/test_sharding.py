@@ -2,11 +2,12 @@
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from factories import MODES, STAGE, UNMEASURED, Stages, TinyRun, assert_same_run, prepare_stages, run_ranks
+from factories import MODES, STAGE, UNMEASURED, Stages, TinyRun, assert_same_run, drift, run_ranks, spike_in
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +17,6 @@ import train
 from fused.head import ChunkedHead
 from learn.objectives import LossSum, NextToken
 from model_utils import build_model
-from observe import guards
 from parallel.fsdp import is_divided, own
 from parallel.ranks import start_ranks, stop_ranks
 from settings.load import load_config
@@ -35,11 +35,6 @@ LAYOUTS = {"full-1": (1, {"SHARDING": "full"}), "full-2": (2, {"SHARDING": "full
            "full-4": (4, {"SHARDING": "full"}), "hybrid-4": (4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2})}
 QUICK = [("pretrain", "full-1"), ("pretrain", "hybrid-4"), ("dpo-live", "full-2"), ("lora-whole", "hybrid-4"),
          ("lora-tokens", "full-4"), ("muon", "full-2"), ("distilled", "full-2"), ("untied", "full-4")]
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.fixture(scope="module")
@@ -129,9 +124,6 @@ def test_copies_on_single_ranks_compute_the_bits_of_ddp(precision, feature, stag
     assert_same_run(*runs, step=4)
 
 
-# --------------------------------------------------------------------- waiting for the device
-
-
 class NoHostTensors(TorchDispatchMode):
     """Forbids tensors made of numbers of the host, which a GPU waits for, and numbers read from tensors.
 
@@ -163,9 +155,6 @@ def test_a_sharded_step_does_not_wait_for_the_device_before_its_end(tiny_run):
     assert job.wait() == [0, 0], job.text()
 
 
-# --------------------------------------------------------------------------------------- the guards
-
-
 def poison_rank_1() -> None:
     """In step 3, rank 1 has an infinite gradient where its loss is finite."""
     if os.environ["RANK"] != "1":
@@ -195,42 +184,17 @@ def test_the_rank_whose_gradients_are_not_finite_is_named(layout, keepers, tiny_
     assert run.train() == 0, "the state before it is good"
 
 
-def spike_in_step_15() -> None:
-    original = NextToken.loss_sum
-
-    def loss_sum(self, model, batch):
-        total, metrics = original(self, model, batch)
-        return LossSum(total + 20.0 * self.count(batch) * (train.HEARTBEAT.step == 15), metrics)
-
-    NextToken.loss_sum = loss_sum
-
-
 def test_the_update_of_a_spike_is_left_out_on_every_rank(tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=16, LOSS_SPIKE_WINDOW=16, LOSS_SPIKE_POLICY="skip", SHARDING="full")
-    job = run.start(2, spike_in_step_15)
+    job = run.start(2, partial(spike_in, 15))
     assert job.wait() == [0, 0], job.text()
     assert [line["updated"] for line in run.lines("ledger")] == [True] * 14 + [False, True]
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
 
 
-def nudge_a_copy() -> None:
-    """Rank 3 holds rows of the second copy of the model; change one of its numbers after step 3."""
-    if os.environ["RANK"] != "3":
-        return
-    original = guards.append_ledger
-
-    def enter(run, result):
-        if run.progress.step == 2:
-            rows = own(run.model.layers[1].attention.wq.weight)
-            rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
-        original(run, result)
-
-    guards.append_ledger = enter
-
-
 def test_a_copy_that_drifts_is_named(tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3, MICRO_BATCH_SIZE=1, SHARDING="hybrid", SHARD_DEGREE=2)
-    job = run.start(4, nudge_a_copy)
+    job = run.start(4, partial(drift, 3, "layers.1.attention.wq.weight"))  # of the second copy
     assert job.wait() == [1] * 4, job.text()
     assert "layers.1.attention.wq.weight differs between rank 1 and rank 3." in job.text()
     assert run.steps_saved() == [1, 2], "the drifted state is not saved"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from factories import prepare_stages
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint import store
 from checkpoint.manifest import CARD
+from common import __version__
 from common.text import printable
 from config import Config
 from run.adapters import merge
@@ -34,18 +34,9 @@ from run.log import RunHistory
 from settings.load import load_config
 
 
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory):
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
-
-
 def ledger_sha256(run, step: int) -> str:
     lines = (run.folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     return hashlib.sha256(b"".join(lines[:step])).hexdigest()
-
-
-def recipe_of(card: str) -> str:
-    return re.search(r"```\n(.*?)\n```", sections_of(card)["Make it again"], re.DOTALL)[1]
 
 
 def test_the_metadata_are_what_the_hub_reads(whole):
@@ -53,7 +44,7 @@ def test_the_metadata_are_what_the_hub_reads(whole):
     card = hub.ModelCard.load(whole.checkpoint(6) / CARD)
     data, newest = card.data, whole.metrics()[-1]
     assert (data.license, data.library_name, data.pipeline_tag) == ("unknown", "transformers", "text-generation")
-    assert data.paddock == {"version": "0.9.0", "step": 6, "tokens": 6 * 256, "ledger_sha256": ledger_sha256(whole, 6)}
+    assert data.paddock == {"version": __version__, "step": 6, "tokens": 6 * 256, "ledger_sha256": ledger_sha256(whole, 6)}
     found = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results}
     assert found == {("validation split", "loss"): pytest.approx(newest["val_loss"], abs=1e-6),
                      ("validation split", "bits_per_byte"): pytest.approx(newest["val_bits_per_byte"], abs=1e-6),
@@ -82,8 +73,8 @@ def test_the_data_is_named_by_its_hashes(whole, prepared):
 
 
 def test_the_recipe_gives_the_same_settings(whole, tmp_path):
-    file = tmp_path / "card.env"
-    file.write_text(recipe_of(read_card(whole.checkpoint(6))))
+    file, section = tmp_path / "card.env", sections_of(read_card(whole.checkpoint(6)))["Make it again"]
+    file.write_text(re.search(r"```\n(.*?)\n```", section, re.DOTALL)[1])
     made = load_config(["--env-file", str(file)], {}, complete=False).config.public()
     told = Config(**{name.lower(): value for name, value in store.read_state(whole.checkpoint(6))["settings"].items()}).public()
     places = {"PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH"}
@@ -184,8 +175,6 @@ def test_the_energy_is_that_of_all_parts():
     history.add_metrics(40, {"val_loss": 1.0})
     assert (history.joules, history.measured_tokens, history.all_tokens) == (60_000, 20_000, 30_000)
 
-
-# What others read
 
 TEXTS = st.one_of(st.text(st.characters(codec="utf-8")), st.text("-:`|#\"'{}[]&*!%@,\n\\ ano0.<>~=_"), st.sampled_from(
     ["no", "Yes", "null", "~", "1e5", "0x1", "12:30:45", "2001-01-01", ".inf", "---", "a: b", "<script>", "{{ x }}", "\ufeff", "\uffff"]))
