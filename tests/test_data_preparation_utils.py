@@ -218,7 +218,7 @@ def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
 
 
-def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path, monkeypatch, capsys):
+def test_hellaswag_items_are_written_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     script = runpy.run_path(str(ROOT / "scripts" / "load_hellaswag_dataset.py"))
     item = {"ind": 1, "activity_label": "A", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": "2"}
@@ -226,10 +226,4 @@ def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path, monk
     script["main"](["--source", "items.jsonl", "--output", "deep/out.jsonl"])
     assert capsys.readouterr().out.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
     assert [json.loads(line) for line in Path("deep/out.jsonl").read_text().splitlines()] == [item] * 5
-    Path("items.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"label": 4}) + "\n")
-    with pytest.raises(DataError, match="items.jsonl:2: 'label' must be 0 to 3"):
-        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
-    Path("items.jsonl").write_text("")
-    with pytest.raises(DataError, match="items.jsonl: holds no items"):
-        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]

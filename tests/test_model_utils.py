@@ -31,39 +31,18 @@ def test_random_numbers_follow_from_seed_step_and_rank():
     assert len({value for values in drawn for value in values}) == 15
 
 
-class NormedAttention(model.Attention):
-    """With QK-norm."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.q_norm = model.RMSNorm(config.head_dim, config.norm_eps)
-
-
-class WiderAttention(model.Attention):
-    """With a value as wide as a query."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.wv = model.Linear(config.dim, config.dim)
-
-
-class Bare(model.TransformerBlock):
-    """Without its second norm."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        del self.ffn_norm
-
-
-@pytest.mark.parametrize("changed, sentence", [
-    (("Attention", NormedAttention), r"\(3 such parameters\): layers.0.attention.q_norm.weight is \(8,\) in model.py and missing in"),
-    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in the tables"),
-    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in the tables"),
+@pytest.mark.parametrize("changed, change, sentence", [
+    (model.Attention, lambda self: setattr(self, "q_norm", model.RMSNorm(8, 1e-5)),
+     r"\(3 such parameters\): layers.0.attention.q_norm.weight is \(8,\) in model.py and missing in"),
+    (model.Attention, lambda self: setattr(self, "wv", model.Linear(32, 32)),
+     r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in the tables"),
+    (model.TransformerBlock, lambda self: delattr(self, "ffn_norm"),
+     r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in the tables"),
 ])
-def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(changed, sentence, monkeypatch):
-    config = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2)
+def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(changed, change, sentence, monkeypatch):
+    config, build = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2), changed.__init__
     model_utils.model_on_meta(config, 500, torch.float32)
-    monkeypatch.setattr(model, *changed)
+    monkeypatch.setattr(changed, "__init__", lambda self, config: [build(self, config), change(self)] and None)
     with pytest.raises(CheckpointError, match=sentence + ".*add it to block_shapes in config.py"):
         model_utils.model_on_meta(config, 500, torch.float32)
 

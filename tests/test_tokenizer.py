@@ -312,10 +312,6 @@ def test_backend_by_the_look_of_the_path(ranks, folder, tmp_path):
     for path in (folder, folder / "tokenizer.json"):
         assert isinstance(load_tokenizer(str(path)), HuggingFaceTokenizer)
     assert isinstance(load_tokenizer(str(tmp_path / "tokenizer.model")), Tokenizer)
-    with pytest.raises(DataError, match="tokenizer.json:1: "):
-        load_tokenizer(str(folder / "tokenizer.json"), "tiktoken")
-    with pytest.raises(DataError, match="not a JSON object"):
-        load_tokenizer(str(tmp_path / "tokenizer.model"), "huggingface")
 
 
 def test_script_trains_on_files_and_folders(tmp_path):
@@ -329,10 +325,6 @@ def test_script_trains_on_files_and_folders(tmp_path):
         return subprocess.run([sys.executable, script, "--vocab-size", "300", "--output", output, *more], cwd=tmp_path,
                               capture_output=True, text=True, timeout=120)
 
-    refused = run("c.model", "b.jsonl", "--column", "body")
-    assert refused.returncode == DataError.exit_code
-    assert "b.jsonl:4" in refused.stderr and "Traceback" not in refused.stderr
-    assert not (tmp_path / "c.model").exists()
     for output in ("out/c.model", "out/d.model"):
         done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
         assert done.returncode == 0, done.stderr

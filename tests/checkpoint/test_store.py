@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import resource
 import shutil
 import signal
 from pathlib import Path
@@ -13,11 +12,12 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from factories import flip_bit, reseal, run_ranks
+from factories import cached_on_the_hub, flip_bit, reseal, run_ranks
 from safetensors.torch import save_file
 
 from checkpoint import huggingface, store
 from checkpoint import tensors as tensor_files
+from checkpoint.huggingface import hub_model, name_of_download
 from checkpoint.tensors import write_tensors
 from common import __version__
 from common.errors import CheckpointError
@@ -255,15 +255,6 @@ def test_a_death_at_any_call_leaves_a_verified_checkpoint(tmp_path):
 # ------------------------------------------------------------------------------------------------------- disks that are full
 
 
-def test_too_little_room_is_found_before_writing(tmp_path):
-    def never(folder):
-        raise AssertionError("written in spite of too little room")
-
-    with pytest.raises(CheckpointError, match=r"1,000,000,000,000,000,000 bytes needed, [\d,]+ free"):
-        save(tmp_path / "checkpoints", 1, write=never, needed_bytes=10**18)
-    assert not (tmp_path / "checkpoints").exists()
-
-
 @pytest.mark.parametrize("metadata", [None, {"of": "\u201cus\u201d"}])
 def test_files_of_tensors_have_the_bytes_that_safetensors_gives_them(tmp_path, monkeypatch, metadata):
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40)
@@ -347,29 +338,6 @@ def test_a_disk_that_will_not_take_it_is_told_at_once(tmp_path, monkeypatch, num
     monkeypatch.setattr(store.time, "sleep", lambda seconds: pytest.fail("it waits for what does not pass"))
     with pytest.raises(CheckpointError, match=os.strerror(number)):
         save(tmp_path, 1, write=refuse)
-
-
-@fork_warning
-def test_a_file_size_limit_is_named(tmp_path):
-    save(tmp_path, 1)
-
-    large = {"large": torch.zeros(4096)}
-
-    def write_large(folder: Path) -> None:
-        write_tensors(folder / "model.safetensors", large)
-
-    def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-        for tensors, word in (({}, "File too large"), (large, "ulimit -f unlimited")):
-            try:
-                save(tmp_path, 2, write=write_large, optimizer=tensors, largest_file_bytes=4 * 4096 * len(tensors))
-            except CheckpointError as error:
-                assert word in str(error)
-            else:
-                raise AssertionError("written beyond the limit")
-        assert names(tmp_path) == ["step-00000001"]
-
-    assert in_child(work) == 0
 
 
 def test_a_mistake_of_ours_is_not_called_a_disk_error(tmp_path):
@@ -504,6 +472,42 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="import_checkpoint"):
         store.locate(str(tmp_path / "empty"), tmp_path / "run")
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch) -> Path:
+    """A model in a cache of the hub that is made here as huggingface_hub makes it; nothing is downloaded."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_model(model)
+    return cached_on_the_hub(model, "acme/tiny-1", tmp_path / "cache", monkeypatch)
+
+
+def test_a_model_is_found_by_its_name_and_by_a_revision(cached, tmp_path):
+    for name in ("acme/tiny-1", f"acme/tiny-1@{cached.name}", "acme/tiny-1@main"):
+        assert store.locate(name, tmp_path / "run") == cached
+    assert name_of_download(cached) == f"acme/tiny-1@{cached.name}"
+    assert name_of_download(tmp_path) is None
+    shutil.copytree(cached, tmp_path / "acme" / "tiny-1")
+    assert store.locate("acme/tiny-1", tmp_path / "run") == tmp_path / "acme" / "tiny-1", "what is here comes first"
+
+
+@pytest.mark.parametrize("name", ["acme/tiny-2", "acme/tiny-1@v2"])
+def test_a_name_that_the_hub_does_not_give_is_refused_with_the_reason(name, cached, tmp_path):
+    with pytest.raises(CheckpointError, match=f"{name} is not a local folder, and the request to the hub failed.*offline.*HF_TOKEN"):
+        store.locate(name, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "../x/y", "x y/z"])
+def test_what_cannot_be_a_model_of_an_owner_is_not_asked_for(name, cached, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        store.locate(name, tmp_path / "run")
+
+
+def test_an_incomplete_model_is_asked_for_again(cached):
+    (cached / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="offline"):
+        hub_model("acme/tiny-1")
 
 
 # --------------------------------------------------------------------------------------------------------------------- lock

@@ -19,17 +19,6 @@ from observe.phases import COMPARED, Phases, SlowRanks, median_of_others
 from run import life
 
 
-class Log:
-    """Keeps what is logged."""
-
-    def __init__(self):
-        self.events, self.lines = [], []
-        self.info = self.warn = self.lines.append
-
-    def event(self, event, step, **facts):
-        self.events.append((event, step, facts))
-
-
 @contextmanager
 def marking(phases: Phases) -> Iterator[Phases]:
     """A `with` block in which the heartbeat tells phases."""
@@ -42,7 +31,9 @@ def marking(phases: Phases) -> Iterator[Phases]:
 def fake_run(world_size=1, device="cpu"):
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=SimpleNamespace(type=device),
                             all_gather_json=lambda values: [values] * world_size)
-    return SimpleNamespace(ranks=ranks, log=Log())
+    log = SimpleNamespace(events=[], info=pytest.fail, warn=pytest.fail)
+    log.event = lambda event, step, **facts: log.events.append((event, step, facts))
+    return SimpleNamespace(ranks=ranks, log=log)
 
 
 @pytest.fixture

@@ -132,11 +132,6 @@ def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
     assert [*packages()] == []
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return [*csv.DictReader(file)]
-
-
 def test_a_file_continues_after_a_kill_and_is_rotated(tmp_path, monkeypatch):
     warnings: list[str] = []
     folder = [tmp_path]
@@ -213,13 +208,6 @@ def sampler_of(meter, folder: Path, window=None, hz=1.0, notes=None) -> PowerSam
     return PowerSampler(open_meter, "3", window, hz, RotatedFile(lambda: folder, "power.csv", notes.append), notes.append)
 
 
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("has_counter", [True, False])
 def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     meter, notes = Meter(has_counter), []
@@ -232,7 +220,9 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
         sampler.mark(time.time(), "data", step)
         count = len(sampler.samples)
         if step in (2, 3):
-            wait_until(lambda count=count: len(sampler.samples) >= count + 20)
+            deadline = time.monotonic() + 60
+            while len(sampler.samples) < count + 20 and time.monotonic() < deadline:
+                time.sleep(0.005)
         sampler.mark(time.time(), "forward", step)
         sampler.end()
     reading = sampler.read()
@@ -241,7 +231,8 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     assert not sampler.thread.is_alive() and meter.closed and notes == []
     assert reading[1:] == (80, 0, 0, 2**30, 60, 1000)
     assert reading.watts > 0 if has_counter else reading.watts == pytest.approx(200)
-    rows = rows_of(tmp_path / "power.csv")
+    with open(tmp_path / "power.csv", newline="") as file:
+        rows = [*csv.DictReader(file)]
     assert [*rows[0]] == HEADER.split(",")
     samples, marks = [row for row in rows if row["gpu"]], [row for row in rows if not row["gpu"]]
     assert [(row["phase"], row["step"]) for row in marks] == [(phase, step) for step in "23" for phase in ("data", "forward")]

@@ -100,16 +100,6 @@ def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_pa
     assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
 
 
-def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(prepared, tmp_path, capsys):
-    run = TinyRun(prepared, tmp_path)
-    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
-    parameters = int(told["model"].split()[0].replace(",", ""))
-    matrices, tokens = parameters - 5 * 32, 6 * 256  # without five norms of 32; the head is the embedding's matrix
-    flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
-    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:,.2f} per parameter (about 20 is compute-optimal by "
-                              f"Chinchilla); {flops:.2e} FLOPs")
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, capsys, monkeypatch):
     optimizer = "muon" if mode in ("distilled", "lora-sft") else "adamw"
@@ -253,11 +243,8 @@ def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp
                       PRECISION="auto")
     assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
     told = dict((name, text) for _, name, text in checked.lines)
-    assert told["hardware"].startswith("planned for 2 GPUs of 80 GB (DEVICE_MEMORY), whatever is here: bfloat16 ")
-    assert told["hardware"].endswith("compiled") and told["memory"].endswith("; a GPU of 80 GB has 74.5")
+    assert "2 GPUs of 80 GB" in told["hardware"] and "bfloat16" in told["hardware"] and told["hardware"].endswith("compiled")
     assert told["speed"].startswith("not measured")
-    small = Checked(run, capsys, DEVICE_MEMORY=0.0003, WORLD_SIZE=2)
-    assert small.code == 0 and "It would" in small.text("warn") and small.text("ok").count("eager")
 
 
 def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):

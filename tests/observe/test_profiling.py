@@ -21,25 +21,12 @@ from run.start import prepare_device
 MEASURED = {"PROFILE_STEPS": "3:4", "POWER_STEPS": "2:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
 
 
-class Meter:
-    """A CPU of 50 W."""
-
-    def __init__(self):
-        self.joules = 0.0
-
-    def read(self) -> Sample:
-        return Sample(50.0)
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def measured(prepared, tmp_path_factory):
     """A run of which everything is measured, and what it printed."""
     run, patch = TinyRun(prepared, tmp_path_factory.mktemp("measured"), **MEASURED), pytest.MonkeyPatch()
     patch.setattr(power, "packages", lambda: ["a counter"])
-    patch.setattr(power, "CpuMeter", Meter)
+    patch.setattr(power, "CpuMeter", lambda: SimpleNamespace(read=lambda: Sample(50.0), close=lambda: None))  # 50 W
     try:
         assert run.train() == 0
     finally:

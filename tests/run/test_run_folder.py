@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, prepare, stop_at
@@ -310,17 +311,10 @@ def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
     """TensorBoard reopens its file for each write; under the old name that could be the file of a second job."""
     written = []
 
-    class TensorBoard:
-        def __init__(self, run_dir, step):
-            self.run_dir = run_dir
+    def tensorboard(run_dir, step):
+        return SimpleNamespace(log=lambda values, step: written.append((run_dir.name, step)), finish=lambda: None)
 
-        def log(self, values, step):
-            written.append((self.run_dir.name, step))
-
-        def finish(self):
-            pass
-
-    monkeypatch.setattr(run_log, "TensorBoard", TensorBoard)
+    monkeypatch.setattr(run_log, "TensorBoard", tensorboard)
     log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu")
     log.open(tmp_path / "old")
     log.follow(tmp_path / "new", 3)
