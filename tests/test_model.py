@@ -73,9 +73,6 @@ def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolera
         assert error < tolerance, f"{name}: {error:.2e}"
 
 
-# ---------------------------------------------------------------------------------------------------------- transformers
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_all_gradients_equal_transformers(shape):
     ours = make(**SHAPES[shape])
@@ -109,9 +106,6 @@ def test_padded_ids_are_never_predicted_and_never_learn():
         grads = gradients(model)
         for name in ("output.weight", "tok_embeddings.weight"):
             assert (grads[name][VOCAB:] == 0).all() and grads[name][:VOCAB].abs().max() > 0
-
-
-# ------------------------------------------------------------------------------------------------------------- documents
 
 
 def test_documents_in_a_row_equal_rows_of_their_own():
@@ -182,9 +176,6 @@ def test_borders_are_copied_to_a_gpu_without_waiting_for_it(monkeypatch):
     assert copied == [(True, {"non_blocking": True})] * 2
 
 
-# ------------------------------------------------------------------------------------------------------------------ head
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
@@ -207,9 +198,6 @@ def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, reductio
     assert_all_close(gradients(model), expected_gradients)
     with torch.no_grad():
         torch.testing.assert_close(model(tokens, targets, reduction=reduction), logprob, atol=1e-3, rtol=1e-5)
-
-
-# ------------------------------------------------------------------------------------------------------------- equal ways
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
@@ -265,9 +253,6 @@ def test_a_compiled_model_equals_the_eager_one(settings):
             assert_all_close(results[1], results[0])
     finally:
         torch._functorch.config.activation_memory_budget = 1.0
-
-
-# --------------------------------------------------------------------------------------------------- numbers and beginnings
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])

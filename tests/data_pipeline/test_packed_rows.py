@@ -120,9 +120,6 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
         torch.int64, torch.int64, torch.int32, torch.int64]
 
 
-# Loss and gradients
-
-
 def loss_and_gradients(model, batches):
     model.zero_grad()
     loss = torch.zeros(())
@@ -179,9 +176,6 @@ def test_the_first_rows_are_no_longer_than_the_others(tmp_path):
     assert abs(longest[:half].mean() - longest[half:].mean()) < longest.std()
 
 
-# Examples longer than a row
-
-
 def chat(*lengths):
     """Return a chat of alternating prompts and answers."""
     return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
@@ -221,9 +215,6 @@ def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(k
     with pytest.raises(DataError, match=rf"(?s){tmp_path}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
         ExampleRows(examples, needed - 1)
     assert len(ExampleRows(examples, needed)) == 1
-
-
-# Opening
 
 
 @pytest.mark.parametrize("verify", ["always", "auto", "never"])
@@ -276,9 +267,6 @@ def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
     (_, prompt), (_, words) = chats[4][:2]
     chats[4][:2] = [(PROMPT, prompt[:-1]), (WORDS, prompt[-1:] + words)]  # the same tokens with other segments
     assert opened(write(tmp_path / "three", "chats", chats), "chats").fingerprint != one
-
-
-# References
 
 
 def test_rows_are_the_padding_free_batches_of_trl(tmp_path):

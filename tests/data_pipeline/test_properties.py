@@ -38,9 +38,6 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("properties")
 
 
-# Records
-
-
 def read(path: Path, skip_bad: bool, **fields) -> tuple[list[str], Reading]:
     reading = Reading(skip_bad=skip_bad)
     return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading
@@ -133,8 +130,6 @@ def test_any_bytes_are_records_or_an_error_that_names_the_file(folder, content, 
     path.unlink()
 
 
-# Rows
-
 # (lengths, capacity)
 problems = st.integers(1, 40).flatmap(lambda most: st.tuples(st.lists(st.integers(1, most), max_size=80), st.just(most)))
 
@@ -216,9 +211,6 @@ def test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step(n_rows, micro
         assert len(set(rows.tolist())) == len(rows) and rows.min() >= 0 and rows.max() < n_rows
 
 
-# Shards
-
-
 def write_set(folder: Path, chunks: list[list[int]], shard_tokens: int, vocab_size: int) -> Path:
     for path in folder.glob("*"):
         path.unlink()
@@ -266,8 +258,6 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     with pytest.raises(DataError, match=path.name):
         open_token_set(folder, "train", TokenizerFacts(token_set[1]), verification=Verification("always"))
 
-
-# Checkpoints
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,
                            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=6)

@@ -89,9 +89,6 @@ def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     assert open_train(prepared).fingerprint != open_train(other).fingerprint
 
 
-# Refusals
-
-
 @pytest.mark.parametrize("change, message", [
     (lambda data: bytes(data[:-1]), "is cut short: 1,033 bytes.*5 tokens.*1,034 bytes"),
     (lambda data: bytes(data[:-4]), "is cut short"),
@@ -121,9 +118,6 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(prepared, monkeyp
     assert open_train(prepared, vocab_size=52).tokens == 52
     with pytest.raises(DataError, match=r"train-00002\.bin: token 16 \(byte 1056\) has id 51, .*vocabulary of 51"):
         open_train(prepared, vocab_size=51)
-
-
-# Verification is remembered
 
 
 def scanned_files(monkeypatch):
@@ -184,9 +178,6 @@ def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch,
     assert not list(prepared.glob(f"{VERIFIED}.*"))
 
 
-# Files that change while they are read
-
-
 def swap(path):
     spoilt = path.with_name("spoilt")
     spoilt.write_bytes(path.read_bytes()[::-1])
@@ -240,9 +231,6 @@ def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared,
             shard_reader.allow_open_files(shards, prepared)
         monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what, least=shards + 64: (least, least))
         shard_reader.allow_open_files(shards, prepared)
-
-
-# Files made by others
 
 
 @pytest.fixture

@@ -88,9 +88,6 @@ def tiny(**settings) -> Config:
     return Config(**{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, **settings})
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
-
-
 @pytest.mark.parametrize(("purpose", "capability", "dtype", "head", "order"), [
     ("causal", HOPPER, BF16, 64, ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math")),
     ("causal", AMPERE, BF16, 64, ("flash", "efficient", "math")),
@@ -122,9 +119,6 @@ def test_a_backend_that_is_named_keeps_to_its_kernels_but_for_masks_of_evaluatio
 def test_what_is_not_deterministic_is_left_out_where_it_must_be():
     assert kernel_order("causal", HOPPER, BF16, 64, True) == ("flash-3", "flash", "efficient", "math")
     assert kernel_order("causal", HOPPER, BF16, 64, True, "cudnn") == ()
-
-
-# ----------------------------------------------------------------------------------------------------------------- the choice
 
 
 def on_hopper(monkeypatch, works) -> list[tuple[str, str]]:
@@ -159,9 +153,6 @@ def test_a_named_backend_that_does_not_run_is_an_error_with_its_reason(settings,
     with pytest.raises(SettingsError, match=f"ATTENTION_BACKEND={settings['attention_backend']} cannot run here .*{words}"):
         choose_kernel("documents", tiny(**settings), CUDA, dtype)
     assert choose_kernel("documents", tiny(), CUDA, dtype) == "efficient", "which is what auto takes"
-
-
-# ------------------------------------------------------------------------------------------------------------------ the trial
 
 
 @pytest.mark.parametrize("purpose", ORDERS)
@@ -229,9 +220,6 @@ def test_a_kernel_is_tried_in_inference_mode_as_elsewhere(monkeypatch):
     model = new_model(tiny(), 128)
     assert [len(ids) for ids in generate(model, [[1, 2, 3], [4]], 4)] == [4, 4]
     model.train()(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), reduction="sum").backward()
-
-
-# ------------------------------------------------------------------------------------------------------------- in the model
 
 
 def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypatch):

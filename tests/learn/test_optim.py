@@ -36,9 +36,6 @@ def schedule(**settings) -> list[float]:
     return [learning_rate(step, config) for step in range(config.max_steps + 3)]
 
 
-# The schedule
-
-
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [0, 4, 10, 11, 1000])
 def test_warm_up_is_linear_and_ends_at_the_peak(kind, warmup):
@@ -73,9 +70,6 @@ def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():
     assert OptimConfig(learning_rate=1e-3, min_learning_rate=0).final_learning_rate == 0
 
 
-# What is updated, and how
-
-
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_matrices_decay_and_norms_do_not(kind):
     model = make_model()
@@ -95,9 +89,6 @@ def test_frozen_parameters_are_left_out():
     assert all(parameter.grad is None for parameter in model.parameters()), "gradients take no memory then"
     assert torch.equal(model.tok_embeddings.weight, before)
     assert not any(name.startswith("tok_embeddings") for name in optimizer.state_tensors())
-
-
-# What a checkpoint holds
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -156,8 +147,6 @@ def test_muon_is_torchs_muon_in_float32():
         assert torch.allclose(a, b, atol=0.02), (a - b).abs().max()  # theirs iterates in bf16
         assert not torch.allclose(b, torch.ones_like(b), atol=0.1)
 
-
-# ------------------------------------------------------------------------------------- Muon on several ranks
 
 WIDE = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 77, "max_seq_len": 32, "total_batch_size": 128,
         "optimizer": "muon", "learning_rate": 0.01, "compile": False}

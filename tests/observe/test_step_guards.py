@@ -29,9 +29,6 @@ from tokenizer import load_tokenizer
 FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
 
 
-# ----------------------------------------------------------------------------------------- ledger
-
-
 def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
     tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
     tokens = open_token_set(str(prepared.shards), "train", tokenizer).tokens
@@ -42,9 +39,6 @@ def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
         assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
         assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
         assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]
-
-
-# ------------------------------------------------------------------------------------ loss spikes
 
 
 @given(st.lists(st.floats(1, 10), min_size=8, max_size=64))
@@ -116,9 +110,6 @@ def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypa
     assert_same_run(other, run, 20)
 
 
-# ------------------------------------------------------------------------------------------ drift
-
-
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.data())
 def test_a_checksum_changes_with_any_bit(values, data):
     tensor = torch.tensor(values)
@@ -158,9 +149,6 @@ def test_healthy_replicas_are_equal_after_every_step(tiny_run):
     assert job.wait() == [0, 0], job.text()
 
 
-# ------------------------------------------------------------------------------------- divergence
-
-
 def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
     """The kinds of alarms by the step at which they are raised."""
     divergence = Divergence()
@@ -196,9 +184,6 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     data = RunReader(run.folder, "run")
     data.read()
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
-
-
-# ------------------------------------------------------------------------------- what is not finite
 
 
 def make_model() -> Transformer:

@@ -36,9 +36,6 @@ class Killed(BaseException):
     """Stands for SIGKILL: nothing in the code catches it."""
 
 
-# ------------------------------------------------------------------------ look, check, then write
-
-
 @pytest.fixture(scope="module")
 def others(prepared, tmp_path_factory) -> dict[str, Path]:
     """Paths that do not fit the run: other data, another tokenizer, a model of another shape, and no file at all."""
@@ -120,9 +117,6 @@ def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume,
         return
     assert code == 0 and "resuming after step 6" in capsys.readouterr().out
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
-
-
-# ----------------------------------------------------------------------------------- RESUME=never
 
 
 @pytest.mark.parametrize("fatal", range(len(run_folder.OWN) + 1))
@@ -231,9 +225,6 @@ def test_a_preempted_run_does_not_advise_to_move_itself_aside(tiny_run, capsys):
     assert "To resume: the same command with --resume auto." in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------ names
-
-
 def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
     run = tiny_run(**UNMEASURED, MAX_STEPS=1)
     del run.settings["RUN_NAME"]
@@ -277,9 +268,6 @@ def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monk
     with run_folder.lock_run(run_dir):
         with pytest.raises(CheckpointError, match=f"process {os.getpid()} "), run_folder.lock_run(run_dir):
             pass
-
-
-# ----------------------------------------------------------- a folder that changes during the run
 
 
 @pytest.mark.parametrize("where", ["new", "elsewhere/runs/new"])
