@@ -236,26 +236,6 @@ def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, w
         assert copy.train(**({} if "restore what" in way.lower() else changes) | settings_of(way)) == 0, way
 
 
-def test_resume_never_moves_the_old_run_aside(finished, whole):
-    assert finished.train(RESUME="never", MAX_STEPS=6) == 0
-    (aside,) = finished.folder.glob("before-*")
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [f"step-0000000{n}" for n in (2, 4, 6)]
-    assert (aside / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
-    assert_same_run(finished, whole, 6)
-
-
-def test_resume_from_a_path_takes_that_checkpoint_and_goes_on(finished, whole, capsys):
-    path = finished.checkpoint(4)
-    assert finished.train(RESUME=path, MAX_STEPS=6) == 0
-    assert "step-00000006 is not used" in capsys.readouterr().err
-    assert_same_run(finished, whole, 6)
-    # The same command, repeated after a pre-emption, does not go back to that checkpoint.
-    capsys.readouterr()
-    assert finished.train(RESUME=path, MAX_STEPS=8) == 0
-    assert "resuming after step 6" in capsys.readouterr().out
-    assert [line["step"] for line in finished.metrics()] == list(range(9))
-
-
 @pytest.mark.parametrize("by", ["name", "path", "run"])
 def test_a_named_checkpoint_brings_optimizer_schedule_and_step(by, finished, whole, prepared, tmp_path):
     if by == "name":

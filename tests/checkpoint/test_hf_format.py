@@ -93,19 +93,6 @@ def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
     assert torch.equal(RMSNorm(64, 1e-5)(x), norm(x)), "with weights of one there is nothing more to round"
 
 
-def test_a_transformers_model_gives_its_logits_in_ours(config):
-    """As in an import, from a model that transformers built and initialized."""
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
-    settings = huggingface.model_settings_from_huggingface(theirs.config.to_dict())
-    ours = Transformer(ModelConfig(**settings), VOCAB)
-    tensors = {name: lazy(tensor) for name, tensor in theirs.state_dict().items()}
-    ours.load_state_dict(read_all(huggingface.from_huggingface(tensors, ours.config, padded(VOCAB))))
-    tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        assert (ours.logits(tokens_BT) - theirs(tokens_BT).logits).abs().max() < 1e-4
-
-
 def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, tmp_path):
     """From folders of ours and of transformers; cut within a head, between heads, and in the padding."""
     state, asked = model_of(config).state_dict(), []

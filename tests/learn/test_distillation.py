@@ -168,16 +168,6 @@ def test_a_batch_without_any_target_gives_zero_and_gradients():
         assert all(gradient.abs().max() == 0 for gradient in gradients(student, summed.total).values())
 
 
-def test_the_teacher_gets_no_gradient_and_stays_as_it_is():
-    teacher, student = llama(2), llama(1)
-    before = {name: value.clone() for name, value in teacher.state_dict().items()}
-    student.train()
-    Distillation(settings(), Teacher(teacher)).loss_sum(student, a_batch(True)).total.backward()
-    assert not teacher.training and student.training
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
-
-
 def stored_batch(teacher: Teacher, batch: Batch, k: int, temperature: float) -> Batch:
     """Return the batch with the stored outputs of the teacher at every position."""
     whole = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
