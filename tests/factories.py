@@ -151,11 +151,10 @@ class Stages(NamedTuple):
     base: Path
     teacher: Path
 
-    def settings(self, mode: str) -> dict[str, Any]:
-        """The settings of one of MODES."""
+    def settings(self, mode: str, modes: Mapping[str, dict] = MODES) -> dict[str, Any]:
         named = {"base": self.base, "teacher": self.teacher}
         return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
-                "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in MODES[mode].items()}}
+                "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in modes[mode].items()}}
 
     def run(self, mode: str, output_dir: Path, **changes) -> "TinyRun":
         return TinyRun(self.prepared, output_dir, **self.settings(mode) | changes)

@@ -23,7 +23,7 @@ from config import Config, LoraConfig, ModelConfig
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors, wrap_model
 from observe.check import describe_adapters
-from parallel.ranks import Ranks, start_ranks, stop_ranks
+from parallel.ranks import start_ranks, stop_ranks
 from run import start as run_start
 from run.adapters import merge
 from tokenizer import Tokenizer
@@ -217,8 +217,9 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
 HEAD_AND_ROWS = dict(lora_train_head=True, **ROWS)
 
 
-def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Of this rank's two micro-batches and the other's: DDP without find_unused_parameters, with recomputation."""
+def check_gradients() -> None:
+    """In each of two ranks, with two micro-batches each: DDP without find_unused_parameters, with recomputation."""
+    ranks = start_ranks("cpu", 60)
     model = adapted(shape(activation_checkpointing="block", tie_embeddings=False), HEAD_AND_ROWS)
     trained = wrap_model(model, ranks)
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
@@ -227,13 +228,8 @@ def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
             (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
     with torch.no_grad(), lora.disable_adapters(trained):
         assert torch.equal(model.logits(tokens()), base_model(model.config).logits(tokens()))
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def check_gradients() -> None:
-    """In each of two ranks."""
-    ranks = start_ranks("cpu", 60)
-    shared, alone = shared_gradients(ranks), learn(adapted(shape(tie_embeddings=False), HEAD_AND_ROWS), tokens(rows=8))
+    shared = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    alone = learn(adapted(shape(tie_embeddings=False), HEAD_AND_ROWS), tokens(rows=8))
     assert {"output.weight", "tok_embeddings.rows"} <= shared.keys()
     mean = {name: gradient * 2 / (8 * 23) for name, gradient in shared.items()}  # DDP has halved it
     assert mean.keys() == alone.keys() and furthest(mean, alone) < 1e-5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import MODES, STAGE, UNMEASURED, Stages, TinyRun, assert_same_run, drift, run_ranks, spike_in
+from factories import MODES, UNMEASURED, Stages, TinyRun, assert_same_run, drift, run_ranks, spike_in
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,12 +52,8 @@ def whole_run(stages, tmp_path_factory):
 
 
 def run_with(stages: Stages, feature: str, folder: Path) -> TinyRun:
-    settings = {**stages.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": stages.chats,
-                "DPO_DATA_PATH": stages.pairs}
-    named = {"base": stages.base, "teacher": stages.teacher}
-    settings |= {name: named.get(value, value) for name, value in FEATURES[feature].items()}
     # Dropout draws other numbers on each rank.
-    return TinyRun(stages.prepared, folder, **settings | {"LORA_DROPOUT": 0.0})
+    return TinyRun(stages.prepared, folder, **stages.settings(feature, FEATURES) | {"LORA_DROPOUT": 0.0})
 
 
 def furthest(run: TinyRun, other: TinyRun, step: int) -> float:
