@@ -287,7 +287,7 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
     finish(killed, "resumed", steps)
     resumed = re.findall(r"resuming after step (\d+)", killed.output.read_text(errors="replace"))
     verdicts = [Verdict("resumed", bool(resumed) and int(resumed[-1]) > first,
-                        f"from step {resumed[-1]} to {last}" if resumed else "it started anew"),
+                        f"from step {resumed[-1]} to {last}" if resumed else "it restarted from step 0"),
                 *compare_runs(straight, killed, last)]
     if all(verdict.same for verdict in verdicts):
         return verdicts

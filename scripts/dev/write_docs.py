@@ -21,20 +21,31 @@ from settings.load import describe_settings  # noqa: E402
 
 SETTINGS_HEAD = """# Settings
 
-Written by `python scripts/dev/write_docs.py` from `config.py`. How they are read is in the
-[README](../README.md#settings).
+Generated from `config.py` by `python scripts/dev/write_docs.py`.
 
-The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes
-nothing that is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused
-unless `ALLOW_RESUME_MISMATCH` names the setting."""
+`MAX_STEPS` in `.env` and the environment is `--max-steps` as a flag and `max_steps` in JSON (`--config
+FILE.json`). Later sources override earlier ones: defaults, `DEPTH`, `.env`, preset, JSON, environment,
+flags. A preset named in `.env` itself (`PRESET=`) has lower priority than the rest of `.env`. A run prints
+what a preset overrides and what comes from the environment. Presets are `.env` files in `settings/presets/`
+and can be combined: `--preset llama3.2-1b,stable`. An unknown name is an error that suggests the nearest
+known one.
+
+`.env` can also set variables of libraries (`HF_HOME`, `WANDB_MODE`, `NCCL_DEBUG`, `CUDA_VISIBLE_DEVICES`,
+`OMP_NUM_THREADS`, ...); the environment overrides them. torchrun sets `OMP_NUM_THREADS=1` for several ranks,
+`scripts/launch.py` does not. `${HOME}` is expanded. `PYTORCH_ALLOC_CONF` is `expandable_segments:True`
+unless you set it.
+
+The last column shows what happens if a run resumes with another value. A *safe* setting can change freely.
+A *curve* setting changes the loss curve from there on and causes a warning. Changing a *fixed* setting is an
+error unless `ALLOW_RESUME_MISMATCH` lists it, because it would make a different run."""
 
 
 def env_example() -> str:
     """Return the text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in",
-             "# .env lies below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS "
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a preset",
+             "# that it names; a preset named elsewhere, the environment and flags override .env. MAX_STEPS "
              "here",
-             "# is --max-steps there. Empty values are ignored, and ${NAME} is expanded. Environment "
+             "# is --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Environment "
              "variables of",
              "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
@@ -80,21 +91,21 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there:
-the device, the versions, the commit, the errors, and every figure."""
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. After the suite has run on one, this page lists the
+device, the versions, the commit, the errors, and every measurement."""
 HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--parts` also
-accepts names. Each part is a process with a time limit, and one that fails stops no other.
+accepts names. Each part is a process with a time limit, and a failure does not stop the others.
 `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
     """Return the text of docs/gpu.md: what the suite found last, if it has been run, and how to run it."""
-    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "",
-             "## How it is run", "", "```",
+    lines = ["# GPU suite", "", *(found(records) if records else [NEVER_RUN]), "",
+             "## How to run it", "", "```",
              *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
              "python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl",
              "```", "", HOW_IT_RUNS, "",
-             "| part | of | at most | what |", "|---|---|---|---|",
+             "| part | group | time limit | content |", "|---|---|---|---|",
              *(f"| {part.name} | {part.group} | {part.seconds:.0f} s | {part.what} |" for part in PARTS)]
     return "\n".join(lines) + "\n"
 
@@ -116,8 +127,8 @@ def found(records: list[dict[str, Any]]) -> list[str]:
         raise DataError(f"--gpu-results: these are results of {device}, and docs/gpu.md is about a GPU; give "
                         "those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
-    lines = ["What `scripts/gpu_suite.sh` found.", "", *table_of(machine, ("", "")), "", "## Parts", "",
-             "| part | | s | what was wrong |", "|---|---|---|---|"]
+    lines = ["Results of `scripts/gpu_suite.sh`.", "", *table_of(machine, ("", "")), "", "## Parts", "",
+             "| part | result | s | error |", "|---|---|---|---|"]
     for record in shown:
         error = cell(record["error"] or "")
         lines.append(f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {error} |")

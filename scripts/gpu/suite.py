@@ -67,7 +67,7 @@ PARTS = (
     Part("stage-pretrain", "correctness", 120, "pretraining with AdamW", needs=SAMPLE),
     Part("parity-attention", "correctness", 240, "every kernel in every use, recomputed and compiled"),
     Part("parity-faults", "correctness", 180, "overflow, NaN, out of memory, bit-identical resume"),
-    Part("resume", "correctness", 200, "verify_resume.py with the settings as they are", needs=SAMPLE),
+    Part("resume", "correctness", 200, "verify_resume.py with default settings", needs=SAMPLE),
     Part("resume-deterministic", "correctness", 200, "the same with DETERMINISTIC=true", needs=SAMPLE),
     Part("ranks", "correctness", 180, "two ranks on one device: gradients, drift, a hang; nccl alone"),
     Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD at world size 1 beside the plain run"),

@@ -231,4 +231,4 @@ def test_the_page_takes_results_of_a_gpu_only(records):
 
 def test_the_page_in_docs_lists_the_parts_that_exist():
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert page.partition("## How it is run")[2] == write_docs.gpu_page([]).partition("## How it is run")[2]
+    assert page.partition("## How to run it")[2] == write_docs.gpu_page([]).partition("## How to run it")[2]

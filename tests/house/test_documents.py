@@ -1,0 +1,75 @@
+"""What the README and the documents name exists: files, headings, commands, flags; and every page is in the site."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from settings.load import describe_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PROSE = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # these two name what was there
+names = pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub and mkdocs give to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@names
+def test_every_link_leads_somewhere(page):
+    text = without_code(page.read_text(encoding="utf-8"))
+    inline = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    for link in [*inline, *re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)]:
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() and target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors_of(target), link
+    used = set(re.findall(r"\]\[(\w+)\]", text))
+    assert used == set(re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE)), "each reference is defined, and used"
+
+
+@names
+def test_every_command_exists(page):
+    text = page.read_text(encoding="utf-8")
+    for script in re.findall(r"(?:python|bash|sbatch.*|-f|launch.*) (scripts/[\w/]+\.(?:py|sh|yaml))", text):
+        assert (ROOT / script).is_file(), script
+    commands = {line.split()[0] for line in (ROOT / "paddock").read_text(encoding="utf-8").splitlines()
+                if re.match(r"[a-z]+( .*)? : ", line)}
+    assert "train" in commands
+    found = set(re.findall(r"\./paddock ([a-z]\S*)", text))
+    assert {re.sub(r"\W+$", "", name) for name in found} <= commands
+
+
+@names
+def test_every_setting_in_an_example_exists(page):
+    """`NAME=value` lines of .env, and the flags of training commands."""
+    known = {line.name for line in describe_settings()}
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```ini\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        assert set(re.findall(r"^([A-Z][A-Z_]+)=", block, re.MULTILINE)) <= known, block
+    for flags in re.findall(r"\./paddock (?:train|check)\b([^#`\n]*)", text):
+        flags = re.findall(r"--([a-z][a-z-]*)", flags)
+        assert {flag.upper().replace("-", "_") for flag in flags} - {"GPUS", "CHECK"} <= known, flags
+
+
+def test_every_page_is_in_the_site_but_the_log():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    groups = {title: entry for item in site["nav"] for title, entry in item.items()}
+    assert list(groups) == ["Home", "Tutorials", "How-to", "Reference", "Internals"]
+    shown = [groups.pop("Home"), *(page for group in groups.values() for item in group for page in item.values())]
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert len(shown) == len(set(shown)) and set(shown) == pages - {"log.md"}
+
+
+def test_the_readme_can_be_read_in_five_minutes():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
