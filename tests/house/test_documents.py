@@ -1,4 +1,4 @@
-"""What the README and the documents name exists: files, headings, commands, flags; and every page is in the site."""
+"""Commands and settings that the README and the documents name exist, and every page is in the site."""
 
 import re
 from pathlib import Path
@@ -11,31 +11,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PROSE = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # these two name what was there
 names = pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-
-
-def anchors_of(page: Path) -> set[str]:
-    """The anchors that GitHub and mkdocs give to a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-@names
-def test_every_link_leads_somewhere(page):
-    text = without_code(page.read_text(encoding="utf-8"))
-    inline = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
-    for link in [*inline, *re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)]:
-        if re.match(r"https?://", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists() and target.is_relative_to(ROOT), link
-        assert not anchor or anchor in anchors_of(target), link
-    used = set(re.findall(r"\]\[(\w+)\]", text))
-    assert used == set(re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE)), "each reference is defined, and used"
 
 
 @names
