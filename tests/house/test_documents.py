@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from settings.load import describe_settings
 
 ROOT = Path(__file__).resolve().parents[2]
