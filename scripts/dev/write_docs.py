@@ -42,11 +42,9 @@ error unless `ALLOW_RESUME_MISMATCH` lists it, because it would make a different
 
 def env_example() -> str:
     """Return the text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a preset",
-             "# that it names; a preset named elsewhere, the environment and flags override .env. MAX_STEPS "
-             "here",
-             "# is --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Environment "
-             "variables of",
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
+             "# preset that it names; a preset named elsewhere, the environment and flags override .env. MAX_STEPS",
+             "# here is --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
              "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
@@ -91,8 +89,8 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. After the suite has run on one, this page lists the
-device, the versions, the commit, the errors, and every measurement."""
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. After the suite has run on one, this page
+lists the device, the versions, the commit, the errors, and every measurement."""
 HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--parts` also
 accepts names. Each part is a process with a time limit, and a failure does not stop the others.
 `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
