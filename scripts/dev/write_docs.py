@@ -43,7 +43,7 @@ error unless `ALLOW_RESUME_MISMATCH` lists it, because it would make a different
 def env_example() -> str:
     """Return the text of .env.example: every setting, commented out, with its default and meaning."""
     lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
-             "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS here is",
+             "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS is",
              "# --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
              "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
