@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -34,6 +35,11 @@ OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints that a path means: itself, or those of a run, oldest first."""
+    if not folder.is_dir() and len(folder.parts) == 1 and not folder.name.startswith("step-"):
+        with suppress(ImportError):  # a run's name, where the packages that read OUTPUT_DIR are installed
+            from settings.load import find_run
+
+            folder = find_run(str(folder))
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the path of a checkpoint, or of a run")
     if (folder / MANIFEST).exists():
