@@ -153,9 +153,24 @@ def whole_on_two_ranks(prepared, tmp_path_factory):
     from factories import TinyRun
 
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole-on-two-ranks"))
-    job = run.start(2)
-    assert job.wait() == [0, 0], job.text()
+    run.ends([0, 0])
     return run
+
+
+@pytest.fixture(scope="session")
+def stages(prepared, tmp_path_factory):
+    """Data, a base and a teacher for the later stages; stored references and teacher outputs gather beside the data."""
+    from factories import prepare_stages
+
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(prepared):
+    """The tokenizer of the tiny data set."""
+    from tokenizer import load_tokenizer
+
+    return load_tokenizer(str(prepared.tokenizer))
 
 
 @pytest.fixture

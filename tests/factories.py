@@ -19,6 +19,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
+import pytest
 import torch
 
 import train
@@ -225,6 +226,14 @@ class TinyRun:
         """Train in new processes, each of which calls `plant` first."""
         return start(main_with, self.argv(**changes), plant, world_size=world_size, folder=self.output_dir / "outputs", env=env)
 
+    def ends(self, codes: list[int], plant: Optional[Callable[[], Any]] = None, timeout: float = PATIENCE,
+             env: Optional[Mapping[str, str]] = None, **changes) -> str:
+        """Train in a new process for each of these exit codes, which must be those that they end with; returns their output."""
+        job = self.start(len(codes), plant, env, **changes)
+        found = job.wait(timeout)
+        assert found == codes, f"exit codes {found}\n{job.text()}"
+        return job.text()
+
     def copy(self, folder: Path, **changes) -> "TinyRun":
         """Copy all files into a new output folder; returns the run there."""
         copy = TinyRun.__new__(TinyRun)
@@ -389,7 +398,48 @@ def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
     return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
 
 
+def tiny_model_folder(folder: Path, tokenizer, silenced: Sequence[int] = (), context: int = 256) -> Path:
+    """Save a model with random weights at a scale that makes greedy choices clear; it never writes the silenced ids."""
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        model.tok_embeddings.weight[[*silenced]] = 0
+    huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, context)
+    return folder
+
+
+def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, adapter: Optional[Path] = None) -> str:
+    """The greedy continuation of a text, or the answer to messages, which ends where the folder's own generation_config says."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    if adapter:
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter)
+    if isinstance(asked, str):
+        ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(asked)]])
+        stops = [tokenizer.eos_id, tokenizer.document_start_id]
+    else:
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        ids = theirs.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+        stops = model.generation_config.eos_token_id
+    written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+                             eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
+    return tokenizer.decode(written[:-1] if written[-1] in stops else written)
+
+
 # -------------------------------------------------------------------------------------- processes
+
+
+def is_rank(rank: int) -> bool:
+    return os.environ.get("RANK", "0") == str(rank)
+
+
+def wait_until(reached: Callable[[], Any], describe: Callable[[], Any] = lambda: "it does not happen", timeout: float = PATIENCE) -> None:
+    """Wait for something that must happen; `describe` says what there is instead."""
+    deadline = time.monotonic() + timeout
+    while not reached():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.01)
 
 
 def free_port() -> int:

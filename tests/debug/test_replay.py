@@ -12,17 +12,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from factories import (
-    MODES,
-    UNMEASURED,
-    Prepared,
-    Stages,
-    TinyRun,
-    at_step,
-    contents,
-    prepare_stages,
-    sentence,
-)
+from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, sentence
 
 import debug.replay
 import model_utils
@@ -52,9 +42,6 @@ def check_same(text: str) -> None:
     assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* the same", text), text
 
 
-# --------------------------------------------------------------------------------------------------------- the step that it was
-
-
 @pytest.fixture
 def finished(whole) -> TinyRun:
     return whole
@@ -74,11 +61,6 @@ def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step
     assert "replayed; losses equal to the ledger" in text or step in (1, 3)
 
 
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
-
-
 SHORT = ("sft", "dpo-stored", "orpo", "distilled-stored", "lora-dpo")
 
 
@@ -94,7 +76,7 @@ def test_every_stage_is_replayed(mode, stages, tmp_path):
 
 def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path, monkeypatch):
     run = stages.run("lora-sft", tmp_path, **UNMEASURED)
-    assert run.start(2).wait() == [0, 0]
+    run.ends([0, 0])
     text = replayed(run, 4)
     assert NOTHING in text and "DIFFERENT" not in text and "BUT" not in text
     monkeypatch.setattr(debug.replay, "read_settings", lambda *given: (read_settings(*given)[0], 1))
@@ -151,9 +133,6 @@ def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
     assert in_parts.train(MAX_STEPS=7) == 0
     assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
     check_same(replayed(in_parts, 6))
-
-
-# -------------------------------------------------------------------------------------------------------- what was planted in it
 
 
 STRANGE, NOISE = "Q", "ZXJKVWYPUI"  # letters that no sentence has
@@ -301,9 +280,6 @@ def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, m
     shutil.rmtree(run.checkpoint(2))
     older = replayed(run, 3, at_checkpoint=True)
     assert "of step 0, older than" in older and "its rows or weights differ from the recorded ones" in older.splitlines()[-1]
-
-
-# ------------------------------------------------------------------------------------------------------------- what is refused
 
 
 def refused(kind: type[PaddockError], run: TinyRun, step: int, *flags: str, **options) -> str:

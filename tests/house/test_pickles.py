@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import Stages, prepare_stages
 
 import train
 from checkpoint import store
@@ -56,11 +55,6 @@ def test_they_do_go_off(bomb):
         unpickle()
         assert bomb.is_dir()
         bomb.rmdir()
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 def seal(folder: Path, name: str) -> None:

@@ -1,6 +1,7 @@
 """Kills in the middle of writing and damage to files, for the tests and scripts/soak.py."""
 
 import builtins
+import importlib
 import io
 import os
 import signal
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from factories import do_in_step
+from commands import during
+from factories import do_in_step, is_rank
 
 import train
 
@@ -22,10 +25,22 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def act(rank: int, when: int | tuple[str, str, int], action: Callable[[], Any]) -> None:
+    """In a rank, if it is this one: call `action` in a step, counted from 1, or before the n-th call of a module's function."""
+    if is_rank(rank) and isinstance(when, int):
+        do_in_step(when, action)
+    elif is_rank(rank):
+        module, name, turn = when
+        during(importlib.import_module(module), name, action, turn)
+
+
 def stop_in_step(step: int, rank: int) -> None:
     """In a rank: send it a stop signal in the middle of a step, counted from 1, if it is this rank."""
-    if int(os.environ.get("RANK", 0)) == rank:
-        do_in_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    act(rank, step, terminate)
 
 
 class HalfWritten:

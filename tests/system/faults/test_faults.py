@@ -10,12 +10,14 @@ import sys
 import textwrap
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from commands import alone, during, listening
-from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step
+from commands import ROOT, WORLD, alone, during, listening
+from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step, is_rank
+from faults import act, die
 from safetensors.torch import load_file
 
 import model_utils
@@ -26,13 +28,6 @@ from learn import objectives
 from model_utils import build_model
 from run import log
 from run import start as run_start
-
-ROOT = Path(__file__).resolve().parents[3]
-WORLD = 2
-
-
-# ---------------------------------------------------------------------------------------- signals
-
 
 # When the signal arrives (module, function, number of the call), and the last step that is finished then.
 MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
@@ -69,14 +64,14 @@ def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
 
 
-def stall_in_step_2() -> None:
-    do_in_step(2, lambda: (print("stalling", flush=True), time.sleep(PATIENCE)))
+def hold_in_step_2() -> None:
+    do_in_step(2, lambda: (print("holding", flush=True), time.sleep(PATIENCE)))
 
 
 def test_a_second_signal_quits_at_once(tiny_run):
     run = tiny_run()
-    job = run.start(plant=stall_in_step_2)
-    job.wait_for("stalling")
+    job = run.start(plant=hold_in_step_2)
+    job.wait_for("holding")
     (process,) = job.processes
     os.kill(process.pid, signal.SIGTERM)
     time.sleep(1.5)
@@ -84,13 +79,6 @@ def test_a_second_signal_quits_at_once(tiny_run):
     os.kill(process.pid, signal.SIGTERM)
     assert job.wait() == [143]
     assert run.steps_saved() == []
-
-
-# ------------------------------------------------------------------------------------- not finite
-
-
-def is_rank(rank: int) -> bool:
-    return os.environ.get("RANK", "0") == str(rank)
 
 
 def when_built(change) -> None:
@@ -103,8 +91,10 @@ def when_built(change) -> None:
     model_utils.build_model = build
 
 
-def bad_gradient_in_step(step: int, value: float, once: bool = False):
-    """From this step on, put one bad number into one gradient each time that it is computed."""
+def bad_gradient_in_step(step: int, value: float, once: bool = False, rank: int = 0):
+    """From this step on, put one bad number into one gradient of a rank each time that it is computed."""
+    if not is_rank(rank):
+        return
     reached = threading.Event()
     do_in_step(step, reached.set)
 
@@ -119,16 +109,9 @@ def bad_gradient_in_step(step: int, value: float, once: bool = False):
     when_built(lambda model: model.layers[1].feed_forward.w2.weight.register_hook(spoil))
 
 
-def nan_on_rank_1() -> None:
-    if is_rank(1):
-        bad_gradient_in_step(4, math.nan)
-
-
 def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run):
     run = tiny_run(SAVE_EVERY=0)
-    job = run.start(WORLD, nan_on_rank_1)
-    assert job.wait() == [4, 4], job.text()
-    text = job.text()
+    text = run.ends([4, 4], partial(bad_gradient_in_step, 4, math.nan, rank=1))
     assert "NON-FINITE in step 4, from rank 1" in text and "layers.1.feed_forward.w2.weight" in text
     assert text.count("error: step 4 was not finite on rank 1") == 1 and "Traceback" not in text
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3]
@@ -151,8 +134,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     assert run.steps_saved() == [3]
     healthy = tiny_run(RUN_NAME="healthy")
     for each in (healthy, run):
-        again = each.start(WORLD, **({} if each is healthy else {"SAVE_EVERY": 2}))
-        assert again.wait() == [0, 0], again.text()
+        each.ends([0, 0], SAVE_EVERY=2)
     assert_same_run(run, healthy, 6, logs=())
 
 
@@ -173,21 +155,13 @@ def nan_by_dropout_on_rank_1() -> None:
 
 
 def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
-    job = tiny_run(**UNMEASURED).start(WORLD, nan_by_dropout_on_rank_1)
-    assert job.wait() == [4, 4] and "error: step 4 was not finite on rank 1" in job.text(), job.text()
-
-
-def nan_once_on_the_last_rank() -> None:
-    if is_rank(int(os.environ.get("WORLD_SIZE", 1)) - 1):
-        bad_gradient_in_step(4, math.nan, once=True)
+    assert "error: step 4 was not finite on rank 1" in tiny_run(**UNMEASURED).ends([4, 4], nan_by_dropout_on_rank_1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_size, tiny_run):
     run = tiny_run(SAVE_EVERY=0)
-    job = run.start(world_size, nan_once_on_the_last_rank)
-    assert job.wait() == [4] * world_size, job.text()
-    text = job.text()
+    text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
     assert "NON-FINITE in step 4, and finite when computed again" in text and "layers.1.feed_forward.w2.weight" in text
     assert text.count("error: step 4 was not finite, but is finite on every rank when computed again: a transient fault") == 1
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
@@ -195,8 +169,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
     assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)
     # The advice works: the same command continues from the state before.
     assert run.steps_saved() == [3]
-    again = run.start(world_size)
-    assert again.wait() == [0] * world_size, again.text()
+    run.ends([0] * world_size)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -231,61 +204,30 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     assert run.steps_saved() == [] and "the weights were not finite before it and are not saved" in captured.err
 
 
-# ---------------------------------------------------------------------------------------- crashes
+def fail() -> None:
+    raise ZeroDivisionError("planted")
 
 
-def fail_on_rank_1() -> None:
-    def fail():
-        raise ZeroDivisionError("planted on rank 1")
-
-    if is_rank(1):
-        do_in_step(3, fail)
-
-
-def die_on_rank_1() -> None:
-    if is_rank(1):
-        do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
-def die_in_evaluation_of_rank_1() -> None:
-    if is_rank(1):
-        during(during_run, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
-
-
-def die_in_the_save_of_rank_0() -> None:
-    if is_rank(0):
-        during(huggingface, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
-
-
-@pytest.mark.parametrize(("plant", "codes", "saved"), [
-    (fail_on_rank_1, [1, 1], [2]), (die_on_rank_1, [1, -9], [2]), (die_in_evaluation_of_rank_1, [1, -9], [2]),
-    (die_in_the_save_of_rank_0, [-9, 1], [2])])
-def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_run):
+@pytest.mark.parametrize(("plant", "codes"), [
+    ((1, 3, fail), [1, 1]), ((1, 3, die), [1, -9]), ((1, ("evaluation.during_run", "evaluate_batches", 2), die), [1, -9]),
+    ((0, ("checkpoint.huggingface", "save_model_folder", 2), die), [-9, 1])])
+def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, tiny_run):
     """And the run can be resumed from its last checkpoint and finished."""
     run = tiny_run()
-    job = run.start(WORLD, plant)
+    job = run.start(WORLD, partial(act, *plant))
     assert job.wait() == codes, job.text()
-    survivor = job.outputs[1 if plant is die_in_the_save_of_rank_0 else 0].read_text()
+    survivor = job.outputs[1 - plant[0]].read_text()
     assert "stops, because another rank has exited" in survivor and "Traceback" not in survivor
-    if plant is fail_on_rank_1:
-        assert "ZeroDivisionError: planted on rank 1" in job.outputs[1].read_text()
-    assert run.steps_saved() == saved
-    job = run.start(WORLD)
-    assert job.wait() == [0, 0], job.text()
+    assert ("ZeroDivisionError: planted" in job.text()) == (plant[-1] is fail)
+    assert run.steps_saved() == [2]
+    run.ends([0, 0])
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4, 5, 6]
     assert not list((run.folder / "checkpoints").glob("tmp-*"))
 
 
-# -------------------------------------------------------------------------------- getting started
-
-
-def hold_the_folder() -> None:
-    do_in_step(2, lambda: (print("holding", flush=True), time.sleep(PATIENCE)))
-
-
 def test_the_second_of_two_jobs_in_one_folder_leaves_and_the_first_goes_on(tiny_run, capsys):
     run = tiny_run()
-    first = run.start(plant=hold_the_folder)
+    first = run.start(plant=hold_in_step_2)
     first.wait_for("holding")
     before = (run.folder / "metrics.jsonl").read_text()
     assert run.train() == 5
@@ -296,8 +238,6 @@ def test_the_second_of_two_jobs_in_one_folder_leaves_and_the_first_goes_on(tiny_
     assert first.wait() == [-9]
     assert run.train() == 0
 
-
-# ----------------------------------------------------------------------------------- the trackers
 
 WANDB = {
     "raising at once": "def init(**_): raise RuntimeError('no network')",
@@ -326,9 +266,6 @@ def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path,
     captured = capsys.readouterr()
     assert captured.err.count("warning: wandb") == 1, captured.err
     assert_same_run(run, whole, 6)
-
-
-# -------------------------------------------------------------------------------------- two nodes
 
 
 @pytest.mark.slow

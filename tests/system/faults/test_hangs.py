@@ -1,5 +1,6 @@
 """A rank without progress ends the job with exit code 6 and a report of all ranks; out of memory is no hang."""
 
+import io
 import json
 import os
 import re
@@ -7,27 +8,23 @@ import resource
 import signal
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
-from commands import during
-from factories import UNMEASURED, do_in_step, run_ranks
+from commands import WORLD
+from factories import UNMEASURED, do_in_step, is_rank, run_ranks
+from faults import act
 
 from checkpoint import tensors
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT, Heartbeat
-from evaluation import during_run
 from learn import objectives
 from parallel import hang
 from parallel import ranks as collectives
 from parallel.hang import HangWatchdog, describe_ranks
 
-WORLD = 2
 TIMEOUT = 2  # seconds
-
-
-def is_rank(rank: int) -> bool:
-    return os.environ["RANK"] == str(rank)
 
 
 def stop_here() -> None:
@@ -35,50 +32,24 @@ def stop_here() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def stop_rank_1_in_a_step() -> None:
+def stop(rank: int, when) -> None:
     hang.RESPONSE_SECONDS = 1.5
-    if is_rank(1):
-        do_in_step(3, stop_here)
-
-
-def stop_rank_0_in_hellaswag() -> None:
-    hang.RESPONSE_SECONDS = 1.5
-    if is_rank(0):
-        during(during_run, "evaluate_batches", stop_here, 2)
+    act(rank, when, stop_here)
 
 
 def stall() -> None:
     time.sleep(60)
 
 
-class File:
-    """A file that calls a function before each write."""
-
-    def __init__(self, file, before_write):
-        self.file, self.before_write = file, before_write
-
-    def write(self, data):
-        self.before_write()
-        return self.file.write(data)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.file.close()
-
-
 def on_such_a_disk(before_write) -> None:
+    """Call a function before each write of rank 0's saves."""
+    class File(io.FileIO):
+        def write(self, data):
+            before_write()
+            return super().write(data)
+
     if is_rank(0):
-        tensors.open = lambda path, mode: File(open(path, mode), before_write) if mode == "wb" else open(path, mode)
-
-
-def stall_rank_0_in_a_save() -> None:
-    on_such_a_disk(stall)
-
-
-def slow_down_the_save() -> None:
-    on_such_a_disk(lambda: time.sleep(0.1))
+        tensors.open = lambda path, mode: File(path, mode) if mode == "wb" else open(path, mode)
 
 
 def wait_for_each_other() -> None:
@@ -98,23 +69,23 @@ def lose_rank_1() -> None:
         wait_for_each_other()
 
 
-def stall_rank_1_in_a_forward() -> None:
-    if is_rank(1):
-        do_in_step(3, lambda: setattr(objectives.NextToken, "loss_sum", lambda *_: stall()))
+def stall_in_a_forward() -> None:
+    objectives.NextToken.loss_sum = lambda *_: stall()
 
 
 STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
 FORWARD = "forward and backward (step 3)"
+IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
 
 
 @pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
-    pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not respond, rank 0 waits in {FORWARD}, and no rank "
+    pytest.param(partial(stop, 1, 3), 1, f"rank 1 is in {STEP} and does not respond, rank 0 waits in {FORWARD}, and no rank "
                                            "made progress", {0: "all_reduce"}, marks=pytest.mark.slow),
-    (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not respond, rank 1 waits in {HELLASWAG} as far as is known "
+    (partial(stop, 0, IN_HELLASWAG), 0, f"rank 0 is in {HELLASWAG} and does not respond, rank 1 waits in {HELLASWAG} as far as is known "
                                   "(the status store in rank 0 does not respond)", {1: "all_reduce"}),
-    (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and no rank made progress",
+    (partial(act, 1, 3, stall_in_a_forward), 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and no rank made progress",
      {0: "backward", 1: "stall"}),
-    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and no rank made progress",
+    (partial(on_such_a_disk, stall), 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and no rank made progress",
      {0: "stall", 1: "broadcast"})])
 def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
     run = tiny_run()
@@ -133,35 +104,32 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
 
 def stall_and_listen_slowly() -> None:
     """Rank 1 looks at the others' statuses once a second, as on a busy machine."""
-    stall_rank_0_in_a_save()
+    on_such_a_disk(stall)
     if is_rank(1):
         poll = HangWatchdog._poll
         HangWatchdog._poll = lambda watch: (time.sleep(1), poll(watch))
 
 
 def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run):
-    job = tiny_run().start(WORLD, stall_and_listen_slowly, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
-    assert job.wait(TIMEOUT + 36) == [6, 6] and job.text().count("error: hang: ") == 1, job.text()
+    text = tiny_run().ends([6, 6], stall_and_listen_slowly, TIMEOUT + 36, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
+    assert text.count("error: hang: ") == 1, text
 
 
 def test_ranks_that_all_wait_are_a_hang(tiny_run):
-    job = tiny_run().start(WORLD, wait_for_each_other, DISTRIBUTED_TIMEOUT=TIMEOUT)
-    assert job.wait(TIMEOUT + 35) == [6, 6], job.text()
-    assert "error: hang: ranks 0-1 wait in data (step 3), and no rank made progress" in job.text()
+    text = tiny_run().ends([6, 6], wait_for_each_other, TIMEOUT + 35, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert "error: hang: ranks 0-1 wait in data (step 3), and no rank made progress" in text
 
 
 def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
     run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # because the disk of this machine may be busy
-    job = run.start(WORLD, slow_down_the_save, DISTRIBUTED_TIMEOUT=timeout)
-    assert job.wait() == [0, 0], job.text()
-    assert float(re.search(r"Saved .* in ([\d.]+) s", job.text())[1]) > 1.5 * timeout
+    text = run.ends([0, 0], partial(on_such_a_disk, partial(time.sleep, 0.1)), DISTRIBUTED_TIMEOUT=timeout)
+    assert float(re.search(r"Saved .* in ([\d.]+) s", text)[1]) > 1.5 * timeout
     assert run.steps_saved() == [2]
 
 
 def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run):
-    job = tiny_run().start(WORLD, lose_rank_1)
-    assert job.wait(30) == [1, -signal.SIGKILL], job.text()
-    assert "error: rank 0 stops, because rank 1 has exited" in job.text() and "hang" not in job.text()
+    text = tiny_run().ends([1, -signal.SIGKILL], lose_rank_1, 30)
+    assert "error: rank 0 stops, because rank 1 has exited" in text and "hang" not in text
 
 
 def pause() -> None:
@@ -190,10 +158,9 @@ def leave_the_group_to_notice() -> None:
 @pytest.mark.slow
 def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
     """The group's own time-out, which is longer than the watchdog's."""
-    job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
-    assert job.wait() == [6, 1], job.text()
-    assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
-    assert "rank 1 stops, because another rank has exited" in job.text()
+    text = tiny_run().ends([6, 1], leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in text
+    assert "rank 1 stops, because another rank has exited" in text
 
 
 def test_ranks_are_named_in_ranges():
@@ -242,42 +209,50 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
     assert threading.active_count() == before and watch.alarm is False
 
 
-def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monkeypatch):
-    count = 4 * hang.POLLED_RANKS
-    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
-                             "reported": False, "sent_at": 1.0}
+@pytest.fixture
+def watch_of(monkeypatch):
+    """A function that makes a watch without its thread."""
     monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
-    watch, heard, asked = HangWatchdog(Heartbeat(), store, (100, count), 600, True), [], []
+    return lambda rank, count, timeout=600: HangWatchdog(Heartbeat(), Store(), (rank, count), timeout, True)
+
+
+def status(rank: int, sent_at: float, alarm: bool = False) -> str:
+    """What a rank publishes."""
+    return json.dumps({**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "reported": False, "rank": rank,
+                       "sent_at": sent_at, "alarm": alarm})
+
+
+def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(watch_of, monkeypatch):
+    count, heard, asked = 4 * hang.POLLED_RANKS, [], []
+    watch = watch_of(100, count)
+    store = watch.store
     for rank in range(count):
-        store.set(f"rank-{rank}", json.dumps({**state, "rank": rank}))
+        store.set(f"rank-{rank}", status(rank, 1.0))
     monkeypatch.setattr(store, "multi_get", lambda keys: asked.append(len(keys)) or [store.values[key] for key in keys])
     for _ in range(4):
         watch._poll()
         heard.append({rank for rank, status in enumerate(watch.statuses) if status["host"] == "here"})
     assert {*range(68, 132)} == heard[0] and [len(ranks) for ranks in heard] == [64, 128, 192, 256] and asked == [65] * 4
     assert not watch.alarm
-    store.set(hang.ALARM_KEY, json.dumps({**state, "rank": 7, "sent_at": 2.0, "alarm": True}))
+    store.set(hang.ALARM_KEY, status(7, 2.0, alarm=True))
     watch._poll()
     assert watch.alarm and watch.statuses[7]["alarm"]
 
 
-def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(monkeypatch):
-    monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
+def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(watch_of):
     for count, timeout, reads in ((64, 600, 1), (256, 600, 4), (1024, 600, 16), (256, 5, 1), (10_000, 600, 48)):
-        watch = HangWatchdog(Heartbeat(), Store(), (0, count), timeout, True)
+        watch = watch_of(0, count, timeout)
         assert watch.extra_reads == reads - 1
         watch.heartbeat.is_waiting, now = True, time.monotonic()
         round_seconds = (reads - 1) * (watch.interval + hang.PUBLISH_SECONDS)
         assert abs(watch._last_progress() - now - round_seconds) < 1 and round_seconds <= timeout / 5
 
 
-def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(monkeypatch):
-    monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
-    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "reported": False}
-    watch = HangWatchdog(Heartbeat(), store, (0, 2), 60, True)
+def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(watch_of):
+    watch = watch_of(0, 2)
     for rank in range(2):
-        store.set(f"rank-{rank}", json.dumps({**state, "rank": rank, "sent_at": 2.0, "alarm": False}))
-    store.set(hang.ALARM_KEY, json.dumps({**state, "rank": 1, "sent_at": 1.0, "alarm": True}))
+        watch.store.set(f"rank-{rank}", status(rank, 2.0))
+    watch.store.set(hang.ALARM_KEY, status(1, 1.0, alarm=True))
     watch._poll()
     assert not watch.alarm and watch.statuses[1]["sent_at"] == 2.0
 
@@ -295,16 +270,8 @@ def test_a_pulse_knows_what_is_done():
     assert (mine.status()["phase"], mine.status()["step"], mine.status()["waiting"]) == ("data", 7, False)
 
 
-# ---------------------------------------------------------------------------------- out of memory
-
-
 def out_of_gpu_memory() -> None:
-    if is_rank(1):
-        do_in_step(3, lambda: raise_it(torch.OutOfMemoryError("CUDA out of memory.")))
-
-
-def raise_it(error: Exception) -> None:
-    raise error
+    raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
 def under_a_limit(allocate) -> None:
@@ -314,22 +281,16 @@ def under_a_limit(allocate) -> None:
     allocate()
 
 
-def tensor_beyond_the_limit() -> None:
-    if is_rank(1):
-        do_in_step(3, lambda: under_a_limit(lambda: torch.zeros(2**30)))
+TENSOR, OBJECT = (partial(under_a_limit, partial(*beyond)) for beyond in ((torch.zeros, 2**30), (bytearray, 2**32)))
 
 
-def object_beyond_the_limit() -> None:
-    if is_rank(0):
-        during(during_run, "evaluate_batches", lambda: under_a_limit(lambda: bytearray(2**32)), 2)
-
-
-@pytest.mark.parametrize(("plant", "rank"), [(out_of_gpu_memory, 1), (tensor_beyond_the_limit, 1), (object_beyond_the_limit, 0)])
-def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run):
-    job = tiny_run().start(WORLD, plant)
-    assert job.wait(30) == [1, 1], job.text()
-    assert f"error: rank {rank} is out of memory (" in job.text() and "Traceback" not in job.text()
-    places = [job.text().index(name) for name in ("ACTIVATION_CHECKPOINTING=selective", "MICRO_BATCH_SIZE", "MAX_SEQ_LEN", "--check")]
+@pytest.mark.parametrize(("plant", "ranks", "told"), [
+    ((1, 3, out_of_gpu_memory), 2, "error: rank 1 is out of memory ("), ((1, 3, TENSOR), 2, "error: rank 1 is out of memory ("),
+    ((0, IN_HELLASWAG, OBJECT), 2, "error: rank 0 is out of memory ("), ((0, IN_HELLASWAG, OBJECT), 1, "out of memory (")])
+def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, ranks, told, tiny_run):
+    text = tiny_run().ends([1] * ranks, partial(act, *plant), 30)
+    assert told in text and "Traceback" not in text
+    places = [text.index(name) for name in ("ACTIVATION_CHECKPOINTING=selective", "MICRO_BATCH_SIZE", "MAX_SEQ_LEN", "--check")]
     assert places == sorted(places), "what costs least comes first"
 
 

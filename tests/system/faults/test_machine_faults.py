@@ -4,7 +4,6 @@ The faults are real: small mounted file systems, limits of the kernel, network n
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -13,13 +12,15 @@ import shutil
 import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
 import pytest
 import torch
-from commands import Command, launch
-from factories import UNMEASURED, assert_same_run, do_in_step
+from commands import WORLD, Command, launch
+from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step
+from faults import act
 
 import train
 from checkpoint import huggingface, store
@@ -30,10 +31,6 @@ from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_set
 from learn import optim
 from run.log import RunLog
-
-ROOT = Path(__file__).resolve().parents[3]
-WORLD = 2
-LITTLE = 1_000_000  # bytes of memory
 
 
 def can_mount() -> bool:
@@ -63,6 +60,10 @@ def mount(tmp_path):
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def remount(option: str, folder: Optional[Path] = None) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", folder or os.environ["SMALL_DISK"]], check=True)
+
+
 def fill(folder: Path, leave: int = 0) -> Path:
     """Fill a disk except for some bytes, as another program would; returns the file."""
     hog = folder / "hog"
@@ -71,6 +72,17 @@ def fill(folder: Path, leave: int = 0) -> Path:
         while leave == 0:
             file.write(bytes(4096))
     return hog
+
+
+@pytest.fixture
+def on_small_disk(tiny_run, mount):
+    """A function that trains with the run's folder on a disk of 10 MB until these exit codes; returns the run and its output."""
+    def train(codes: list[int], plant, **settings) -> tuple[TinyRun, str]:
+        run = tiny_run(**settings)
+        mount(run.folder, 10_000_000)
+        return run, run.ends(codes, plant, env={"SMALL_DISK": str(run.folder)})
+
+    return train
 
 
 def assert_one_sentence(text: str, *words: str) -> None:
@@ -84,26 +96,22 @@ def assert_one_sentence(text: str, *words: str) -> None:
 
 
 def fill_the_disk_in_step_3() -> None:
-    if os.environ.get("RANK", "0") == "0":
-        do_in_step(3, lambda: fill(Path(os.environ["SMALL_DISK"])))
+    act(0, 3, lambda: fill(Path(os.environ["SMALL_DISK"])))
 
 
 @needs_mounts
-def test_a_disk_too_small_for_a_checkpoint_is_told_before_the_first_step(tiny_run, mount, capsys):
+@pytest.mark.parametrize("fault, words", [
+    ("small", ("run/checkpoints", "bytes needed", "free")), ("full", ("/run", "too little space", "0 free")),
+    ("read-only", ("/run cannot be written: Read-only file system", "OUTPUT_DIR"))])
+def test_a_disk_that_cannot_hold_a_checkpoint_is_told_before_the_first_step(fault, words, tiny_run, mount, capsys):
     run = tiny_run()
-    mount(run.folder, 100_000)
+    disk = mount(run.output_dir, 1_000_000, "ro") if fault == "read-only" else mount(run.folder, 100_000)
+    if fault == "full":
+        fill(disk)
     assert run.train() == 5
     text = capsys.readouterr()
     assert "Step [" not in text.out and run.steps_saved() == []
-    assert_one_sentence(text.err, str(run.folder / "checkpoints"), "bytes needed", "free")
-
-
-@needs_mounts
-def test_a_disk_with_no_byte_left_is_told_before_the_first_step(tiny_run, mount, capsys):
-    run = tiny_run()
-    fill(mount(run.folder, 100_000))
-    assert run.train() == 5
-    assert_one_sentence(capsys.readouterr().err, str(run.folder), "too little space", "0 free")
+    assert_one_sentence(text.err, *words)
 
 
 @needs_mounts
@@ -117,17 +125,13 @@ def test_a_finished_run_needs_no_room(tiny_run, mount):
 
 @needs_mounts
 @pytest.mark.parametrize("world_size", [1, WORLD])
-def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, tiny_run, mount):
-    run = tiny_run()
-    mount(run.folder, 10_000_000)
-    job = run.start(world_size, fill_the_disk_in_step_3, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [5] * world_size, job.text()
-    assert_one_sentence(job.text(), str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
-    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
+def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, on_small_disk):
+    run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_3)
+    assert_one_sentence(text, str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
+    assert store.verify(run.checkpoint(2))
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
     (run.folder / "hog").unlink()
-    job = run.start(world_size)
-    assert job.wait() == [0] * world_size, job.text()
+    run.ends([0] * world_size)
     assert [line["step"] for line in run.metrics()] == list(range(7))
     if world_size == 1:
         assert_same_run(run, whole, 6)
@@ -146,12 +150,9 @@ def fill_the_disk_in_the_save_of_step_4() -> None:
 
 
 @needs_mounts
-def test_a_disk_that_fills_within_a_save_publishes_nothing(tiny_run, mount):
-    run = tiny_run()
-    mount(run.folder, 10_000_000)
-    job = run.start(plant=fill_the_disk_in_the_save_of_step_4, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [5], job.text()
-    assert_one_sentence(job.text(), str(run.checkpoint(4)), "bytes needed", "free")
+def test_a_disk_that_fills_within_a_save_publishes_nothing(on_small_disk):
+    run, text = on_small_disk([5], fill_the_disk_in_the_save_of_step_4)
+    assert_one_sentence(text, str(run.checkpoint(4)), "bytes needed", "free")
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
     assert store.verify(run.checkpoint(2))
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4], "there was room for these"
@@ -163,16 +164,14 @@ def free_the_disk_in_step_45() -> None:
 
 
 @needs_mounts
-def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
+def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, on_small_disk):
     """With enough steps that each file fills its last page and needs another."""
-    long = dict(MAX_STEPS=50, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
-    run, whole = tiny_run(**long), tiny_run(**long, RUN_NAME="whole")
+    long = {"MAX_STEPS": 50, "SAVE_EVERY": 0, **UNMEASURED}
+    whole = tiny_run(**long, RUN_NAME="whole")
     assert whole.train() == 0
-    mount(run.folder, 10_000_000)
-    job = run.start(plant=free_the_disk_in_step_45, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [0], job.text()
-    warnings = [line for line in job.text().splitlines() if "warning: " in line]
-    assert len(warnings) == 3 and all("No space left on device; the run continues" in line for line in warnings), job.text()
+    run, text = on_small_disk([0], free_the_disk_in_step_45, **long)
+    warnings = [line for line in text.splitlines() if "warning: " in line]
+    assert len(warnings) == 3 and all("No space left on device; the run continues" in line for line in warnings), text
     for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
         assert sum(str(run.folder / name) in line for line in warnings) == 1
     assert_same_run(run, whole, 50)
@@ -203,13 +202,10 @@ def bad_gradient_on_a_full_disk() -> None:
 
 
 @needs_mounts
-def test_a_non_finite_step_on_a_full_disk_is_told_as_such(tiny_run, mount):
-    run = tiny_run(SAVE_EVERY=0, KEEP_BEST=0)
-    mount(run.folder, 10_000_000)
-    job = run.start(plant=bad_gradient_on_a_full_disk, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [4], job.text()
-    assert_one_sentence(job.text(), "step 4 was not finite on rank 0", "could not be saved")
-    assert "debug/step-00000004 cannot be written" in job.text()
+def test_a_non_finite_step_on_a_full_disk_is_told_as_such(on_small_disk):
+    _, text = on_small_disk([4], bad_gradient_on_a_full_disk, SAVE_EVERY=0, KEEP_BEST=0)
+    assert_one_sentence(text, "step 4 was not finite on rank 0", "could not be saved")
+    assert "debug/step-00000004 cannot be written" in text
 
 
 def console_on_the_full_disk() -> None:
@@ -220,11 +216,8 @@ def console_on_the_full_disk() -> None:
 
 
 @needs_mounts
-def test_a_console_on_the_full_disk_changes_no_exit_code(tiny_run, mount):
-    run = tiny_run()
-    mount(run.folder, 10_000_000)
-    job = run.start(plant=console_on_the_full_disk, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [5]
+def test_a_console_on_the_full_disk_changes_no_exit_code(on_small_disk):
+    run, _ = on_small_disk([5], console_on_the_full_disk)
     assert run.steps_saved() == [2] and "Step [2/6]" in (run.folder / "console.txt").read_text()
 
 
@@ -252,8 +245,7 @@ def console_that_nobody_reads() -> None:
 
 def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
     run = tiny_run()
-    job = run.start(plant=console_that_nobody_reads)
-    assert job.wait() == [0]
+    run.ends([0], console_that_nobody_reads)
     assert_same_run(run, whole, 6)
     told = (run.folder / "log" / "rank-0.txt").read_text()
     assert "the console cannot be written: Broken pipe" in told and "Step [6/6]" in told
@@ -277,7 +269,7 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
         shards_in(small)
     assert not list(small.glob("*/manifest.json"))
     hog.unlink()
-    subprocess.run(["mount", "-o", "remount,size=9000000", small], check=True)
+    remount("size=9000000", small)
     there, elsewhere = shards_in(small), shards_in(tmp_path / "elsewhere")
     assert [path.read_bytes() for path in sorted(there.iterdir())] == [path.read_bytes() for path in sorted(elsewhere.iterdir())]
 
@@ -285,59 +277,51 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
 # ------------------------------------------------------------------------------------- power cuts
 
 
-def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_run, monkeypatch):
-    """A power cut cannot be tested here, but the order of the calls shows what would be left."""
-    synced, missing = [], []
-    fsync, rename = os.fsync, os.rename
+@pytest.fixture
+def synced(monkeypatch) -> list[tuple[str, int, int]]:
+    """Path, number and size of each file as it is synced."""
+    synced, fsync = [], os.fsync
 
     def noted_fsync(descriptor):
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        state = os.fstat(descriptor)
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), state.st_ino, state.st_size))
         fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    return synced
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(synced, tiny_run, monkeypatch):
+    """A power cut cannot be tested here, but the order of the calls shows what would be left."""
+    missing, rename = [], os.rename
 
     def checked_rename(old, new):
         if Path(new).name.startswith("step-"):
-            missing.append({str(path) for path in (Path(old), *Path(old).rglob("*"))} - {*synced})
+            missing.append({str(path) for path in (Path(old), *Path(old).rglob("*"))} - {path for path, _, _ in synced})
         rename(old, new)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", checked_rename)
     run = tiny_run(MAX_STEPS=1, **UNMEASURED)
     assert run.train() == 0
-    assert missing == [set()] and synced[-1] == str(run.folder / "checkpoints"), "and then the name itself"
+    assert missing == [set()] and synced[-1][0] == str(run.folder / "checkpoints"), "and then the name itself"
 
 
-def test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then(tmp_path, monkeypatch):
-    calls, fsync, replace = [], os.fsync, os.replace
-
-    def noted_fsync(descriptor):
-        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
-
-    def noted_replace(old, new):
-        calls.append(("replace", Path(new).name))
-        replace(old, new)
-
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+def test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then(synced, tmp_path, monkeypatch):
+    replace, before = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda old, new: (before.extend(synced), replace(old, new)))
     write_json(tmp_path / "facts.json", {})
-    assert calls == [("sync", f"facts.json.tmp-{os.getpid()}"), ("replace", "facts.json"), ("sync", tmp_path.name)]
+    assert [path for path, _, _ in before] == [f"{tmp_path}/facts.json.tmp-{os.getpid()}"]
+    assert [path for path, _, _ in synced[1:]] == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("near_duplicates", [0.0, 0.8])
-def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, prepared, tmp_path, monkeypatch):
+def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, synced, prepared, tmp_path, monkeypatch):
     """Everything in its folder before the journal counts it, and before the folder gets its name; and then the name itself."""
-    synced, unsynced = [], []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
-
-    def state_of(path) -> tuple[int, int]:
-        return os.stat(path).st_ino, os.stat(path).st_size
-
-    def noted_fsync(descriptor):
-        synced.append(state_of(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
+    unsynced, rename, replace = [], os.rename, os.replace
 
     def check(folder: Path) -> None:
-        unsynced.append([path.name for path in folder.iterdir() if state_of(path) not in synced])
+        states = {path.name: (path.stat().st_ino, path.stat().st_size) for path in folder.iterdir()}
+        unsynced.append([name for name, state in states.items() if state not in [noted[1:] for noted in synced]])
 
     def checked_replace(old, new):
         if Path(new).name == prepare.JOURNAL:
@@ -350,42 +334,26 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, prepa
         synced.clear()
 
     monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 1000)
-    monkeypatch.setattr(os, "fsync", noted_fsync)
     monkeypatch.setattr(os, "rename", checked_rename)
     monkeypatch.setattr(os, "replace", checked_replace)
     options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.1, workers=1, near_duplicates=near_duplicates,
                                  journal_seconds=0)
     prepare_set("documents", str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
     assert len(unsynced) > 3 and not any(unsynced), unsynced
-    assert {number for number, _ in synced} == {(tmp_path / "out").stat().st_ino}
+    assert {number for _, number, _ in synced} == {(tmp_path / "out").stat().st_ino}
 
 
 # ------------------------------------------------------------------ read-only folders, dead disks
 
 
 @needs_mounts
-def test_a_read_only_output_dir_is_told_before_the_first_step(tiny_run, mount, capsys):
-    run = tiny_run()
-    mount(run.output_dir, 1_000_000, "ro")
-    assert run.train() == 5
-    text = capsys.readouterr()
-    assert_one_sentence(text.err, f"{run.folder} cannot be written: Read-only file system", "OUTPUT_DIR")
-    assert "Step [" not in text.out
-
-
-def make_read_only_in_step_3() -> None:
-    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,ro", os.environ["SMALL_DISK"]], check=True))
-
-
-@needs_mounts
 def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run, mount):
     run = tiny_run()
     folder = mount(run.folder / "checkpoints", 10_000_000)
-    job = run.start(plant=make_read_only_in_step_3, env={"SMALL_DISK": str(folder)})
-    assert job.wait() == [5], job.text()
-    assert_one_sentence(job.text(), str(folder), "Read-only file system")
+    text = run.ends([5], partial(act, 0, 3, partial(remount, "ro")), env={"SMALL_DISK": str(folder)})
+    assert_one_sentence(text, str(folder), "Read-only file system")
     assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
-    subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    remount("rw", folder)
     assert run.train() == 0
 
 
@@ -393,14 +361,10 @@ def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run
 def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
     folder = mount(tmp_path / "data", 10_000_000)
     shutil.copytree(whole.settings["PRETRAIN_DATA_PATH"], folder / "shards")
-    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    remount("ro", folder)
     run = tiny_run(PRETRAIN_DATA_PATH=folder / "shards")
     assert run.train() == 0
     assert_same_run(run, whole, 6)
-
-
-def lose_the_disk_in_step_3() -> None:
-    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,abort", os.environ["SMALL_DISK"]], check=True))
 
 
 @needs_mounts
@@ -416,54 +380,21 @@ def test_a_disk_that_dies_under_open_files_ends_the_run_at_the_next_save(tiny_ru
         mount(run.folder, 0, image=image)
     except subprocess.CalledProcessError:
         pytest.skip("no loop devices")
-    job = run.start(plant=lose_the_disk_in_step_3, env={"SMALL_DISK": str(run.folder)})
-    assert job.wait() == [5], job.text()
-    assert_one_sentence(job.text(), str(run.folder / "checkpoints"))
-    assert "metrics.jsonl cannot be written: " in job.text()
+    text = run.ends([5], partial(act, 0, 3, partial(remount, "abort")), env={"SMALL_DISK": str(run.folder)})
+    assert_one_sentence(text, str(run.folder / "checkpoints"))
+    assert "metrics.jsonl cannot be written: " in text
     assert store.verify(run.checkpoint(2))
 
 
 # ----------------------------------------------------------------------------------------- limits
 
 
-def small_files_from_the_start() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-
-
-def small_files_in_step_3() -> None:
-    do_in_step(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)))
-
-
-@pytest.mark.parametrize(("plant", "saved", "words"), [
-    (small_files_from_the_start, [], ("100,000", "ulimit -f unlimited")),
-    (small_files_in_step_3, [2], ("1,000", "ulimit -f unlimited"))])
-def test_a_limit_on_the_size_of_files_is_told(plant, saved, words, tiny_run):
-    run = tiny_run()
-    job = run.start(plant=plant)
-    assert job.wait() == [5]
-    told = (run.folder / "log" / "rank-0.txt").read_text() if plant is small_files_in_step_3 else job.text()
-    if plant is small_files_from_the_start:
-        assert_one_sentence(told, *words)
-    assert run.steps_saved() == saved
-
-
-def little_memory_in_step_3() -> None:
-    """Allow hardly more memory than is in use."""
-    def limit() -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # earlier steps may have left free memory
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + LITTLE, resource.RLIM_INFINITY))
-
-    if os.environ.get("RANK", "1") == "1":
-        do_in_step(3, limit)
-
-
-@pytest.mark.parametrize("world_size", [1, pytest.param(WORLD, marks=pytest.mark.slow)])
-def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run):
-    run = tiny_run(DIM=512, MAX_SEQ_LEN=128, TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=4, **UNMEASURED)
-    job = run.start(world_size, little_memory_in_step_3)
-    assert job.wait() == [1] * world_size, job.text()
-    assert "MICRO_BATCH_SIZE" in job.text() and "ACTIVATION_CHECKPOINTING" in job.text() and "Traceback" not in job.text()
+def test_a_limit_on_the_size_of_files_is_told(tiny_run):
+    run, (small, tiny) = tiny_run(), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
+    assert_one_sentence(run.ends([5], small), "100,000", "ulimit -f unlimited")
+    assert run.steps_saved() == []
+    run.ends([5], partial(act, 0, 3, tiny))
+    assert run.steps_saved() == [2]
 
 
 # ---------------------------------------------------------------------------------------- network

@@ -7,15 +7,16 @@ lines run where there is no GPU. What is cheap there runs in every test run. scr
 import dataclasses
 import json
 import os
-import signal
 import time
 import warnings
+from functools import partial
 from itertools import count
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
-from factories import UNMEASURED, TinyRun, assert_same_run, furthest, prepare_stages, run_ranks
+from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step, furthest, is_rank, run_ranks
 from torch.nn import functional as F
 
 import model_utils
@@ -269,10 +270,9 @@ def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
 
 @on_gpu
 @pytest.mark.slow
-def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, prepared, tmp_path):
+def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, stages, tmp_path):
     """The blocks are compiled with and without adapters and gradients, for rows of many documents."""
     compile_once(device, False)
-    stages = prepare_stages(prepared, tmp_path)
     run = stages.run("lora-dpo", tmp_path / "runs", **UNMEASURED, DEVICE=device.type, PRECISION="auto", COMPILE="true",
                      MAX_STEPS=12)
     assert run.train() == 0
@@ -352,29 +352,13 @@ def test_faults_of_memory_give_their_sentence(device, tiny_run, capfd):
 @on_gpu
 def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
     """Stopped by TERM and resumed, in new processes, because cuBLAS reads its setting at the start."""
-    if "deterministic" not in Config.model_fields:
-        pytest.skip("this commit has no DETERMINISTIC")
     changes = {"DEVICE": device.type, "PRECISION": "bf16", "DETERMINISTIC": "true", "SAVE_EVERY": 3,
                "COMPILE": str(device.type == "cuda").lower(), **UNMEASURED}
     runs = [tiny_run(**changes, RUN_NAME=name) for name in ("straight", "stopped")]
-    job = runs[0].start()
-    assert job.wait() == [0], job.text()
-    job = runs[1].start(plant=stop_in_step_5)
-    assert job.wait() == [143], job.text()
-    job = runs[1].start()
-    assert job.wait() == [0], job.text()
+    runs[0].ends([0])
+    runs[1].ends([143], partial(faults.stop_in_step, 5, 0))
+    runs[1].ends([0])
     assert_same_run(*runs, 6, logs=())
-
-
-def stop_in_step_5() -> None:
-    original = train.learning_rate
-
-    def learning_rate(finished: int, config) -> float:
-        if finished == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(finished, config)
-
-    train.learning_rate = learning_rate
 
 
 # ------------------------------------------------------------------------------------------ ranks
@@ -388,30 +372,21 @@ def over_gloo() -> None:
 
 
 def drifting() -> None:
-    over_gloo()
-    original, build = train.learning_rate, model_utils.build_model
-    models = []
-
-    def learning_rate(finished: int, config) -> float:
-        if finished == 2 and os.environ["RANK"] == "1":
+    def drift() -> None:
+        if is_rank(1):
             with torch.no_grad():
                 models[0].layers[1].attention.wq.weight[0, 0] += 1e-3
-        return original(finished, config)
 
+    over_gloo()
+    models, build = [], model_utils.build_model
     model_utils.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
-    train.learning_rate = learning_rate
+    do_in_step(3, drift)
 
 
 def hanging() -> None:
     over_gloo()
-    original = train.learning_rate
-
-    def learning_rate(finished: int, config) -> float:
-        if finished == 2 and os.environ["RANK"] == "1":
-            time.sleep(180)
-        return original(finished, config)
-
-    train.learning_rate = learning_rate
+    if is_rank(1):
+        do_in_step(3, lambda: time.sleep(180))
 
 
 TIMEOUT = {"cpu": 5, "cuda": 15}  # seconds; on CUDA the first step is slow
@@ -423,8 +398,7 @@ def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
     one, two = (tiny_run(**UNMEASURED, DEVICE=device.type, TF32="false", DRIFT_CHECK_EVERY=2, RUN_NAME=name)
                 for name in ("one", "two"))
     assert one.train() == 0
-    job = two.start(2, over_gloo, ONE_GPU)
-    assert job.wait() == [0, 0], job.text()
+    two.ends([0, 0], over_gloo, env=ONE_GPU)
     for mine, other in zip(one.lines("ledger"), two.lines("ledger"), strict=True):
         assert mine["rows_crc32"] == other["rows_crc32"]
         assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
@@ -433,9 +407,8 @@ def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
 
 @on_gpu
 def test_ranks_that_drift_are_found(device, tiny_run):
-    job = tiny_run(**UNMEASURED, DEVICE=device.type, DRIFT_CHECK_EVERY=3).start(2, drifting, ONE_GPU)
-    assert job.wait() == [1, 1], job.text()
-    assert "layers.1.attention.wq.weight differs between rank 0 and rank 1" in job.text()
+    text = tiny_run(**UNMEASURED, DEVICE=device.type, DRIFT_CHECK_EVERY=3).ends([1, 1], drifting, env=ONE_GPU)
+    assert "layers.1.attention.wq.weight differs between rank 0 and rank 1" in text
 
 
 @on_gpu

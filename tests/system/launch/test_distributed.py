@@ -1,17 +1,16 @@
 """Several ranks train like one. The ranks are real processes with gloo."""
 
 import os
-import signal
+from functools import partial
 
+import faults
 import pytest
 import torch
-from commands import listening
+from commands import WORLD, listening
 from factories import (
     TinyRun,
     a_step,
     assert_same_run,
-    at_step,
-    do_in_step,
     furthest,
     run_ranks,
     uneven_batches,
@@ -23,16 +22,6 @@ from common import errors
 from common.errors import DataError
 from parallel.process import loopback_interface
 from parallel.ranks import Ranks, start_ranks, stop_ranks
-
-WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-# ------------------------------------------------------------------------------------ collectives
 
 
 def check_collectives() -> None:
@@ -62,8 +51,8 @@ def check_collectives() -> None:
     stop_ranks()
 
 
-def test_collectives(folder):
-    run_ranks(check_collectives, world_size=WORLD, folder=folder)
+def test_collectives(tmp_path):
+    run_ranks(check_collectives, world_size=WORLD, folder=tmp_path)
 
 
 def test_alone_every_collective_is_the_identity():
@@ -72,9 +61,6 @@ def test_alone_every_collective_is_the_identity():
     assert ranks.on_rank0(lambda: 5) == 5 and ranks.all_agree(True) and not ranks.all_agree(False)
     with pytest.raises(errors.DataError, match="^as it was$"):
         ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
-
-
-# --------------------------------------------------------------------------------------- one step
 
 
 def check_gradients() -> None:
@@ -93,11 +79,8 @@ def check_gradients() -> None:
     stop_ranks()
 
 
-def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(folder):
-    run_ranks(check_gradients, world_size=WORLD, folder=folder)
-
-
-# ------------------------------------------------------------------------------------------ a run
+def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(tmp_path):
+    run_ranks(check_gradients, world_size=WORLD, folder=tmp_path)
 
 
 SUMS = ("train_loss", "grad_norm", "val_loss", "val_loss_stderr", "val_perplexity", "val_bits_per_byte")
@@ -134,20 +117,12 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
             f"rank-{rank}.txt" for rank in range(world_size)]
 
 
-def signal_rank_1_in_step_3() -> None:
-    if os.environ["RANK"] == "1":
-        do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
 def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks, tiny_run):
     """Only rank 1 gets the signal; both leave after the same step."""
     run = tiny_run()
-    job = run.start(WORLD, signal_rank_1_in_step_3)
-    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
+    run.ends([train.EXIT_PREEMPTED] * 2, partial(faults.stop_in_step, 3, 1))
     assert run.steps_saved() == [2, 3]
-    job = run.start(WORLD)
-    assert job.wait() == [0, 0], job.text()
-    assert "number of ranks" not in job.text()
+    assert "number of ranks" not in run.ends([0, 0])
     assert_same_run(run, whole_on_two_ranks, 6)
 
 
@@ -155,31 +130,18 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks
 def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
     """All rows differ, so equal losses mean equal rows: none is repeated or lost."""
     run = tiny_run()
-    if before == 1:
-        with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
-            assert run.train() == train.EXIT_PREEMPTED
-    else:
-        job = run.start(before, signal_rank_1_in_step_3)
-        assert job.wait() == [train.EXIT_PREEMPTED] * before, job.text()
-    job = run.start(after)
-    assert job.wait() == [0] * after, job.text()
-    assert f"warning: the number of ranks was {before}, is {after}" in job.text()
+    run.ends([train.EXIT_PREEMPTED] * before, partial(faults.stop_in_step, 3, before - 1))
+    assert f"warning: the number of ranks was {before}, is {after}" in run.ends([0] * after)
     assert_alike(run, whole_on_two_ranks)
-
-
-# ----------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("code", "changes"), [
     (2, {"LERNING_RATE": 1}), (3, {"PRETRAIN_DATA_PATH": "nowhere"}), (5, {"PRETRAIN_CHECKPOINT": "nowhere"})])
 def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
-    job = tiny_run().start(WORLD, **changes)
-    assert job.wait() == [code] * WORLD, job.text()
-    text = job.text()
+    text = tiny_run().ends([code] * WORLD, **changes)
     assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
 
 
 def test_a_refused_resume_is_told_once(whole_on_two_ranks):
-    job = whole_on_two_ranks.start(WORLD, SEED=3)
-    assert job.wait() == [5, 5], job.text()
-    assert job.text().count("SEED was 1337, is 3") == 1 and "Traceback" not in job.text()
+    text = whole_on_two_ranks.ends([5, 5], SEED=3)
+    assert text.count("SEED was 1337, is 3") == 1 and "Traceback" not in text

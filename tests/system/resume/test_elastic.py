@@ -3,29 +3,17 @@
 import errno
 import os
 import shutil
-import signal
 from contextlib import nullcontext
 from functools import partial
 
 import faults
 import pytest
-from commands import during, launch
-from factories import (
-    UNMEASURED,
-    Stages,
-    TinyRun,
-    argv_of,
-    assert_same_run,
-    prepare,
-    prepare_stages,
-    run_ranks,
-)
+from commands import launch
+from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
-from checkpoint import store, tensors
-from evaluation import during_run
-from parallel import fsdp
+from checkpoint import store
 from parallel.ranks import start_ranks, stop_ranks
 from run import start as run_start
 from run.life import save_checkpoint
@@ -34,15 +22,8 @@ from settings.load import load_config
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
 OFFLOADED = {**FULL, "CPU_OFFLOAD": "true"}
 
-# ----------------------------------------------------------------------------- in the middle of a run
-
 PARTS = [(1, NONE), (2, FULL), (4, HYBRID), (2, NONE)]  # a step each
 QUICK = ("muon",)
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 @pytest.mark.parametrize("feature", [pytest.param(feature, marks=[] if feature in QUICK else pytest.mark.slow)
@@ -53,9 +34,9 @@ def test_a_run_continues_on_1_2_4_and_2_ranks_and_none_full_hybrid_and_none(feat
     run = run_with(stages, feature, tmp_path / "parts")
     for step, (world_size, layout) in enumerate(PARTS, 1):
         last = step == len(PARTS)
-        job = run.start(world_size, None if last else partial(faults.stop_in_step, step, world_size - 1), **layout)
-        assert job.wait() == [0 if last else train.EXIT_PREEMPTED] * world_size, job.text()
-    assert "warning: the number of ranks was 4, is 2" in job.text() and "SHARDING was hybrid, is none" in job.text()
+        plant = None if last else partial(faults.stop_in_step, step, world_size - 1)
+        text = run.ends([0 if last else train.EXIT_PREEMPTED] * world_size, plant, **layout)
+    assert "warning: the number of ranks was 4, is 2" in text and "SHARDING was hybrid, is none" in text
     compare_alike(run, whole, last=4)
 
 
@@ -75,8 +56,6 @@ def test_what_differs_is_found(what, log, old, new, whole, tmp_path):
     with pytest.raises(AssertionError, match=what):
         compare_alike(run, whole, 6)
 
-
-# --------------------------------------------------------------------------------- there and back
 
 # 526 ids, so the vocabulary is padded; on 4 ranks the matrices of 2, 5 and 6 rows leave ranks with fewer rows, or none.
 UNEVEN = {**UNMEASURED, "DIM": 6, "N_HEADS": 3, "N_KV_HEADS": 1, "FFN_DIM": 5, "MAX_STEPS": 2}
@@ -126,85 +105,53 @@ def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, na
         assert times[1] == times[0] + len(LAYOUTS[world_size])
 
 
-# ------------------------------------------------------- what goes wrong while rank 1 serves rows to rank 0
-
-
 @pytest.fixture(scope="module")
 def whole_sharded(prepared, tmp_path_factory):
     """A run on two ranks that hold one copy of the model together, which nothing interrupted."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole-sharded"), **FULL)
-    job = run.start(2)
-    assert job.wait() == [0, 0], job.text()
+    run.ends([0, 0])
     return run
 
 
-def is_rank(rank: int) -> bool:
-    return os.environ["RANK"] == str(rank)
+IN_THE_SECOND_SAVE = ("checkpoint.tensors", "lazy", 100)  # in the middle of its tensors: each of two saves writes more than 40
 
 
-def stop_in_hellaswag_on_rank_1() -> None:
-    if is_rank(1):
-        during(during_run, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
-
-
-def fail_once_in_the_second_save(number: int) -> None:
-    """In the middle of its tensors: each of two saves writes more than 40."""
-    def fail():
-        raise OSError(number, os.strerror(number))
-
-    if is_rank(0):
-        during(tensors, "lazy", fail, 100)
-
-
-def lose_the_network_disk() -> None:
-    fail_once_in_the_second_save(errno.ESTALE)
-
-
-def fill_the_disk() -> None:
-    fail_once_in_the_second_save(errno.ENOSPC)
-
-
-def die_in_the_second_save() -> None:
-    during(tensors, "lazy", lambda: os.kill(os.getpid(), signal.SIGKILL), 100)
+def fail_to_write(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def die_while_rank_0_writes() -> None:
-    if is_rank(0):
-        die_in_the_second_save()
+    faults.act(0, IN_THE_SECOND_SAVE, faults.die)
 
 
 def die_while_rank_1_serves() -> None:
-    if is_rank(1):
-        during(fsdp, "gather_rows", lambda: os.kill(os.getpid(), signal.SIGKILL), 70)
+    faults.act(1, ("parallel.fsdp", "gather_rows", 70), faults.die)
 
 
 def test_a_signal_in_an_evaluation_which_gathers_embedding_and_head_saves_the_own_rows(whole_sharded, tiny_run):
     run = tiny_run(**FULL)
-    job = run.start(2, stop_in_hellaswag_on_rank_1)
-    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
+    evaluation = ("evaluation.during_run", "evaluate_batches", 2)
+    run.ends([train.EXIT_PREEMPTED] * 2, partial(faults.act, 1, evaluation, faults.terminate))
     assert run.steps_saved() == [2, 3] and "hellaswag_acc" not in run.metrics()[-1]
-    job = run.start(2)
-    assert job.wait() == [0, 0], job.text()
+    run.ends([0, 0])
     assert_same_run(run, whole_sharded, 6)
 
 
 def test_a_disk_that_is_away_for_a_moment_is_written_again_by_all_ranks(whole_sharded, tiny_run):
     run = tiny_run(**FULL)
-    job = run.start(2, lose_the_network_disk)
-    assert job.wait() == [0, 0], job.text()
-    assert job.text().count("could not be written: [Errno 116] Stale file handle") == 1 and "trying again in 1 s" in job.text()
+    text = run.ends([0, 0], partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ESTALE)))
+    assert text.count("could not be written: [Errno 116] Stale file handle") == 1 and "trying again in 1 s" in text
     assert_same_run(run, whole_sharded, 6)
 
 
 @pytest.mark.parametrize("plant, codes", [
-    (fill_the_disk, [5, 5]), (die_while_rank_0_writes, [-9, 1]), (die_while_rank_1_serves, [1, -9])])
+    (partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ENOSPC)), [5, 5]), (die_while_rank_0_writes, [-9, 1]), (die_while_rank_1_serves, [1, -9])])
 def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_goes_on(plant, codes, whole_sharded, tiny_run):
     run = tiny_run(**FULL)
-    job = run.start(2, plant)
-    assert job.wait() == codes, job.text()
-    assert "Traceback" not in job.text()
-    if plant is fill_the_disk:
-        assert job.text().count("error: ") == 1 and "could not be written: [Errno 28] No space left on device" in job.text()
+    text = run.ends(codes, plant)
+    assert "Traceback" not in text
+    if codes == [5, 5]:
+        assert text.count("error: ") == 1 and "could not be written: [Errno 28] No space left on device" in text
     assert run.steps_saved() == [2] and store.newest_verified(run.folder / "checkpoints") == (run.checkpoint(2), [])
     assert run.train(SHARDING="none") == 0
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole_sharded.lines("ledger")]

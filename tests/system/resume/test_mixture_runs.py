@@ -1,12 +1,13 @@
 """Runs on mixtures: resumed inside a phase and across its border, on other numbers of ranks, in every stage."""
 
 import json
-import os
 import signal
+from functools import partial
 from pathlib import Path
 
+import faults
 import pytest
-from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step, do_in_step, prepare_stages
+from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step
 
 import train
 from data_pipeline.mixture import write_mixture
@@ -20,8 +21,7 @@ def mixture_of(kind: str, prepared: Prepared, file: Path, sets: Path, *phases: t
     folders = []
     for count in (0, 60):
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1, max_documents=count)
-        folders.append(prepare_set("documents", str(file), sets, options) if kind == "documents" else
-                       prepare_set(kind, str(file), sets, options))
+        folders.append(prepare_set(kind, str(file), sets, options))
     described = [{"until": until, "weights": {"all": one, "few": other}} for until, one, other in phases]
     return write_mixture(sets, ["all", "few"], folders, described)
 
@@ -45,15 +45,12 @@ def die():
     raise KeyError("as if killed")
 
 
-def die_in_step_5():
-    do_in_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def test_a_run_that_was_killed_inside_a_phase_and_beyond_its_border_is_the_uninterrupted_one(whole, tmp_path):
     run = whole.copy(tmp_path / "runs", RUN_NAME="killed")
     with at_step(3, die), pytest.raises(KeyError):
         run.train()
-    assert run.start(plant=die_in_step_5).wait() == [-signal.SIGKILL] and run.steps_saved() == [2, 4]
+    run.ends([-signal.SIGKILL], partial(faults.act, 0, 5, faults.die))
+    assert run.steps_saved() == [2, 4]
     assert run.train() == 0
     assert_same_run(run, whole, 6)
     text = (run.folder / "log" / "rank-0.txt").read_text()
@@ -65,7 +62,7 @@ def test_a_run_that_was_killed_inside_a_phase_and_beyond_its_border_is_the_unint
 
 def test_two_ranks_read_the_rows_of_one(whole, tmp_path):
     run = whole.copy(tmp_path / "runs", RUN_NAME="two", **UNMEASURED)
-    assert run.start(2).wait() == [0, 0]
+    run.ends([0, 0])
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole.lines("ledger")]
 
 
@@ -87,14 +84,6 @@ def test_the_check_shows_the_table_and_a_step_is_replayed(whole, capsys):
     replay(whole.folder, 6, read_flags([]).layer, rows_shown=8, info=lines.append)
     text = "\n".join(lines)
     assert "as in the ledger" in text and "losses equal to the ledger" in text and text.count("train-00000.bin, token") == 8
-
-
-# ------------------------------------------------------------------------------------------ other stages
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory):
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*"), ("distilled-stored", "documents", "teacher-*"),

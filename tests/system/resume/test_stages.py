@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from commands import during
 from factories import (
     MODES,
     STAGE,
@@ -19,8 +20,8 @@ from factories import (
     a_step,
     assert_same_run,
     furthest,
+    is_rank,
     prepare_stages,
-    run_ranks,
     stop_at,
     without_clocks,
 )
@@ -36,7 +37,7 @@ from dataloaders import Batch, ExampleRows, open_example_set
 from learn import stored as precompute
 from learn.objectives import DPO, NextToken, stored_reference
 from model import Transformer
-from parallel.ranks import start_ranks, stop_ranks
+from run.adapters import merge
 
 ROW_TOKENS = 192  # tokens of a row in the tests of single steps; several pairs fit
 
@@ -66,9 +67,6 @@ def run(stages, tmp_path):
     return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
 
 
-# --------------------------------------------------------------------------------- the exact step
-
-
 def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
     """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
     rows = ExampleRows(open_example_set(path, "train", kind, TokenizerFacts(512)), ROW_TOKENS)
@@ -83,12 +81,6 @@ CHOOSE = {"chats": lambda config: NextToken(), "pairs": lambda config: DPO(confi
 
 def step_on(kind: str, batches: list[Batch], **options):
     return a_step(batches, choose=CHOOSE[kind], MAX_SEQ_LEN=ROW_TOKENS, MAX_GRAD_NORM=0, **options)
-
-
-def check_alike(result, expected, gradients, others) -> None:
-    assert result.count == expected.count and result.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert result.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
-    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and furthest(others, gradients) < 2e-6
 
 
 @pytest.mark.parametrize("kind", ["chats", "pairs"])
@@ -107,25 +99,9 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
     assert furthest({name: parameter.grad for name, parameter in model.named_parameters()}, expected) < 1e-6
     for rows in (1, 2, 4):
         result, gradients, _ = step_on(kind, rows_of(kind, path, rows))
-        check_alike(result, whole, gradients, expected)
-
-
-def check_ranks(chats: Path, pairs: Path) -> None:
-    wholes = {kind: step_on(kind, rows_of(kind, path, 8)) for kind, path in (("chats", chats), ("pairs", pairs))}
-    ranks = start_ranks("cpu", 60)
-    for kind, path in (("chats", chats), ("pairs", pairs)):
-        for rows in (1, 4):
-            own = rows_of(kind, path, rows)[ranks.rank * 4 // rows:(ranks.rank + 1) * 4 // rows]
-            result, gradients, _ = step_on(kind, own, ranks=ranks)
-            check_alike(result, wholes[kind][0], gradients, wholes[kind][1])
-    stop_ranks()
-
-
-def test_two_ranks_give_the_gradient_of_one(stages, tmp_path):
-    run_ranks(check_ranks, stages.chats, stages.pairs, world_size=2, folder=tmp_path)
-
-
-# -------------------------------------------------------------------------------- stop and resume
+        assert result.count == whole.count and result.loss == pytest.approx(whole.loss, rel=1e-5)
+        assert result.metrics == pytest.approx(whole.metrics, rel=1e-4, abs=1e-6)
+        assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5) and furthest(gradients, expected) < 2e-6
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -167,15 +143,6 @@ def test_every_stage_learns(mode, run):
     assert losses[steps] < losses[1] and learned.column("val_loss")[steps] < learned.column("val_loss")[0]
 
 
-def test_early_stopping_works_in_every_stage(run, capsys):
-    stopped = run("sft", MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, LEARNING_RATE=1e-12, HELLASWAG_EVERY=0)
-    assert stopped.train() == 0
-    assert "Early stopping" in capsys.readouterr().out and stopped.steps_saved()[-1] < 20
-
-
-# ---------------------------------------------------------------------------------- several ranks
-
-
 def bare(path: Path, folder: Path) -> Path:
     """Copy prepared data without stored references and teacher outputs."""
     return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*", "teacher-*")))
@@ -186,30 +153,24 @@ def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, 
     """They also compute stored references and teacher outputs together."""
     both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
                PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
-    job = both.start(2)
-    assert job.wait() == [0, 0], job.text()
+    both.ends([0, 0])
     for mine, other in zip(without_clocks(both.metrics()), without_clocks(finished(mode).metrics()), strict=True):
         assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-def signal_rank_1_in_the_reference() -> None:
-    original = precompute.frozen_logprobs
-
-    def frozen_logprobs(*arguments):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    precompute.frozen_logprobs = frozen_logprobs
+def signal_the_last_rank_in_the_reference() -> None:
+    if is_rank(int(os.environ.get("WORLD_SIZE", 1)) - 1):
+        during(precompute, "frozen_logprobs", lambda: os.kill(os.getpid(), signal.SIGTERM), 1)
 
 
-def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
-    job = run("dpo-stored", DPO_DATA_PATH=bare_pairs).start(2, signal_rank_1_in_the_reference)
-    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
-    assert not [*bare_pairs.glob("*reference-*.safetensors")] and "Traceback" not in job.text()
-
-
-# ------------------------------------------------------------------------------------- references
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_a_signal_stops_while_the_reference_is_computed_leave_together_and_begin_again(ranks, run, bare_pairs, finished):
+    stopped = run("dpo-stored", DPO_DATA_PATH=bare_pairs)
+    text = stopped.ends([train.EXIT_PREEMPTED] * ranks, signal_the_last_rank_in_the_reference)
+    assert not [*bare_pairs.glob("*reference-*.safetensors")] and not stopped.steps_saved() and "Traceback" not in text
+    if ranks == 1:
+        assert stopped.train() == 0
+        assert_same_run(stopped, finished("dpo-stored"), 4)
 
 
 @pytest.fixture
@@ -312,33 +273,6 @@ def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
     assert len([*own_pairs.glob("reference-*-train-96-*.safetensors")]) == 2 and before.exists()
 
 
-def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, monkeypatch, finished):
-    stopped, original = run("dpo-stored", DPO_DATA_PATH=bare_pairs), precompute.frozen_logprobs
-
-    def frozen_logprobs(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return original(*arguments)
-
-    monkeypatch.setattr(precompute, "frozen_logprobs", frozen_logprobs)
-    assert stopped.train() == train.EXIT_PREEMPTED
-    assert not [*bare_pairs.glob("*reference-*.safetensors")] and not stopped.steps_saved()
-    monkeypatch.undo()
-    assert stopped.train() == 0
-    assert_same_run(stopped, finished("dpo-stored"), 4)
-
-
-# --------------------------------------------------------------------------------------- adapters
-
-
-def test_adapters_are_all_that_is_saved_and_the_base_stays(finished, stages):
-    before = (stages.base / "model.safetensors").read_bytes()
-    folder = finished("lora-sft").checkpoint(4)
-    assert (folder / "adapter_model.safetensors").is_file() and not (folder / "model.safetensors").exists()
-    names = [name.split(".") for name in load_file(folder / "adapter_model.safetensors")]
-    assert all({"lora_A", "lora_B", "trainable_tokens_delta"} & {*name} for name in names)
-    assert (stages.base / "model.safetensors").read_bytes() == before
-
-
 @pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo"])
 def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, capsys):
     base = shutil.copytree(stages.base, tmp_path / "base")
@@ -377,11 +311,8 @@ def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkey
     assert "LORA_TRAIN_TOKENS=<|eot|>" in capsys.readouterr().err
 
 
-def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, monkeypatch, capsys):
+def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, capsys):
     """Once merged, training continues from them as a whole model."""
-    monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
-    import merge_lora
-
     adapted = finished("lora-sft")
     for mode in ("sft", "lora-sft", "dpo-stored"):
         refused = run(mode, PRETRAIN_CHECKPOINT=adapted.checkpoint(4))
@@ -389,13 +320,10 @@ def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run
         assert capsys.readouterr().err.count("scripts/merge_lora.py") >= 1 and not refused.steps_saved()
     merged = run("sft").output_dir / "merged"
     merged.parent.mkdir(exist_ok=True)
-    merge_lora.merge(adapted.checkpoint(4), merged)
+    merge(adapted.checkpoint(4), merged)
     after = run("sft", PRETRAIN_CHECKPOINT=merged, MAX_STEPS=1, HELLASWAG_EVERY=0)
     assert after.train() == 0
     assert after.column("val_loss")[0] == pytest.approx(adapted.column("val_loss")[4], rel=1e-4)
-
-
-# -------------------------------------------------------------------------------- what is refused
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsys):
@@ -409,9 +337,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsy
         refused = run(mode, TEACHER_MODEL=teacher)
         assert train.main([*refused.argv(), "--check"]) == refused.train() == 2
         assert "another vocabulary" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------- from one to another
 
 
 def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
