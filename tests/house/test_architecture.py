@@ -1,7 +1,6 @@
 """The rules of docs/architecture.md, checked in the source code."""
 
 import ast
-import importlib.util
 import json
 import re
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from config import SECRETS, START_FROM, Config
+from scripts.dev import write_docs
 from settings.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,11 +105,12 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
     assert speaking | naming == {"parallel/ranks.py", "parallel/fsdp.py", "model_utils.py", fakes}
 
 
-def test_settings_and_data_need_no_torch():
+def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import item_scores; "
             "from settings import load; from learn import cost; from scripts.sample import world; "
-            "from data_pipeline import (chats, prepare, shards, sources, templates); assert 'torch' not in sys.modules")
+            "from data_pipeline import (chats, prepare, shards, sources, templates); from report import page; "
+            "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -221,24 +222,16 @@ def test_nothing_names_the_machine_that_it_was_made_on():
     assert found == []
 
 
-def write_docs():
-    """scripts/dev/write_docs.py as a module."""
-    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts" / "dev" / "write_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_generated_documents_are_up_to_date():
-    docs, again = write_docs(), "run python scripts/dev/write_docs.py"
-    assert (ROOT / ".env.example").read_text(encoding="utf-8") == docs.env_example(), again
-    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == docs.settings_page(), again
+    again = "run python scripts/dev/write_docs.py"
+    assert (ROOT / ".env.example").read_text(encoding="utf-8") == write_docs.env_example(), again
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == write_docs.settings_page(), again
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert page == docs.with_reading_order(page), again
+    assert page == write_docs.with_reading_order(page), again
 
 
 def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
-    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", write_docs().env_example(), flags=re.MULTILINE)
+    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", write_docs.env_example(), flags=re.MULTILINE)
     (tmp_path / "all.env").write_text(text)
     loaded = load_config(["--env-file", str(tmp_path / "all.env")], {}, complete=False)
     assert loaded.config == Config()

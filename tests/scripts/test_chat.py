@@ -1,6 +1,5 @@
 """A conversation in a terminal, which is a real one here, and between stdin and stdout."""
 
-import importlib.util
 import io
 import json
 import os
@@ -14,84 +13,42 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from commands import ROOT
-from factories import PATIENCE, prepare
+from factories import PATIENCE, by_transformers, tiny_model_folder
 
-from checkpoint import huggingface
-from config import ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
-from model import Transformer
-from tokenizer import load_tokenizer
+from scripts import chat as script
 
-SCRIPT = ROOT / "scripts" / "chat.py"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("chat_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("prepared"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(prepared):
-    return load_tokenizer(str(prepared.tokenizer))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
-    """A model folder with random weights at a scale that makes greedy choices clear.
-
-    It writes no control token but the end of the turn: transformers would read their names in answers as control tokens.
-    """
-    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
-    model = Transformer(config, tokenizer.vocab_size)
-    model.init_weights(torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        others = [token for token in tokenizer.special_ids.values() if token != tokenizer.eot_id]
-        model.tok_embeddings.weight[others] = 0
-    path = tmp_path_factory.mktemp("folder")
-    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 4096)
-    return path
+    """It writes no control token but the end of the turn: transformers would read their names in answers as control tokens."""
+    silenced = [token for token in tokenizer.special_ids.values() if token != tokenizer.eot_id]
+    return tiny_model_folder(tmp_path_factory.mktemp("folder"), tokenizer, silenced, 4096)
 
 
 @pytest.fixture
-def chat(script, monkeypatch, capsys):
+def chat(monkeypatch, capsys):
     """A function that gives main some stdin; returns its exit code, stdout and stderr."""
     def chat(stdin: str, *argv) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, argv)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-        code = 0
         try:
             script.run_script(script.main)
         except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
+            return ended.code, *capsys.readouterr()
+        return 0, *capsys.readouterr()
 
     return chat
 
 
-def by_transformers(folder: Path, turns: list[str], system: str, max_new_tokens: int) -> list[str]:
-    """The greedy answers, each stopped where the folder's own generation_config says."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    messages = [{"role": "system", "content": system}] if system else []
+def answers_by_transformers(folder: Path, tokenizer, turns: list[str], system: str, max_new_tokens: int) -> list[str]:
+    messages = [{"role": "system", "content": system}]
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        written = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
-        ended = written[-1] in model.generation_config.eos_token_id
-        messages.append({"role": "assistant", "content": tokenizer.decode(written[:-1] if ended else written)})
+        messages.append({"role": "assistant", "content": by_transformers(folder, tokenizer, messages, max_new_tokens)})
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
 
@@ -100,9 +57,9 @@ def shown(answers: list[str]) -> str:
     return "".join(answer + "\n" * (not answer.endswith("\n")) for answer in answers)
 
 
-def test_two_greedy_turns_are_those_of_transformers(chat, folder):
+def test_two_greedy_turns_are_those_of_transformers(chat, folder, tokenizer):
     turns = ["The cat saw", "  What did the\ndog find? "]
-    expected = by_transformers(folder, turns, "Be kind.", 24)
+    expected = answers_by_transformers(folder, tokenizer, turns, "Be kind.", 24)
     assert len({*expected}) == 2
     code, out, err = chat("The cat saw\n\n  What did the\\\ndog find? \n", folder, "--temperature", 0, "--max-new-tokens", 24,
                           "--system", "Be kind.")
@@ -140,9 +97,7 @@ def test_a_model_without_a_template_continues_text_and_says_so_once(chat, folder
     (base / "chat_template.jinja").unlink()
     code, out, err = chat("The cat\nand the\n", base, "--temperature", 0, "--max-new-tokens", 8)
     assert code == 0 and err.count("continues what you write: its tokenizer has no chat template") == 1
-    model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("The cat")]])
-    assert out.startswith(shown([tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist())]))
+    assert out.startswith(shown([by_transformers(folder, tokenizer, "The cat", 8)]))
     assert "does not accept a system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
 
 
@@ -180,7 +135,7 @@ def test_a_person_is_told_of_a_mistake_and_goes_on(chat, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("env, dim", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)])
-def test_notes_are_dim_where_a_terminal_can_show_that(script, monkeypatch, env, dim):
+def test_notes_are_dim_where_a_terminal_can_show_that(monkeypatch, env, dim):
     for name in ("TERM", "NO_COLOR"):
         monkeypatch.setenv(name, env.get(name, ""))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -193,7 +148,7 @@ class Terminal:
     def __init__(self, *argv, **env: str):
         self.ours, self.theirs = pty.openpty()
         # The first terminal that a new session opens is its own, and Ctrl-C reaches it.
-        command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(self.theirs), sys.executable, str(SCRIPT), *map(str, argv)]
+        command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(self.theirs), sys.executable, script.__file__, *map(str, argv)]
         self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "TERM": "xterm", **env})
         self.pieces: list[str] = []
 

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 from commands import ROOT
-from factories import TinyRun, prepare
+from factories import UNMEASURED, TinyRun, prepare
 
 SCRIPT = str(ROOT / "scripts" / "convert_to_gguf.py")
 # As the real one is built: the class is found in the package, and the script writes what it says.
@@ -26,7 +26,7 @@ FAKE = {"conversion/__init__.py": "",
 def checkpoint(tmp_path_factory) -> Path:
     """The checkpoint of a run whose tokenizer has merges."""
     folder = tmp_path_factory.mktemp("gguf")
-    run = TinyRun(prepare(folder / "data", vocab_size=280), folder / "runs", MAX_STEPS=1, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    run = TinyRun(prepare(folder / "data", vocab_size=280), folder / "runs", MAX_STEPS=1, **UNMEASURED)
     assert run.train() == 0
     return run.checkpoint(1)
 

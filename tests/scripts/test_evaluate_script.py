@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 from commands import ROOT
-from factories import Stages, prepare_stages, start
+from factories import start
 
 from common.errors import CheckpointError, DataError, SettingsError
 from run.adapters import load_model, merge
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 def call(*argv) -> None:
@@ -39,9 +34,6 @@ def logged(run, step: int) -> dict:
     """What the run logged of its evaluations after a step."""
     line = next(line for line in run.metrics() if line["step"] == step)
     return {name: value for name, value in line.items() if name.startswith(("val_", "hellaswag_", "generation_"))}
-
-
-# ----------------------------------------------------------------------------------- of a run
 
 
 def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, capsys):
@@ -86,9 +78,6 @@ def test_two_ranks_share_the_work(whole, tmp_path):
     assert found == pytest.approx(logged(whole, 6), rel=1e-6) and job.text().count("validation  loss") == 1
 
 
-# ------------------------------------------------------------------------------------ of other models
-
-
 @pytest.fixture
 def model(whole, tmp_path) -> Path:
     """A model's folder without the settings of a run."""
@@ -124,9 +113,6 @@ def test_nothing_to_evaluate_is_told_with_what_to_name(model, tmp_path):
         evaluate(model, "--helaswag", "x", output=tmp_path / "found.json")
     with pytest.raises(DataError, match="nowhere"):
         evaluate(model, "--data", "nowhere", output=tmp_path / "found.json")
-
-
-# ----------------------------------------------------------------------------- lm-evaluation-harness
 
 
 @pytest.fixture

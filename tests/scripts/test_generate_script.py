@@ -4,12 +4,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from factories import prepare
+from factories import by_transformers, tiny_model_folder, wait_until
 
 import lora
 from checkpoint import huggingface, peft, store
@@ -22,34 +21,15 @@ from inference.generate import Part, Writer
 from model import Transformer
 from run import adapters
 from run.adapters import load_model
-from tokenizer import load_tokenizer
+from scripts import generate as script
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
+SCRIPT = script.__file__
 PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
-    """A model folder with random weights at a scale that makes greedy choices clear."""
-    path = tmp_path_factory.mktemp("folder")
-    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
-    model = Transformer(config, tokenizer.vocab_size)
-    model.init_weights(torch.Generator().manual_seed(2))
-    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
-    return path
+    return tiny_model_folder(tmp_path_factory.mktemp("folder"), tokenizer)
 
 
 @pytest.fixture
@@ -82,35 +62,23 @@ def texts_of(parts) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-def continued(script, model, tokenizer, *options) -> list[str]:
+def continued(model, tokenizer, *options) -> list[str]:
     return texts_of(script.continuations(Writer(model, tokenizer, *options[1:]), options[0]))
 
 
-def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int, adapter: Path | None = None) -> str:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    if adapter:
-        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter)
-    ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(prompt)]])
-    stops = [tokenizer.eos_id, tokenizer.document_start_id]
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-                             eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
-    return tokenizer.decode(written[:-1] if written[-1] in stops else written)
-
-
-def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
-    ours = continued(script, *script.load(str(folder)), PROMPTS, 24, Sampling())
-    assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
+def test_greedy_text_is_that_of_transformers(folder, tokenizer):
+    ours = continued(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    assert ours == [by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(ours) and len(set(ours)) == 3
 
 
-def test_adapters_are_applied_to_their_base_as_peft_does(script, folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
+def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    alone = continued(script, *script.load(str(folder)), PROMPTS, 24, Sampling())
+    alone = continued(*script.load(str(folder)), PROMPTS, 24, Sampling())
     assert capsys.readouterr().err == ""
     for name in ("adapted", "runs/adapted", str(adapter)):
-        ours = continued(script, *script.load(name), PROMPTS, 24, Sampling())
-        assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
+        ours = continued(*script.load(name), PROMPTS, 24, Sampling())
+        assert ours == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
 
@@ -161,16 +129,16 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
-def test_a_base_that_was_quantised_in_training_is_quantised_again(script, folder, adapter, monkeypatch):
+def test_a_base_that_was_quantised_in_training_is_quantised_again(folder, adapter, monkeypatch):
     original = store.read_state
     monkeypatch.setattr(store, "read_state", lambda folder: original(folder) | {
         "settings": original(folder)["settings"] | {"LORA_BASE_QUANTIZATION": "int8"}})
     model, tokenizer = script.load(str(adapter))
     assert model.layers[0].attention.wq.weight.dtype == torch.int8
-    assert all(continued(script, model, tokenizer, PROMPTS, 8, Sampling()))
+    assert all(continued(model, tokenizer, PROMPTS, 8, Sampling()))
 
 
-def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter, tmp_path, monkeypatch):
+def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_path, monkeypatch):
     copy = shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
     moved = folder.rename(folder.with_name("moved"))
@@ -186,8 +154,8 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter,
         moved.rename(folder)
 
 
-def test_the_command_prints_prompt_and_continuation(script, folder):
-    texts = continued(script, *script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+def test_the_command_prints_prompt_and_continuation(folder):
+    texts = continued(*script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
     done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
                            "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
@@ -195,20 +163,8 @@ def test_the_command_prints_prompt_and_continuation(script, folder):
     assert done.returncode == 0 and done.stdout.decode() == whole + "\n", done.stderr.decode()
 
 
-def chat_by_transformers(folder: Path, messages: list[dict], max_new_tokens: int) -> str:
-    """One greedy turn, stopped where the folder's own generation_config says."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    written = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
-    ends = model.generation_config.eos_token_id
-    assert written[-1] in ends or len(written) == max_new_tokens
-    return tokenizer.decode(written[:-1] if written[-1] in ends else written)
-
-
 @pytest.mark.parametrize("template", ["of the folder", "its own"])
-def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_path, template):
+def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path, template):
     shutil.copytree(folder, tmp_path / "folder")
     if template == "its own":
         (tmp_path / "folder" / "chat_template.jinja").write_text(
@@ -217,10 +173,10 @@ def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_pa
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
         answer, = texts_of(script.answers(Writer(*script.load(str(tmp_path / "folder")), 24), [turn], system))
-        assert answer == chat_by_transformers(tmp_path / "folder", messages, 24) != ""
+        assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 
-def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypatch):
+def test_a_chat_turn_ends_at_the_end_of_turn(folder, tokenizer, monkeypatch):
     prompts, stops = [], []
 
     def write(self, asked):
@@ -236,31 +192,7 @@ def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypa
                           + header("user") + "b<|eot_id|>" + header("assistant"))
 
 
-def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, capsys):
-    replies = texts_of(script.answers(Writer(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
-    argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
-    script.main()
-    expected = f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
-    assert capsys.readouterr().out == expected
-    for bad, reason in ((argv, "--chat needs a --prompt"), ([*argv[:2], *argv[3:]], "--system goes with --chat")):
-        monkeypatch.setattr(sys, "argv", bad)
-        with pytest.raises(SystemExit):
-            script.main()
-        assert reason in capsys.readouterr().err
-
-
-def test_what_is_no_llama_is_refused_with_a_word(script, tmp_path, capsys, monkeypatch):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 5 and done.stderr.startswith("error: ") and "gpt2" in done.stderr
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--top-p", "0"])
-    with pytest.raises(SystemExit) as caught:
-        script.main()
-    assert caught.value.code == 2 and "--top-p" in capsys.readouterr().err
-
-
-def called(script, monkeypatch, capsys, *arguments) -> str:
+def called(monkeypatch, capsys, *arguments) -> str:
     """What the command prints."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
@@ -268,25 +200,31 @@ def called(script, monkeypatch, capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def test_prompts_of_a_file_are_answered_in_order(script, folder, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_the_turns_of_a_chat(folder, monkeypatch, capsys):
+    replies = texts_of(script.answers(Writer(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
+    assert called(monkeypatch, capsys, folder, "--chat", "--system", "Be kind.", "--temperature", 0, "--max-new-tokens", 6,
+                  "--prompt", "The cat", "Why?") == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
+
+
+def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, capsys):
     """In batches, printed or written as JSON, with the random numbers that they have on the command line."""
     lines = [{"prompt": PROMPTS[1]}, {"messages": [{"role": "user", "content": "The cat"}]}, {"prompt": PROMPTS[0]}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ways = ["--max-new-tokens", 9, "--seed", 4, "--top-k", 40, "--min-p", 0.01, "--repetition-penalty", 1.1]
-    printed = called(script, monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--batch-size", 2, *ways)
+    printed = called(monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--batch-size", 2, *ways)
     output = tmp_path / "o.jsonl"
-    assert called(script, monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--output", output, *ways) == ""
+    assert called(monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--output", output, *ways) == ""
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [{name: record[name] for name in line} for line, record in zip(lines, found)] == lines
     assert [record["line"] for record in found] == [1, 2, 3]
     assert all(record["tokens"] == 9 and record["finish_reason"] == "length" for record in found)
     texts = [PROMPTS[1] + found[0]["text"], "> The cat\n\n" + found[1]["text"], PROMPTS[0] + found[2]["text"]]
     assert printed == "\n\n".join(texts) + "\n"
-    alone = called(script, monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
+    alone = called(monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
     assert printed.startswith(alone.rstrip("\n"))
 
 
-def test_a_stop_text_ends_a_continuation(script, folder):
+def test_a_stop_text_ends_a_continuation(folder):
     model, tokenizer = script.load(str(folder))
     whole, = texts_of(script.continuations(Writer(model, tokenizer, 24), PROMPTS[:1]))
     stop = whole[5:8]
@@ -296,7 +234,7 @@ def test_a_stop_text_ends_a_continuation(script, folder):
     assert [part.finish_reason for part in script.continuations(Writer(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
 
 
-def test_texts_are_told_in_order_each_as_early_as_possible(script):
+def test_texts_are_told_in_order_each_as_early_as_possible():
     """The first one piece by piece; the second, which is finished sooner, after it. Ctrl-C leaves what is finished."""
     told = []
     parts = [Part(1, "b", 1, None), Part(0, "a", 1, None), Part(1, "B", 2, "stop"), Part(2, "c", 1, None), Part(3, "d", 1, "length"),
@@ -322,9 +260,7 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     process = subprocess.Popen([sys.executable, SCRIPT, folder, "--prompts", "p.txt", "--output", "o.jsonl"], cwd=tmp_path,
                                stderr=subprocess.PIPE, text=True)
     output = tmp_path / "o.jsonl"
-    deadline = time.monotonic() + 100
-    while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: output.exists() and output.stat().st_size)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     lines = [json.loads(line)["line"] for line in output.read_text().splitlines()]
@@ -336,9 +272,9 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     (["--top-k", "-1"], "argument --top-k: "), (["--min-p", "2"], "argument --min-p: "),
     (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop text must not be empty"),
     (["--prompt", "a", "--prompts", "f"], "exclude each other"), (["--output", "o"], "--output goes with --prompts"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"),
-])
-def test_wrong_flags_are_refused(script, monkeypatch, capsys, flags, reason):
+    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--top-p", "0"], "--top-p"), (["--chat"], "--chat needs a --prompt"),
+    (["--system", "Be kind."], "--system goes with --chat")])
+def test_wrong_flags_are_refused(monkeypatch, capsys, flags, reason):
     monkeypatch.setattr(sys, "argv", ["generate.py", "model", *flags])
     with pytest.raises(SystemExit) as caught:
         script.main()

@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from factories import wait_until
 
 from common.errors import DataError
 from scripts.dev import write_docs
@@ -45,8 +45,9 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "PROGRAM", program)
 
     def run(*parts: gpu_suite.Part, **flags) -> dict[str, dict]:
-        options, _ = gpu_suite.parse_args(["--device", "cpu", "--output", str(tmp_path / "out"),
-                                      *(f"--{name}={value}" for name, value in flags.items())])
+        flags = {"output": "out"} | flags
+        flags["output"] = tmp_path / flags["output"]
+        options, _ = gpu_suite.parse_args(["--device", "cpu", *(f"--{name}={value}" for name, value in flags.items())])
         options.output.mkdir(exist_ok=True)
         records = gpu_suite.Suite(options, parts).run()
         lines = (options.output / "results.jsonl").read_text().splitlines()
@@ -76,21 +77,15 @@ def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_fi
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it took longer than its 1 s" and found["good"]["ok"]
     assert found["hangs"]["figures"]["speed"] == 1.5
     stat = Path(f"/proc/{found['hangs']['figures']['child']}/stat")
-    deadline = time.monotonic() + 10
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the child of a part is still running"
-        time.sleep(0.05)
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", timeout=10)
 
 
-def test_a_part_that_needs_a_failed_one_is_skipped(suite):
+def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):
     found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)),
                   part("absent", needs=("fails",), alone=True), jobs=2)
     for name, needed in (("good", "fails"), ("faulty", "good"), ("absent", "fails")):
         assert found[name]["error"].startswith(f"skipped: it needs {needed}"), name
-
-
-def test_no_part_starts_after_the_deadline(suite):
-    assert suite(part("good"), minutes=0.001)["good"]["error"] == "skipped: no time was left"
+    assert suite(part("good"), minutes=0.001, output="late")["good"]["error"] == "skipped: no time was left"
 
 
 def test_parts_are_chosen_by_group_and_name_with_what_they_need():
@@ -100,10 +95,7 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert gpu_suite.select_parts("all") == gpu_suite.select_parts("correctness,speed") == list(gpu_suite.PARTS)
     with pytest.raises(ValueError, match="--parts sped: choose from all, correctness"):
         gpu_suite.select_parts("sped")
-
-
-def test_a_part_comes_after_the_parts_that_it_needs():
-    """Otherwise a thread would wait for a part that no other thread is free to run."""
+    # A part comes after those that it needs: otherwise a thread would wait for one that no other thread is free to run.
     names = [part.name for part in gpu_suite.PARTS]
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
@@ -141,9 +133,6 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     figures, faults, skipped = gpu_suite.read_notes(task.notes)
     assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
-
-
-# ------------------------------------------------------------------------------------------------------------- the memory
 
 
 @pytest.fixture
@@ -190,13 +179,11 @@ def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
                        "USABLE": round((80 - 1) / 80 * 10.4 / 12, 3)}
 
 
-@pytest.mark.parametrize("forecast, reserved, context", [(10, 12, 1), (10, 10, 0), (10, 9, 2)])
-def test_a_forecast_of_the_usable_share_just_fits(forecast, reserved, context):
-    largest = 80 * probe.usable_share(forecast, reserved, context, 80)
-    assert largest * reserved / forecast + context == pytest.approx(80)
+def test_a_forecast_of_the_usable_share_just_fits():
+    for forecast, reserved, context in ((10, 12, 1), (10, 10, 0), (10, 9, 2)):
+        largest = 80 * probe.usable_share(forecast, reserved, context, 80)
+        assert largest * reserved / forecast + context == pytest.approx(80)
 
-
-# ------------------------------------------------------------------------------------------------------------ docs/gpu.md
 
 HEADER = {"part": "header", "ok": True, "seconds": 3.0, "error": None,
           "figures": {"device": "NVIDIA H200", "capability": "9.0", "commit": "abc", "torch": "2.11.0+cu130"}}
@@ -216,19 +203,13 @@ def test_the_page_has_the_machine_the_verdicts_and_all_figures():
     assert "Nothing of Paddock has been run" not in page
 
 
-def test_the_page_does_not_mix_commits_or_machines():
+def test_the_page_does_not_mix_commits_or_machines_and_is_about_gpus():
     other = HEADER | {"figures": HEADER["figures"] | {"commit": "def"}}
     page = write_docs.gpu_page([HEADER, SPEED, other, BAD])
     assert "54,321" not in page and "| fsdp | FAILED" in page
     assert "54,321" in write_docs.gpu_page([HEADER, SPEED, HEADER, BAD])  # two calls, of both groups
-
-
-@pytest.mark.parametrize("records", [[SPEED], [HEADER | {"figures": {"device": "CPU (2 threads)"}}, BAD]])
-def test_the_page_takes_results_of_a_gpu_only(records):
-    with pytest.raises(DataError, match="docs/gpu.md is about a GPU"):
-        write_docs.gpu_page(records)
-
-
-def test_the_page_in_docs_lists_the_parts_that_exist():
+    for records in ([SPEED], [HEADER | {"figures": {"device": "CPU (2 threads)"}}, BAD]):
+        with pytest.raises(DataError, match="docs/gpu.md is about a GPU"):
+            write_docs.gpu_page(records)
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert page.partition("## How to run it")[2] == write_docs.gpu_page([]).partition("## How to run it")[2]

@@ -62,8 +62,8 @@ def test_repeats_of_more_documents_than_are_kept_are_estimated(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sets(prepared: Prepared) -> Iterator[dict[str, Path]]:
-    """Prepared documents, of which a third are repeated, chats, pairs and a mixture; their paths are short, as lines with them are measured."""
-    with TemporaryDirectory() as folder:
+    """Prepared documents, of which a third are repeated, chats, pairs and a mixture."""
+    with TemporaryDirectory() as folder:  # a short path, as lines with it are measured
         yield make_sets(prepared, Path(folder))
 
 
@@ -77,9 +77,7 @@ def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
     for kind, lines in records.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
-        source = str(folder / f"{kind}.jsonl")
-        made[kind] = (prepare_set("documents", source, folder / "sets", options) if kind == "documents" else
-                      prepare_set(kind, source, folder / "sets", options))
+        made[kind] = prepare_set(kind, str(folder / f"{kind}.jsonl"), folder / "sets", options)
     made["mixture"] = write_mixture(folder / "sets", ["a", "b"], [made["documents"]] * 2, [{"weights": {"a": 1, "b": 1}}])
     return made
 

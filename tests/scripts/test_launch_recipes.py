@@ -4,7 +4,6 @@ The job of Slurm runs with an `srun` and a `scontrol` of ours, which do what Slu
 forwards USR1 to the tasks themselves, kills them at TERM, and exits with their highest code.
 """
 
-import importlib
 import json
 import os
 import re
@@ -12,16 +11,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from commands import ROOT
-from factories import PATIENCE, TinyRun, assert_same_run, do_in_step, free_port
+from factories import PATIENCE, TinyRun, assert_same_run, do_in_step, free_port, wait_until
 
 from common import errors
 from learn import optim
 from parallel.process import EXIT_PREEMPTED
+from scripts import launch as launcher
 from settings.load import load_config
 
 RECIPES = ROOT / "scripts" / "cluster"
@@ -49,26 +50,13 @@ if [ "$1 $2" = "show hostnames" ]; then echo 127.0.0.1; echo elsewhere; else ech
 """
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    """scripts/launch.py, by the name that it has for Python."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        return importlib.import_module("scripts.launch")
-    finally:
-        sys.path.remove(str(ROOT))
-
-
-def checked(launcher, monkeypatch, command: list[str], **settings: str) -> tuple[int, int, str, int]:
+def checked(monkeypatch, command: list[str], **settings: str) -> tuple[int, int, str, int]:
     """Where the machines meet, of a command that starts the launcher; its settings, and others, are checked too."""
     assert command[:2] == ["python", "scripts/launch.py"]
     monkeypatch.setattr(sys, "argv", command[1:])
     args, flags = launcher.parse_args()
     load_config(flags, {"WORLD_SIZE": "16", "RANK": "0", **settings})
     return args.nnodes, args.node_rank, args.master_addr, args.master_port
-
-
-# ------------------------------------------------------------------------------------------- Slurm
 
 
 class Job:
@@ -98,19 +86,16 @@ class Job:
 
     def wait_for(self, *words: str) -> None:
         """Wait until a node has printed each of these words."""
-        deadline = time.monotonic() + PATIENCE
-        while not all(word in self.text() for word in words):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
+        wait_until(lambda: self.process.poll() is not None or all(word in self.text() for word in words), self.text)
+        assert self.process.poll() is None, self.text()
 
     def wait(self) -> int:
         """Wait until it has ended; returns the exit code."""
         try:
             return self.process.wait(2 * PATIENCE)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            raise AssertionError(f"it hangs:\n{self.text()}") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
     def requeued(self) -> bool:
         file = self.folder / "scontrol.txt"
@@ -154,7 +139,7 @@ def test_a_cancelled_job_does_not_come_back(tmp_path):
     assert job.wait() == EXIT_PREEMPTED and not job.requeued(), job.text()
 
 
-def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(launcher, monkeypatch, tmp_path):
+def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(monkeypatch, tmp_path):
     tell = f"""exec {sys.executable} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
     job = Job(tmp_path, "--preset", "llama3-8b,production", python=tell)
     assert job.wait() == 0, job.text()
@@ -164,7 +149,7 @@ def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(lau
         assert environ["RUN_NAME"] == "first"
         for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, environ[name])
-        assert checked(launcher, monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
+        assert checked(monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
 
 
 def test_a_name_in_env_files_stays(tmp_path):
@@ -205,10 +190,7 @@ def signal_the_job_in_step_3() -> None:
     do_in_step(3, signal_the_job, optim)  # which train.py imports later
 
 
-# -------------------------------------------------------------------------- SkyPilot and Kubernetes
-
-
-def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preemption(launcher, monkeypatch, tmp_path):
+def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preemption(monkeypatch, tmp_path):
     recipe = yaml.safe_load((RECIPES / "skypilot.yaml").read_text(encoding="utf-8"))
     assert recipe["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED]
     assert recipe["envs"]["RUN_NAME"] and recipe["envs"]["OUTPUT_DIR"] in recipe["file_mounts"]
@@ -221,10 +203,10 @@ def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preempti
     for part in ("setup", "run"):
         subprocess.run(["bash", "-c", recipe[part]], cwd=tmp_path, env=environ, check=True)
     command = (tmp_path / "command").read_text().split("\0")[:-1]
-    assert checked(launcher, monkeypatch, command) == (2, 1, "10.0.0.1", 29500)
+    assert checked(monkeypatch, command) == (2, 1, "10.0.0.1", 29500)
 
 
-def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would_fail_again(launcher, monkeypatch):
+def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would_fail_again(monkeypatch):
     volume, runtime, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text(encoding="utf-8"))
     assert [each["kind"] for each in (volume, runtime, job)] == ["PersistentVolumeClaim", "TrainingRuntime", "TrainJob"]
     assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
@@ -248,7 +230,7 @@ def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would
 
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "first-node-0-0.first", "PET_MASTER_PORT": "29400"}
     command = [re.sub(r"\$\((\w+)\)", lambda found: pet[found[1]], word) for word in container["command"]]
-    assert checked(launcher, monkeypatch, command + job["spec"]["trainer"]["args"], **DATA) == (2, 1, "first-node-0-0.first", 29400)
+    assert checked(monkeypatch, command + job["spec"]["trainer"]["args"], **DATA) == (2, 1, "first-node-0-0.first", 29400)
     assert "RUN_NAME" in {each["name"] for each in job["spec"]["trainer"]["env"]}
 
     claim, = {each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["volumes"]} - {None}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import BARE, ROOT
-from factories import TinyRun, prepare_stages
+from factories import UNMEASURED, TinyRun
 
 from common import text
 from common.text import CALLED_FROM, command, pip_install
@@ -50,10 +50,9 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Your own data"})
 
 
-def test_what_adapters_recommend_works(prepared, tmp_path, capsys, monkeypatch):
+def test_what_adapters_recommend_works(stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    run = prepare_stages(prepared, tmp_path).run("lora-sft", tmp_path, MAX_STEPS=1, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
-    assert_works(run, capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})
+    assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})
 
 
 def test_a_command_names_this_python_and_quotes_what_a_shell_would_split(monkeypatch, tmp_path):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 
@@ -28,9 +27,6 @@ def report(*arguments, cwd=ROOT, code: int = 0) -> subprocess.CompletedProcess:
     done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     return done
-
-
-# ------------------------------------------------------------------------------------- as a file
 
 
 def test_the_page_is_written_into_the_runs_folder_and_nothing_else_changes(folder):
@@ -68,9 +64,6 @@ def test_a_failed_write_leaves_the_earlier_page(folder, monkeypatch):
     with pytest.raises(UnicodeEncodeError):
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert (folder / "report.html").read_text() == "earlier" and not [*folder.glob("*.tmp*")]
-
-
-# --------------------------------------------------------------------------------------- served
 
 
 class Server:
@@ -174,18 +167,3 @@ def test_a_run_that_is_moved_away_does_not_end_the_server(server, folder):
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7}\n')
     assert next_data(stream)["runs"][0]["step"] == 7
-
-
-def test_a_busy_port_is_told_with_what_to_do(folder):
-    pytest.importorskip("starlette")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        said = report(folder, "--serve", "--port", port, code=2).stderr
-    assert said == f"error: --port {port} is in use; --port 0 picks a free one\n"
-
-
-def test_missing_packages_are_told(folder, tmp_path):
-    (tmp_path / "starlette.py").write_text("raise ImportError('none')\n")
-    done = subprocess.run([sys.executable, SCRIPT, folder, "--serve"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 2 and "--serve needs the package starlette: " in done.stderr

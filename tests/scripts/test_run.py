@@ -1,6 +1,6 @@
 """run.sh prepares what the settings name, once, and starts train.py or the launcher with it."""
 
-import importlib.util
+import importlib
 import os
 import signal
 import subprocess
@@ -28,10 +28,7 @@ class Executed(Exception):
 def project(prepared, tmp_path, monkeypatch):
     """A user's folder with a text, and a function that gives the command that run.py becomes there."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    spec = importlib.util.spec_from_file_location("run", ROOT / "scripts" / "run.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    made = []
+    script, made = importlib.import_module("scripts.run"), []
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script.subprocess, "run", lambda command: made.append(command[1]) or SimpleNamespace(returncode=0))
     monkeypatch.setattr(os, "environ", os.environ.copy())

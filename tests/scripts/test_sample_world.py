@@ -66,11 +66,8 @@ def test_the_same_seed_gives_the_same_bytes_on_every_machine():
     assert digest(islice(texts(), 100)) == "f8ad1411f33beb66"
 
 
-def test_another_seed_gives_other_stories(some_documents):
-    assert not set(some_documents) & set(documents(COUNT, seed=8))
-
-
 def test_stories_differ_and_are_whole_sentences(some_documents):
+    assert not set(some_documents) & set(documents(COUNT, seed=8))
     assert len(set(some_documents)) == COUNT
     assert len({text.split(": ", 1)[1][:60] for text in some_documents}) > 0.9 * COUNT
     for text in some_documents:
@@ -92,17 +89,12 @@ def test_titles_are_no_questions():
     assert not any(re.search(r"[?.:]", title) for plot in PLOTS for title in plot.titles)
 
 
-def test_items_have_the_schema_of_hellaswag(some_items):
-    for index, item in enumerate(some_items):
-        assert set(item) == {"ind", "activity_label", "ctx", "endings", "label", "source_id"}
-        assert item["ind"] == index
-        assert len(set(item["endings"])) == 4
-
-
 def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
-    """The right value stands in the context; a wrong one does not, or it is the rival's."""
+    """The right value stands in the context; a wrong one does not, or it is the rival's. No story calls a wrong value right."""
     rivals = 0
-    for item in some_items:
+    for index, item in enumerate(some_items):
+        assert set(item) == {"ind", "activity_label", "ctx", "endings", "label", "source_id"} and item["ind"] == index
+        assert len(set(item["endings"])) == 4 and not any(ending in item["ctx"] for ending in item["endings"])
         words = [re.findall(r"\w+", ending) for ending in item["endings"]]
         assert len({len(each) for each in words}) == 1
         differing = [each for each in zip(*words) if len(set(each)) > 1]
@@ -115,22 +107,12 @@ def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_stor
     assert rivals > COUNT / 4, "too few items that need more than having read the names"
 
 
-def test_a_story_never_calls_the_wrong_value_right(some_items):
-    for item in some_items:
-        assert sum(ending in item["ctx"] for ending in item["endings"]) == 0
-
-
 def test_labels_and_changed_facts_are_spread_evenly(some_items):
     labels = Counter(item["label"] for item in some_items)
     assert all(labels[label] / COUNT == CHANCE for label in range(4))
     kinds = Counter(item["source_id"] for item in some_items)
     assert set(kinds) == {f"sample~{kind}" for kind in ("hero", "friend", "colour", "thing", "place")}
     assert min(kinds.values()) > 0.1 * COUNT
-
-
-@pytest.fixture(scope="module")
-def word_counts(some_documents) -> Counter:
-    return Counter(word for text in some_documents for word in re.findall(r"\w+", text))
 
 
 BASELINES = {
@@ -143,14 +125,15 @@ BASELINES = {
 }
 
 
-@pytest.mark.parametrize("name", BASELINES)
-def test_without_the_story_the_right_ending_cannot_be_told(name, some_items, word_counts):
-    right = 0.0
-    for item in some_items:
-        scores = BASELINES[name](item["endings"], word_counts)
-        best = [index for index, score in enumerate(scores) if score == max(scores)]
-        right += (item["label"] in best) / len(best)
-    assert right / COUNT == CHANCE
+def test_without_the_story_the_right_ending_cannot_be_told(some_items, some_documents):
+    word_counts = Counter(word for text in some_documents for word in re.findall(r"\w+", text))
+    for name, baseline in BASELINES.items():
+        right = 0.0
+        for item in some_items:
+            scores = baseline(item["endings"], word_counts)
+            best = [index for index, score in enumerate(scores) if score == max(scores)]
+            right += (item["label"] in best) / len(best)
+        assert right / COUNT == CHANCE, name
 
 
 def facts_in(records) -> set[str]:
@@ -204,12 +187,12 @@ def test_pairs_prefer_the_kind_epilogue_and_say_nothing_by_their_length():
     assert all(pair["rejected"].split()[1] in beginnings["unkind"] for pair in pairs)
 
 
-@pytest.mark.parametrize("kinds, expected", [((KIND, UNKIND), 0.5), ((KIND, UNKIND, UNKIND, UNKIND), 0.25)])
-def test_epilogues_are_of_each_kind_as_often_as_asked(kinds, expected):
-    answers = [record["messages"][1]["content"] for record in epilogues(COUNT, 4, kinds)]
+def test_epilogues_are_of_each_kind_as_often_as_asked():
     kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in KIND}
-    share = sum(re.sub(r"\b(" + "|".join(POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
-    assert abs(share - expected) < 0.05
+    for kinds, expected in (((KIND, UNKIND), 0.5), ((KIND, UNKIND, UNKIND, UNKIND), 0.25)):
+        answers = [record["messages"][1]["content"] for record in epilogues(COUNT, 4, kinds)]
+        share = sum(re.sub(r"\b(" + "|".join(POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
+        assert abs(share - expected) < 0.05
 
 
 def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):

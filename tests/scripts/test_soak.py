@@ -1,29 +1,18 @@
 """A small soak, and that it reports what does not hold; a stop at every step of an epoch."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
-from factories import assert_same_run, prepare_stages, stop_at
+from factories import assert_same_run, stop_at
 
 import train
 from data_pipeline.shards import TokenizerFacts
 from dataloaders import ExampleRows, open_example_set
+from scripts import soak
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
                        r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found, (\d+)/(\d+) changes "
                        r"of ranks or SHARDING alike \(losses within [\d.e-]+, weights [\d.e-]+\); seed (\d+); \d+:\d\d")
-
-
-@pytest.fixture(scope="module")
-def soak():
-    """scripts/soak.py as a module."""
-    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def last_line(capsys) -> list[int]:
@@ -33,25 +22,24 @@ def last_line(capsys) -> list[int]:
     return [int(number) for number in found.groups()]
 
 
-def test_a_few_kills_crash_points_flips_and_truncations(soak, capsys):
+def test_a_few_kills_crash_points_flips_and_truncations(capsys):
     assert soak.main(["--kills", "3", "--points", "4", "--flips", "5", "--truncations", "2", "--seed", "4"]) == 0
     kills, of, inside, _, *others = last_line(capsys)
     assert (kills, of) == (3, 3) and inside >= 1 and others == [4, 4, 5, 5, 2, 2, 0, 0, 4]
 
 
-def test_a_failure_is_reported_with_the_command_that_repeats_it(soak, capsys, monkeypatch):
+def test_a_failure_is_reported_with_the_command_that_repeats_it(capsys, monkeypatch):
     """A flip that changes nothing is not found, so the trial fails."""
     monkeypatch.setattr(soak.faults, "flip_bit", lambda path, dice: "nothing flipped")
     assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED: bit flips 0 (MANIFEST.json): nothing flipped, but it says:" in text and "[1/3]" not in text
     assert "python scripts/soak.py --kills 0 --points 0 --flips 1 --truncations 1 --elastic 0 --seed 1 --only 'bit flips 0" in text
-    assert text.splitlines()[-1].startswith("soak: 0/0 kills identical (0 inside saves, 0 of two ranks), 0/0 crash points "
-                                            "recovered, 0/1 bit flips found, 1/1 truncations found")
+    assert "0/1 bit flips found, 1/1 truncations found" in text.splitlines()[-1]
 
 
 @pytest.mark.soak
-def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
+def test_twenty_kills_every_crash_point_and_every_file_damaged(capsys):
     assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--seed", "1"]) == 0
     kills, of, inside, of_two_ranks, points, all_points, *others = last_line(capsys)
     assert (kills, of) == (20, 20) and inside >= 6 and of_two_ranks >= 6
@@ -59,15 +47,14 @@ def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
 
 
 @pytest.mark.slow
-def test_three_changes_of_ranks_or_sharding(soak, capsys):
+def test_three_changes_of_ranks_or_sharding(capsys):
     assert soak.main(["--kills", "0", "--points", "0", "--flips", "0", "--truncations", "0", "--elastic", "3"]) == 0
     assert last_line(capsys)[-3:-1] == [3, 3]
 
 
 @pytest.mark.slow
-def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepared, tmp_path):
+def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(stages, tmp_path):
     """With dropout, whose random state is not saved."""
-    stages = prepare_stages(prepared, tmp_path)
     rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", TokenizerFacts(512)), 96))
     last = -(-rows // 8) + 2
     settings = {"MAX_STEPS": last, "LORA_DROPOUT": 0.3}

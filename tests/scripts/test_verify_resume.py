@@ -1,21 +1,18 @@
 """scripts/verify_resume.py: it reports that everything is the same if it is, and finds what differs."""
 
 import contextlib
-import importlib.util
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Optional
 
 import pytest
-from factories import PATIENCE, UNMEASURED, TinyRun, main_with, prepare_stages, start
+from commands import Command
+from factories import PATIENCE, UNMEASURED, TinyRun, main_with, start
 
 import model_utils
 import train
@@ -24,9 +21,9 @@ from learn import optim
 from observe import check
 from run import life
 from run import start as run_start
+from scripts import verify_resume as script
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "scripts" / "verify_resume.py"
+SCRIPT = "scripts/verify_resume.py"
 
 
 class Ranks:
@@ -60,17 +57,14 @@ class Ranks:
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """The script as a module that starts ranks of ours; each rank calls `script.plant` first."""
-    spec = importlib.util.spec_from_file_location("verify_resume", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.plant = None
+def plants(monkeypatch) -> list:
+    """The script starts ranks of ours; each rank calls the last of these first."""
+    plants = [None]
 
     @contextlib.contextmanager
     def started(run):
         run.output.touch()
-        job = start(main_with, run.flags, module.plant, world_size=run.ranks, folder=run.folder.parent / "outputs")
+        job = start(main_with, run.flags, plants[-1], world_size=run.ranks, folder=run.folder.parent / "outputs")
         ranks = Ranks(job.processes)
         try:
             yield ranks
@@ -79,24 +73,24 @@ def script(monkeypatch):
             with open(run.output, "a") as output:
                 output.write(job.text())
 
-    monkeypatch.setattr(module, "started", started)
+    monkeypatch.setattr(script, "started", started)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    return module
+    return plants
 
 
 @pytest.fixture
-def verify(script, prepared, tmp_path, monkeypatch, capsys):
-    """Run the script on a tiny run; returns its exit code, its output and what is left in OUTPUT_DIR."""
+def verify(plants, prepared, tmp_path, monkeypatch, capsys):
+    """Run the script on a tiny run; returns its exit code, its errors and output, and what is left in OUTPUT_DIR."""
     def run(*flags: str, plant=None, **settings) -> tuple[int, str, list[Path]]:
         tiny = TinyRun(prepared, tmp_path / "runs", **settings)
         monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *tiny.argv()])
-        script.plant = plant
+        plants.append(plant)
         code = 0
         try:
             script.main()
         except SystemExit as exit:
             code = exit.code
-        return code, capsys.readouterr().out, [*tiny.output_dir.iterdir()] if tiny.output_dir.exists() else []
+        return code, "".join(reversed(capsys.readouterr())), [*tiny.output_dir.iterdir()] if tiny.output_dir.exists() else []
 
     return run
 
@@ -122,8 +116,7 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-sft"])
-def test_every_stage_is_verified(mode, verify, prepared, tmp_path):
-    stages = prepare_stages(prepared, tmp_path)
+def test_every_stage_is_verified(mode, verify, stages):
     settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
     code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)
     assert code == 0 and text.splitlines()[-1] == "Everything is the same." and left == [], text
@@ -227,64 +220,36 @@ def test_it_starts_from_the_checkpoint_that_the_settings_name(settings, first, v
 @pytest.mark.parametrize(("flags", "settings", "words"), [
     (["--layouts", "1x3,1x1"], {}, "must be a multiple of MICRO_BATCH_SIZE"), (["--layouts", "1x4"], {}, "expected two or more"),
     (["--nproc-per-node", "3"], {}, "WORLD_SIZE = "), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
-def test_invalid_settings_are_refused_before_anything_is_started(flags, settings, words, verify, capsys, prepared, tmp_path,
-                                                                   monkeypatch, script):
-    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *TinyRun(prepared, tmp_path / "runs", **settings).argv()])
-    with pytest.raises(SystemExit) as exit:
-        script.main()
-    assert exit.value.code == 2 and words in capsys.readouterr().err and not (tmp_path / "runs").exists()
+def test_invalid_settings_are_refused_before_anything_is_started(flags, settings, words, verify):
+    code, text, left = verify(*flags, **settings)
+    assert code == 2 and words in text and left == []
 
 
-def test_the_cause_is_reported_if_a_run_fails_by_itself(script, prepared, tmp_path, monkeypatch):
+def test_the_cause_is_reported_if_a_run_fails_by_itself(verify, prepared, tmp_path):
     shutil.copytree(prepared.shards, tmp_path / "shards")
     next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")
-    run = TinyRun(prepared, tmp_path / "runs", PRETRAIN_DATA_PATH=tmp_path / "shards")
-    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *run.argv()])
     with pytest.raises(script.PaddockError, match=r"\(straight\) ended with exit code 3: .*train-00000.bin"):
-        script.main()
-
-
-def command(run: TinyRun, *flags: str, env=None) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, str(SCRIPT), *flags, *run.argv()], cwd=ROOT, env={**os.environ, **(env or {})},
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def processes_in(folder: Path) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in path.read_bytes():
-                found.append(path.parent.name)
-    return found
+        verify(PRETRAIN_DATA_PATH=tmp_path / "shards")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
-    process = command(run, "--steps", "100000", "--nproc-per-node", str(ranks))
-    deadline = time.monotonic() + PATIENCE
-    while not [*run.output_dir.glob("verify-resume-*/straight/ledger.jsonl")]:
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.05)
-    process.send_signal(number)
-    text = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 130 and "Traceback" not in text and "kept in" not in text, text
-    assert [*run.output_dir.iterdir()] == [] and processes_in(run.output_dir) == []
+    with Command(run, SCRIPT, "--steps", "100000", "--nproc-per-node", ranks, *run.argv()) as command:
+        command.wait_for(lambda: [*run.output_dir.glob("verify-resume-*/straight/ledger.jsonl")])
+        command.process.send_signal(number)
+        assert command.wait() == 130
+    assert "Traceback" not in command.text() and "kept in" not in command.text()
+    assert [*run.output_dir.iterdir()] == [command.output]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "code"), [("pass", 0), ("optim.Optimizer.load_state_tensors = lambda self, tensors: None", 1)])
-def test_the_command_itself_on_two_ranks(fault, code, prepared, tmp_path):
-    """sitecustomize plants the fault, so that the real train.py runs."""
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
-        import os
-        if os.environ.get("RANK"):
-            from learn import optim
-            {fault}
-        """))
+@pytest.mark.parametrize(("plant", "code"), [("", 0), ("test_verify_resume:forget_optimizer", 1)])
+def test_the_command_itself_on_two_ranks(plant, code, prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
-    process = command(run, "--nproc-per-node", "2", "--steps", "12", env={"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
-    text = process.communicate(timeout=3 * PATIENCE)[0]
-    assert process.returncode == code, text
-    assert (("optimizer state", code == 1) in [(name, line.startswith("DIFFERS")) for name, line in table(text).items()])
+    flags = ("--nproc-per-node", "2", "--steps", "12")
+    with Command(run, SCRIPT, *flags, *run.argv(), plant=plant, planted_in=0) as command:
+        assert command.wait(3 * PATIENCE) == code
+    lines = table(command.text())
+    assert lines["optimizer state"].startswith("DIFFERS") == (code == 1)
