@@ -126,20 +126,6 @@ def test_only_what_may_pass_is_asked_for_again_and_the_end_is_one_sentence(serve
     assert "503" in str(refused.value) if status == 503 else f"{server.url}/x.jsonl" in str(refused.value)
 
 
-def test_a_password_in_a_url_is_in_no_message_and_no_line(server, capfd):
-    url = server.url.replace("://", "://user:canary-1@")
-    server.faults = [503, 503]
-    assert texts(f"{url}/x.jsonl") == LINES
-    with pytest.raises(DataError) as refused:
-        list_files(f"{url}/missing.jsonl?token=canary-2")
-    server.files["/x.jsonl"] = b"{torn\n"
-    with pytest.raises(DataError) as torn:
-        texts(f"{url}/x.jsonl")
-    told = capfd.readouterr().err
-    assert "trying again" in told and "x.jsonl:1: not valid JSON" in str(torn.value)
-    assert "canary" not in f"{told}{refused.value}{torn.value}"
-
-
 def hub_error(status: int) -> Exception:
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -94,9 +94,6 @@ def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
     assert others["bits_per_byte"] == pytest.approx(nats / 7 / math.log(2), rel=1e-5), "each of these tokens is a byte"
 
 
-# ------------------------------------------------------------------------------------------ samples
-
-
 def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measured):
     model, tokenizer, _ = measured
     config = Config(sample_prompts="The cat|The dog", sample_temperature=1.0, sample_tokens=24)
@@ -104,9 +101,6 @@ def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measure
     assert first == again and all(one != other for one, other in zip(first, later))
     greedy = config.model_copy(update={"sample_temperature": 0.0})
     assert during_run.samples(model, tokenizer, greedy, 10) == during_run.samples(model, tokenizer, greedy, 20)
-
-
-# ------------------------------------------------------------------------------------------ blocks
 
 
 def test_the_loss_of_each_block_and_the_error_of_their_mean(measured):
@@ -163,9 +157,6 @@ def test_a_line_that_is_not_valid_is_left_out(tmp_path):
     assert unpacked_bits(packed_bits([True] * 9), 9).all()
 
 
-# ------------------------------------------------------------------------------- multiple-choice sets
-
-
 @pytest.fixture(scope="module")
 def sets(prepared, tmp_path_factory) -> str:
     """EVAL_TASKS with two sets, one of items with two endings and one of items with two and three."""
@@ -218,20 +209,6 @@ def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run
         assert_same_run(resumed, whole, 6)
 
 
-@pytest.mark.parametrize(("tasks", "words"), [
-    ("arc.jsonl", "EVAL_TASKS=arc.jsonl is not of the form name:file"),
-    ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
-    ("a:x,b:y,a:z", "EVAL_TASKS=a:x: a occurs 2 times; rename all but one"),
-    ("hellaswag:x", "hellaswag is already the name of another metric"),
-    ("val_loss:x", "val_loss is already the name of another metric"),
-    ("generation:x", "generation is already the name of another metric"),
-    ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, and must be a local path"),
-    ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x contains a variable or a command")])
-def test_a_set_that_cannot_be_meant_is_named(tasks, words, tiny_run, capsys):
-    assert tiny_run(EVAL_TASKS=tasks).train() == 2
-    assert words in capsys.readouterr().err
-
-
 def test_a_set_that_cannot_be_read_is_named_by_check_too(tiny_run, tmp_path, capsys):
     run = tiny_run(EVAL_TASKS=f"arc:{tmp_path / 'arc.jsonl'}")
     for flags in ({}, {"CHECK": "true"}):
@@ -248,9 +225,6 @@ def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
     context = RunContext(Ranks(), StopSignals(), SimpleNamespace(info=told.append))
     assert [*context.progress("abcd", 4, "Validation")] == [*"abcd"]
     assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]
-
-
-# --------------------------------------------------------------------------------------- DETERMINISTIC
 
 
 class AsCuda(TorchDispatchMode):

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from factories import Stages, prepare_stages, without_clocks
+from factories import without_clocks
 
 from checkpoint.item_scores import read_item_scores, unpacked_bits
 from data_pipeline.templates import load_chat_format
@@ -18,14 +18,6 @@ from tokenizer import load_tokenizer
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,
               "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "TOTAL_BATCH_SIZE": 12 * 96}
-
-
-@pytest.fixture(scope="module")
-def stages(prepared, tmp_path_factory) -> Stages:
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
-
-
-# ------------------------------------------------------------------------------------------ scores
 
 
 def test_exact_match_and_means_with_their_errors():
@@ -55,9 +47,6 @@ def test_a_package_that_is_missing_is_named_before_the_run(stages, tmp_path, mon
     run = stages.run("sft", tmp_path, **GENERATION)
     assert run.train() == 2 and not run.folder.exists()
     assert "GENERATION_EVAL_EVERY needs the package sacrebleu: " in (told := capsys.readouterr().err) and "pip install sacrebleu" in told
-
-
-# ----------------------------------------------------------------------------------------- answers
 
 
 def plant() -> None:
@@ -106,8 +95,3 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(stages, t
         assert set(job.wait()) == {0}, job.text()
         assert run.lines("evaluations") == alone.lines("evaluations")
         assert without_clocks(run.metrics()) == without_clocks(alone.metrics())
-
-
-def test_pretraining_has_no_answers(tiny_run, capsys):
-    assert tiny_run().train(GENERATION_EVAL_EVERY=1) == 2
-    assert "GENERATION_EVAL_EVERY=1 compares answers, which the stages sft and dpo have" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from test_faults import bad_gradient_in_step
 from test_remote import Server
 
 import train
+from common import remote
 from config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,8 +132,6 @@ def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     assert_no_canary(place, job.text())
 
 
-# -------------------------------------------------------------------------------- what is refused
-
 COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_instruct_dataset.py", "load_dpo_dataset.py",
             "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
 
@@ -184,8 +183,6 @@ def test_a_line_of_env_that_is_wrong_is_named_and_not_repeated(command, monkeypa
         assert "canary" not in text and said in text and ".env:2" in text, text
 
 
-# ------------------------------------------------------------------------------ passwords in URLs
-
 URL = "https://user:canary@127.0.0.1:9/{}?token=canary"
 PATHS = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl",
          "PRETRAIN_CHECKPOINT": "model", "RESUME": "model", "OUTPUT_DIR": "runs"}
@@ -209,10 +206,13 @@ def test_a_password_in_a_source_is_in_no_manifest(prepared, tmp_path, monkeypatc
     with Server({"/text.jsonl": text}) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"{server.url.replace('://', '://user:canary@')}/text.jsonl"
+        server.faults = [503, 503]  # after which it is asked again, and says so
+        monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
         (tmp_path / ".env").write_text(f"TOKENIZER_PATH={prepared.tokenizer}\nPREPARATION_WORKERS=1\n")
         assert run_script("load_pretrain_dataset.py", "--source", url, "--output", "out", monkeypatch=monkeypatch) == 0
         server.files["/text.jsonl"] = b"{torn\n"
-        assert run_script("load_pretrain_dataset.py", "--source", f"{url}?token=canary", monkeypatch=monkeypatch) == 3
+        for torn_or_missing in (f"{url}?token=canary", f"{url}.jsonl?token=canary"):
+            assert run_script("load_pretrain_dataset.py", "--source", torn_or_missing, monkeypatch=monkeypatch) == 3
         server.shutdown()
     (manifest,) = tmp_path.glob("out/*/manifest.json")
     assert "127.0.0.1" in manifest.read_text()

@@ -3,17 +3,10 @@
 import json
 
 import pytest
-from factories import prepare
 
 from common.errors import DataError
 from data_pipeline.chats import chats_of
 from inference.text import Conversation, LanguageModel, Turn
-from tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
 
 
 def talk(tokenizer, *turns: Turn, context: int = 1000, system: str = "", pretrained_only: bool = False) -> Conversation:

@@ -5,30 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from factories import prepare
+from factories import tiny_model_folder
 
-from checkpoint import huggingface, store
+from checkpoint import store
 from common.errors import DataError
-from config import ModelConfig
 from data_pipeline.templates import ChatFormat, TemplateFormat
-from model import Transformer
 from serving.models import open_model
-from tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer) -> Path:
-    path, config = tmp_path_factory.mktemp("folder"), ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, multiple_of=16)
-    model = Transformer(config, tokenizer.vocab_size)
-    model.init_weights(torch.Generator().manual_seed(2))
-    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
-    return path
+    return tiny_model_folder(tmp_path_factory.mktemp("folder"), tokenizer)
 
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

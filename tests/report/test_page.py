@@ -71,9 +71,6 @@ def embedded(page: str) -> str:
     return re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)[1]
 
 
-# ---------------------------------------------------------------------------------------------------- the text
-
-
 @pytest.mark.parametrize("live", [False, True])
 def test_the_policy_allows_these_scripts_and_styles_and_nothing_else(live):
     page = render(report(run()), live)
@@ -145,8 +142,6 @@ def test_text_can_be_read_on_its_ground(scheme):
         low, high = sorted(map(luminance, (colors[ground], colors[ink])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink)
 
-
-# ------------------------------------------------------------------------------------------------- in a browser
 
 # The connection of a live page, which the tests speak through: fake.emit("data", {...}).
 FAKE_EVENTS = """

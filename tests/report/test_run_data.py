@@ -67,14 +67,6 @@ def test_the_parameters_are_counted_from_the_headers_of_the_weights(whole):
     assert parameters_in(None) is None and parameters_in(whole.folder) is None
 
 
-def test_it_needs_no_torch_and_starts_at_once():
-    code = "import sys; from report import page; assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-# ------------------------------------------------------------------------------------ its state
-
-
 @pytest.fixture
 def folder(tmp_path):
     """A run without checkpoints, of 5 of 10 steps; events are written by the tests."""
@@ -132,9 +124,6 @@ def test_the_time_that_is_left_is_told_while_it_runs(folder):
         assert read(folder).data()["runs"][0]["eta_seconds"] == 15
 
 
-# ----------------------------------------------------------------------- alarms, old and damaged runs
-
-
 def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
     good = {"step": 1, "rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}
     rows = [good, good | {"step": 2, "loss": 9.0, "spike": 12.34, "updated": False, "rows": [1, 2]},
@@ -168,16 +157,6 @@ def test_a_run_of_an_older_version_shows_what_it_has(whole, tmp_path):
     run, = data["runs"]
     assert (run["goodput"], run["power"], run["alarms"], run["segments"], run["samples"]) == (None, None, [], [], [])
     assert run["state"] == "finished" and render(data)
-
-
-@pytest.mark.parametrize("log", ["metrics", "ledger", "samples", "events", "evaluations"])
-def test_damaged_lines_of_a_log_are_left_out(whole, tmp_path, log):
-    folder = shutil.copytree(whole.folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
-    damage = b'\n\0\0\0\n{"step": 3\nnull\n{"step": 4, "train_loss": "high", "time": "noon", "event": 3, "spike": "much"}\n' \
-             b'{"step": 7, "train_loss": NaN, "val_loss": 1e999, "name": 3}\n{"step": 8, "train'
-    with open(folder / f"{log}.jsonl", "ab") as file:
-        file.write(damage)
-    assert render(read(folder, folder).data())
 
 
 @pytest.mark.parametrize("value", ['"high"', "[1]", "{}", "true", "NaN", "1e999", "1" + "0" * 400])
@@ -223,9 +202,6 @@ def test_what_is_no_run_is_told(tmp_path):
 @pytest.mark.parametrize("folders, names", [(["a/x", "a/y"], ["x", "y"]), (["a/x", "b/x"], ["a/x", "b/x"]), (["a", "a"], ["a (1)", "a (2)"])])
 def test_runs_have_distinct_names(folders, names):
     assert distinct_names(folders) == names
-
-
-# ----------------------------------------------------------------------------------------- long runs
 
 
 def write_long(folder, steps: int, every: int) -> None:
@@ -274,16 +250,3 @@ def test_a_page_of_a_million_steps_stays_small_and_is_read_in_bounded_memory(tmp
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=ROOT, check=True, capture_output=True, text=True)
     assert int(done.stdout) < 120_000, "KiB, of which the interpreter and its libraries take 60,000"
     check_size(tmp_path / "a", tmp_path / "a")
-
-
-def test_what_is_appended_is_added_and_what_a_resume_took_back_is_gone(folder):
-    report = read(folder)
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "train_loss": 2.0}\n{"step": 7, "train_lo')
-    report.read()
-    assert report.data()["runs"][0]["curves"]["train_loss"]["y"] == [1, 1, 1, 1, 1, 2]
-    beside = folder / "metrics.tmp"
-    beside.write_text('{"step": 1, "train_loss": 1.0}\n{"step": 2, "train_loss": 5.0}\n')
-    beside.replace(folder / "metrics.jsonl")
-    report.read()
-    assert report.data()["runs"][0]["curves"]["train_loss"] == {"x": [1, 2], "y": [1, 5]}

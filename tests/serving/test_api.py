@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
+from factories import wait_until
+from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from inference.text import TextStream
 from serving import batcher
@@ -78,17 +79,9 @@ def test_a_seed_decides_the_text_also_beside_other_requests(client):
     alone = chat(client, seed=5, **sampled).choices[0].message.content
     assert chat(client, seed=6, **sampled).choices[0].message.content != alone
     assert chat(client, **sampled).choices[0].message.content != chat(client, **sampled).choices[0].message.content
-    texts = {}
-
-    def ask(seed: int) -> None:
-        texts[seed] = chat(client, seed=seed, **sampled).choices[0].message.content
-
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts[5] == alone and len({*texts.values()}) == 8
+    with ThreadPoolExecutor(8) as threads:
+        texts = [*threads.map(lambda seed: chat(client, seed=seed, **sampled).choices[0].message.content, range(8))]
+    assert texts[5] == alone and len({*texts}) == 8
 
 
 def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(client, server, monkeypatch):

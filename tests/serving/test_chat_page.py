@@ -3,19 +3,16 @@
 import base64
 import hashlib
 import re
-import time
 from contextlib import contextmanager
 
 import pytest
+from factories import wait_until
 from stub_server import StubServer, model
 
 from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
 ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request
-
-
-# ---------------------------------------------------------------------------------------------------- the text
 
 
 def test_the_policy_allows_this_script_and_style_and_nothing_else():
@@ -31,9 +28,6 @@ def test_the_page_names_no_other_place():
     elements = re.sub(r"<script.*?</script>", "", PAGE, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
     assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", PAGE)
-
-
-# ------------------------------------------------------------------------------------------------- in a browser
 
 
 class Chat:
@@ -54,28 +48,27 @@ class Chat:
         self.page.fill("#text", text)
         self.page.press("#text", "Enter")
 
+    def asks(self, *texts: str) -> None:
+        """Say the first things of a conversation, each when the one before is answered."""
+        for count, text in enumerate(texts, 1):
+            self.say(text)
+            self.sees(*["Hello, world"] * count)
+            self.reads("3 tokens", count)
+
     def do(self, action: str, nth: int = 0) -> None:
         self.page.locator(f"[data-do={action}]").nth(nth).click()
 
     def sees(self, *texts: str, where: str = ".answer .text") -> None:
         """Wait until the elements say exactly this."""
-        deadline, found = time.monotonic() + 10, None
-        while time.monotonic() < deadline:
-            found = self.page.locator(where).all_text_contents()
-            if found == [*texts]:
-                return
-            time.sleep(0.01)
-        assert found == [*texts]
+        elements = self.page.locator(where)
+        wait_until(lambda: elements.all_text_contents() == [*texts], elements.all_text_contents, 10)
 
     def reads(self, pattern: str, nth: int = -1) -> str:
         """Wait until the line below an answer, counted from 1, matches; returns it."""
-        deadline, found = time.monotonic() + 10, ""
-        while time.monotonic() < deadline:
-            found = ([""] + self.page.locator(".status").all_text_contents())[nth]
-            if re.search(pattern, found):
-                return found
-            time.sleep(0.01)
-        raise AssertionError(f"{found!r} does not match {pattern!r}")
+        found = []
+        wait_until(lambda: found.append(["", *self.page.locator(".status").all_text_contents()][nth]) or re.search(pattern, found[-1]),
+                   lambda: f"{found[-1]!r} does not match {pattern!r}", 10)
+        return found[-1]
 
     def finishes(self) -> None:
         """Wait until nothing is being written."""
@@ -116,13 +109,6 @@ def chat(browser, stub):
     for context in contexts:
         context.close()
     assert [each for each in heard if not each.startswith((*(tab.own for tab in tabs), "data:", ERRORS))] == []
-
-
-def wait_until(reached) -> None:
-    deadline = time.monotonic() + 10
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -215,10 +201,7 @@ def test_the_last_answer_is_written_again(chat, stub):
 
 def test_an_earlier_message_is_edited_and_the_edit_undone(chat, stub):
     page = chat()
-    for count, text in enumerate(["One", "Two"], 1):
-        page.say(text)
-        page.sees(*["Hello, world"] * count)
-        page.reads("seed")
+    page.asks("One", "Two")
     page.do("edit")
     assert page.focus() == "editor"
     page.keyboard.press("Escape")
@@ -236,9 +219,7 @@ def test_an_earlier_message_is_edited_and_the_edit_undone(chat, stub):
 def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
     stub.models = [model("sft"), model("dpo"), model("other")]
     page = chat()
-    page.say("One")
-    page.sees("Hello, world")
-    page.reads("seed")
+    page.asks("One")
     page.locator("#model-1").select_option("dpo")
     page.sees("Hello, world", "")
     assert page.reads("Was not asked", 2) and page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate", "Ask"]
@@ -291,9 +272,7 @@ def test_a_reload_keeps_the_conversation(chat, stub):
 
 def test_two_tabs_are_apart(chat, stub):
     first = chat()
-    first.say("Hi")
-    first.sees("Hello, world")
-    first.reads("seed")
+    first.asks("Hi")
     second = chat(beside=first)
     second.wait_for_selector("#composer:visible")
     second.sees(where=".said .text")
@@ -400,10 +379,7 @@ def test_a_model_without_a_template_is_continued(chat, stub):
     page.sees("base cannot chat: it continues your text, without a system prompt. ", where="#mode")
     page.fill("[name=system]", "Be kind.")
     page.fill("[name=stop]", "\\n\\n\nEnd")
-    for count, text in enumerate(["Once", "and then"], 1):
-        page.say(text)
-        page.sees(*["Hello, world"] * count)
-        page.reads("3 tokens")
+    page.asks("Once", "and then")
     assert stub.requests[1]["path"] == "/v1/completions" and "messages" not in stub.requests[1]
     assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
     page.fill("[name=stop]", "")
@@ -437,10 +413,7 @@ def test_the_settings_are_sent_and_their_ranges_held(chat, stub):
 def test_a_long_conversation_loses_its_beginning_and_says_so(chat, stub):
     page = chat()
     stub.most_messages = 3
-    for count, text in enumerate(["One", "Two", "Three"], 1):
-        page.say(text)
-        page.sees(*["Hello, world"] * count)
-        page.reads("3 tokens")
+    page.asks("One", "Two", "Three")
     assert page.reads("").startswith("Without the first message: the context is full · ")
     assert [len(body["messages"]) for body in stub.requests] == [1, 3, 5, 3] and stub.requests[3]["messages"][0]["content"] == "Two"
     stub.used_tokens = 1900  # of 2048

@@ -8,8 +8,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from factories import PATIENCE
-from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
+from factories import PATIENCE, wait_until
+from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from serving.api import BODY_BYTES, Api
 
@@ -71,9 +71,6 @@ def post(content: dict, *headers: str) -> bytes:
                         f"Content-Length: {len(body)}", "", body]).encode()
 
 
-# ------------------------------------------------------------------------------- where it comes from
-
-
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example",
                                   "localhost@evil.example", "0.0.0.0", "192.0.2.7", "", "127.0.0.1:{port}:80", "[::1].evil", "[::2]"])
 def test_a_name_that_a_site_may_have_made_lead_here_is_refused(client, host):
@@ -101,12 +98,8 @@ def test_pages_of_other_origins_are_refused(client, server, origin):
         assert response.status_code == 403, origin
         assert not [name for name in response.headers if name.startswith("access-control")]
     assert is_free(server[1][0])
-
-
-def test_the_page_of_this_server_is_accepted(client):
-    origin = f"http://127.0.0.1:{client.base_url.port}"
-    response = client.post(CHAT, json=asked(), headers={"Origin": origin})
-    assert response.status_code == 200 and "access-control-allow-origin" not in response.headers
+    ours = client.post(CHAT, json=asked(), headers={"Origin": f"http://127.0.0.1:{client.base_url.port}"})
+    assert ours.status_code == 200 and "access-control-allow-origin" not in ours.headers
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None,
@@ -126,9 +119,6 @@ def test_every_response_may_neither_be_stored_nor_embedded(client):
     assert "default-src 'none'" in client.get("/").headers["Content-Security-Policy"]
 
 
-# --------------------------------------------------------------------------------------------- the key
-
-
 @pytest.mark.parametrize("given", [None, "", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}", KEY,
                                    f"Basic {KEY}", f"Bearer {KEY} {KEY}", "Bearer \xff", f"Bearer {KEY}, Bearer {KEY}"])
 def test_without_its_key_a_server_answers_nothing(public, given):
@@ -139,14 +129,8 @@ def test_without_its_key_a_server_answers_nothing(public, given):
             assert response.status_code == 401 and response.headers["WWW-Authenticate"] == "Bearer"
             assert response.json()["error"]["type"] == "authentication_error" and KEY not in response.text
         assert client.get("/").status_code == client.get("/health").status_code == 200
-
-
-def test_with_its_key_it_answers(public):
     with httpx.Client(base_url=public[0], headers={"Authorization": f"Bearer {KEY}"}) as client:
         assert client.get("/v1/models").status_code == client.post(CHAT, json=asked()).status_code == 200
-
-
-# ---------------------------------------------------------------------------------------------- too much
 
 
 @pytest.mark.parametrize("path, status", [
@@ -230,9 +214,6 @@ def test_a_queue_that_is_full_is_told_and_empties(client, server):
     assert client.post(CHAT, json=asked()).status_code == 200
 
 
-# ---------------------------------------------------------------------------------------------- too slow
-
-
 def test_an_answer_that_takes_too_long_ends_with_an_error(prepared):
     with serving([tiny_model(prepared.tokenizer, context=100_000)], timeout_seconds=0.3, max_tokens=100_000) as (url, (batcher,)):
         late = httpx.post(url + CHAT, json=asked(max_tokens=90_000), timeout=PATIENCE)
@@ -271,9 +252,6 @@ def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(
     assert request.finish_reason == "cancelled"
 
 
-# ----------------------------------------------------------------------------------- what fails inside
-
-
 @pytest.mark.parametrize("error, code, message", [
     (MemoryError(), "out_of_memory", "the server is out of memory; a shorter prompt may fit"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
@@ -289,15 +267,11 @@ def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, ser
         return step()
 
     engine.step = fail
-
-    def whole() -> None:
-        said.append(client.post(CHAT, json=asked(max_tokens=CONTEXT)).json())
-
-    thread = threading.Thread(target=whole)
-    thread.start()
-    with client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True)) as stream:
-        said.append(json.loads([line for line in stream.iter_lines() if line][-1].removeprefix("data: ")))
-    thread.join()
+    with ThreadPoolExecutor() as threads:
+        whole = threads.submit(client.post, CHAT, json=asked(max_tokens=CONTEXT))
+        with client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True)) as stream:
+            said.append(json.loads([line for line in stream.iter_lines() if line][-1].removeprefix("data: ")))
+        said.append(whole.result().json())
     for each in said:
         assert re.search(message, each["error"]["message"]) and each["error"]["code"] == code, each
     assert client.get("/health").status_code == 503

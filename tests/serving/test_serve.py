@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 from commands import listening
-from factories import PATIENCE, start
-from tiny_server import CONTEXT, tiny_model, wait_until
+from factories import PATIENCE, start, wait_until
+from tiny_server import CONTEXT, tiny_model
 
 import report.serve
 from common.errors import SettingsError, run_script

@@ -3,8 +3,7 @@
 import contextlib
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -68,11 +67,3 @@ def serving(models: list[LanguageModel], send_buffer: int = 0, **options) -> Ite
 def is_free(batcher) -> bool:
     """Whether a batcher has nothing to continue."""
     return not batcher._open and not batcher._writing and batcher._inbox.empty() and batcher._engine.idle
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for something that must happen."""
-    deadline = time.monotonic() + PATIENCE
-    while not reached():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.01)

@@ -115,44 +115,19 @@ def test_a_size_is_that_size_beside_any_env():
             assert {getattr(config, field) for config in beside} == {getattr(alone, field)}, (name, field)
 
 
+OF_ANOTHER_RUN = """
+    TRAINING_STAGE=dpo DPO_DATA_PATH=pairs RUN_NAME=mine RESUME=mine/step-00000004 INSTRUCT_CHECKPOINT=mine RESET_OPTIMIZER=true
+    START_STEP=7 LORA_ENABLED=true DISTILLATION_ENABLED=true TEACHER_MODEL=mine PRETRAIN_DATA_PATH=mine HELLASWAG_PATH=mine
+    HELLASWAG_NAME=mine HELLASWAG_EXAMPLES=7 EVAL_TASKS=mine:mine GENERATION_EVAL_EVERY=7 TOKENIZER_PATH=mine
+    TOKENIZER_BACKEND=huggingface DOCUMENT_MASK=false ROPE_SCALING_FACTOR=8 NORM_EPS=0.1 TIE_EMBEDDINGS=false
+    ACTIVATION_CHECKPOINTING=selective COMPILE=true MIN_LEARNING_RATE=1 ADAM_BETA1=0.1 ADAM_BETA2=0.1 ADAM_EPS=0.1
+    MAX_GRAD_NORM=7 LOSS_SPIKE_POLICY=stop EARLY_STOPPING_PATIENCE=7 DIM=64 MAX_STEPS=7 LR_SCHEDULE=constant
+""".split()
+
+
 def test_the_sample_is_the_sample_beside_any_env():
     alone = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="").config
-    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="""
-        TRAINING_STAGE=dpo
-        DPO_DATA_PATH=pairs
-        RUN_NAME=mine
-        RESUME=mine/step-00000004
-        INSTRUCT_CHECKPOINT=mine
-        RESET_OPTIMIZER=true
-        START_STEP=7
-        LORA_ENABLED=true
-        DISTILLATION_ENABLED=true
-        TEACHER_MODEL=mine
-        PRETRAIN_DATA_PATH=mine
-        HELLASWAG_PATH=mine
-        HELLASWAG_NAME=mine
-        HELLASWAG_EXAMPLES=7
-        EVAL_TASKS=mine:mine
-        GENERATION_EVAL_EVERY=7
-        TOKENIZER_PATH=mine
-        TOKENIZER_BACKEND=huggingface
-        DOCUMENT_MASK=false
-        ROPE_SCALING_FACTOR=8
-        NORM_EPS=0.1
-        TIE_EMBEDDINGS=false
-        ACTIVATION_CHECKPOINTING=selective
-        COMPILE=true
-        MIN_LEARNING_RATE=1
-        ADAM_BETA1=0.1
-        ADAM_BETA2=0.1
-        ADAM_EPS=0.1
-        MAX_GRAD_NORM=7
-        LOSS_SPIKE_POLICY=stop
-        EARLY_STOPPING_PATIENCE=7
-        DIM=64
-        MAX_STEPS=7
-        LR_SCHEDULE=constant
-    """).config
+    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="\n".join(OF_ANOTHER_RUN)).config
     assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
     # The preset sets all that affects training; the rest is about hardware, or matters only with other settings.
     named = read_env_file(PRESETS_DIR / "sample.env").values
@@ -178,21 +153,15 @@ def test_preset_is_found_in_every_layer_and_the_highest_counts():
     assert load("--preset", "llama3.2-1b", env="PRESET=debug\n").config.dim == 2048
 
 
-def test_of_several_presets_the_last_wins():
+def test_of_several_presets_or_json_files_the_last_wins_and_another_env_file_replaces_the_default_one():
     config = load("--preset", "stable, debug").config
     assert (config.precision, config.warmup_steps, config.n_layers) == ("fp32", 2, 2)
-
-
-def test_env_file_flag_replaces_the_default_file():
+    Path("second.json").write_text('{"seed": 2}')
+    config = load("--config", "second.json", config={"seed": 1, "dim": 1536}).config
+    assert (config.seed, config.dim) == (2, 1536)
     Path("other.env").write_text("SEED=7\n")
     config = load("--env-file=other.env", env="DIM=1536\n").config
     assert (config.seed, config.dim) == (7, 768)
-
-
-def test_several_json_files_are_layers_in_their_order():
-    Path("second.json").write_text('{"seed": 2}')
-    assert load("--config", "second.json", config={"seed": 1, "dim": 1536}).config.model_dump(include={"seed", "dim"}) == {
-        "seed": 2, "dim": 1536}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -212,10 +181,10 @@ def test_the_sample_trains_on_any_number_of_gpus(name, ranks):
     assert config.accumulation_steps == 1
 
 
-def test_sections_of_json_may_have_any_name():
+def test_sections_of_json_may_have_any_name_and_the_file_a_byte_order_mark():
     content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512,
                "lr": {"learning_rate": "1e-3"}}
-    config = load(config=content).config
+    config = load(config="\ufeff" + json.dumps(content)).config
     assert (config.dim, config.max_steps, config.max_seq_len, config.learning_rate) == (1536, 3, 512, 1e-3)
 
 
@@ -249,31 +218,20 @@ def test_an_empty_value_leaves_the_layer_below_and_none_takes_it_away():
     assert load("--preset", "llama3-8b", "--activation-checkpointing", "none").config.activation_checkpointing == "none"
 
 
-def test_lines_of_env_that_say_nothing_are_errors_and_are_not_repeated():
-    text = "MAX_STEPS\nWANDB_API_KEY: canary\n= canary\nSEED='canary\n"
-    assert problems(env=text) == [f".env:{line}: not of the form NAME=value" for line in (1, 2, 3, 4)]
-
-
 def test_a_name_that_is_there_twice_is_an_error_that_names_both_places():
     assert problems(env="SEED=1\n\nseed=2\n") == [".env:3: seed is set a second time (first at .env:1); keep one"]
     assert problems(config='{"seed": 1, "a": {"seed": 1}}', env="") == [
         "run.json: a.seed is set a second time (first at run.json: seed); keep one"]
     assert "second time" in problems(config='{"seed": 1, "seed": 1}')[0]
+    assert ["a occurs 2 times" in line for line in problems("--eval-tasks", "a:x,b:y,a:z", env="")] == [True, True]
 
 
-@pytest.mark.parametrize("content, words", [
-    (b"\xff\xfeS\0", "cannot be read"), (None, "cannot be read: No such file or directory")])
-def test_an_env_file_that_cannot_be_read(content, words):
-    if content is not None:
-        Path("x.env").write_bytes(content)
-    assert words in problems("--env-file", "x.env")[0]
-
-
-def test_settings_are_not_awaited_from_a_pipe_or_a_device():
+@pytest.mark.parametrize("flag", ["--env-file", "--config"])
+def test_settings_that_cannot_be_read_are_named_and_a_pipe_or_device_is_not_awaited(flag):
+    Path("binary").write_bytes(b"\xff\xfeS\0")
     os.mkfifo("pipe")
-    for flag in ("--env-file", "--config"):
-        for path in ("pipe", "/dev/zero"):
-            assert problems(flag, path)[0] == f"{path}: cannot be read: is not a plain file but a pipe, device, folder or link"
+    for path, why in (("binary", ""), ("missing", "No such file"), ("pipe", "not a plain file"), ("/dev/zero", "not a plain file")):
+        assert problems(flag, path)[0].startswith(f"{path}: ") and why in problems(flag, path)[0]
 
 
 @pytest.mark.parametrize("content, words", [
@@ -283,10 +241,6 @@ def test_settings_are_not_awaited_from_a_pipe_or_a_device():
     ('{"run_name": 5}', "valid string"), ('{"sample_prompts": [1]}', "expected one value")])
 def test_json_that_cannot_be_used(content, words):
     assert len(found := problems(config=content)) == 1 and words in found[0] and "run.json" in found[0]
-
-
-def test_json_with_a_byte_order_mark_is_read():
-    assert load(config='\ufeff{"seed": 3}').config.seed == 3
 
 
 # Libraries' keys and variables in `.env`
@@ -323,13 +277,6 @@ def test_the_allocator_uses_expandable_segments_unless_the_user_configures_it(en
     Path(".env").write_text(env)
     export(load_config([], {**os.environ, **DATA}))
     assert os.environ == expected
-
-
-@pytest.mark.parametrize("wrong, right", [
-    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_ENABLE", "WANDB_ENABLED"), ("WANDB_APIKEY", "WANDB_API_KEY"),
-    ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
-def test_a_misspelt_setting_is_no_library_key(wrong, right):
-    assert problems(env=f"{wrong}=1\n") == [f".env:1: unknown setting {wrong}; did you mean {right}?"]
 
 
 def test_variables_in_env_are_expanded():
@@ -376,10 +323,13 @@ def test_what_comes_from_the_environment_is_told():
 @pytest.mark.parametrize("wrong, right", [
     ("MAX_LR", "LEARNING_RATE"), ("BATCH_SIZE", "MICRO_BATCH_SIZE"), ("BLOCK_SIZE", "MAX_SEQ_LEN"), ("lr", "LEARNING_RATE"),
     ("MAX_STEP", "MAX_STEPS"), ("LEARNIG_RATE", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"),
-    ("MIN_LR", "MIN_LEARNING_RATE"), ("MAX-STEPS", "MAX_STEPS"), ("WAND_ENABLED", "WANDB_ENABLED")])
+    ("MIN_LR", "MIN_LEARNING_RATE"), ("MAX-STEPS", "MAX_STEPS"), ("WAND_ENABLED", "WANDB_ENABLED"),
+    # also where it begins as a library's key does
+    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_APIKEY", "WANDB_API_KEY"), ("HF_TOKENS", "HF_TOKEN"),
+    ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
 def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right):
     assert problems(env=f"SEED=1\n{wrong}=1\n") == [f".env:2: unknown setting {wrong}; did you mean {right}?"]
-    if "-" not in wrong:
+    if "-" not in wrong and right.lower() not in SECRETS:
         assert problems(env="", config={"training": {wrong: 1}}) == [
             f"run.json in training: unknown setting {wrong}; did you mean {right}?"]
         flag = "--" + wrong.lower().replace("_", "-")
@@ -391,11 +341,6 @@ def test_a_name_that_resembles_nothing_points_to_the_help():
     assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
         ".env:1: unknown setting QUUX_VISIBLE_THINGS; --help lists every setting",
         "command line: unknown flag --xyzzy; --help lists every setting"]
-
-
-def test_what_other_trainers_call_a_setting_leads_to_a_setting():
-    assert set(FOREIGN_NAMES.values()) <= set(Config.model_fields)
-    assert not set(FOREIGN_NAMES) & set(Config.model_fields)
 
 
 @pytest.mark.parametrize("name, meant", [
@@ -419,6 +364,7 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
     ("bananas", None)])
 def test_a_whole_word_says_more_of_what_is_meant_than_letters(name, meant):
     assert nearest(name) == meant
+    assert set(FOREIGN_NAMES.values()) <= set(Config.model_fields) and not set(FOREIGN_NAMES) & set(Config.model_fields)
 
 
 @pytest.mark.parametrize("theirs, ours", [
@@ -469,8 +415,7 @@ ORDINARY_KEYS = """
 
 
 def test_an_ordinary_environment_raises_no_alarm():
-    assert [key for key in ORDINARY_KEYS if misspelt(key)] == []
-    assert [key for key in os.environ if misspelt(key)] == []
+    assert [key for key in (*ORDINARY_KEYS, *os.environ) if misspelt(key)] == []
 
 
 # Flags
@@ -481,30 +426,20 @@ def test_flags_in_every_spelling():
                   "--sample-prompts=--a=b|c", "--start-step", "0").config
     assert (config.max_steps, config.min_learning_rate, config.debug, config.compile, config.tf32) == (5, 0, True, False, False)
     assert (config.sample_prompts, config.start_step) == ("--a=b|c", 0)
+    assert [load(*flags).check for flags in (["--check"], ["--check=true"], [], ["--check=false"])] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("flags, expected", [
-    (("--max-steps",), "command line: --max-steps needs a value"),
-    (("--max-steps", "--debug"), "command line: --max-steps needs a value"),
-    (("--config=",), "command line: --config needs a value"),
-    (("--env-file",), "command line: --env-file needs a value"),
-    (("stray",), "command line: stray has no name; write --name value"),
-    (("-max-steps", "5"), "command line: unknown flag -max-steps; did you mean --max-steps?"),
-    (("--no-compile",), "command line: unknown flag --no-compile; did you mean --compile false?"),
-    (("--chekc",), "command line: unknown flag --chekc; did you mean --check?"),
-    (("--debug", "maybe"), "command line: DEBUG=maybe: input should be a valid boolean, unable to interpret input"),
-    (("--learning-rate", "-1"), "command line: LEARNING_RATE=-1: input should be greater than 0"),
-    (("--max-steps", "2.5"), "command line: MAX_STEPS=2.5: input should be a valid integer, "
-                                "unable to parse string as an integer"),
-    (("--lr-schedule", "linear"), "command line: LR_SCHEDULE=linear: input should be 'cosine', 'wsd' or 'constant'"),
-])
+    (("--max-steps",), "--max-steps needs a value"), (("--max-steps", "--debug"), "--max-steps needs a value"),
+    (("--config=",), "--config needs a value"), (("--env-file",), "--env-file needs a value"), (("stray",), "stray has no name"),
+    (("-max-steps", "5"), "unknown flag -max-steps; did you mean --max-steps?"),
+    (("--no-compile",), "unknown flag --no-compile; did you mean --compile false?"),
+    (("--chekc",), "unknown flag --chekc; did you mean --check?"), (("--debug", "maybe"), "DEBUG=maybe: "),
+    (("--learning-rate", "-1"), "LEARNING_RATE=-1: input should be greater than 0"), (("--max-steps", "2.5"), "MAX_STEPS=2.5: "),
+    (("--lr-schedule", "linear"), "LR_SCHEDULE=linear: input should be 'cosine', 'wsd' or 'constant'")])
 def test_flags_that_cannot_be_used(flags, expected):
-    assert problems(*flags) == [expected]
-
-
-def test_check_is_a_flag_of_the_program():
-    assert load("--check").check and load("--check=true").check
-    assert not load().check and not load("--check=false").check
+    line, = problems(*flags)
+    assert line.startswith(f"command line: {expected}")
 
 
 def test_a_misspelt_flag_of_a_script_gets_its_neighbour_too():
@@ -574,7 +509,9 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--min-learning-rate", "1"), "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"),
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
-    (("--run-name", "../x"), "RUN_NAME"),
+    (("--run-name", "../x"), "plain folder name"), (("--training-stage", "rlhf"), "'pretrain', 'sft'"),
+    (("--distributed-timeout", "0"), "DISTRIBUTED_TIMEOUT=0"), (("--loss-spike-policy", "explode"), "'warn', 'skip'"),
+    (("--drift-check-every", "-1"), "DRIFT_CHECK_EVERY=-1"), (("--max-steps", "9" * 5000), f"MAX_STEPS={'9' * 77}..."),
     (("--output-dir=",), "OUTPUT_DIR is empty"),
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs contains a variable or a command, which is not expanded"),
     (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
@@ -595,6 +532,14 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
+    (("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5"), "DIM=wide"),  # whose rules are silent then
+    (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares answers, which the stages sft and dpo have"),
+    *((("--eval-tasks", tasks), words) for tasks, words in (
+        ("arc.jsonl", "EVAL_TASKS=arc.jsonl is not of the form name:file"),
+        ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
+        *((f"{name}:x", f"{name} is already the name of another metric") for name in ("hellaswag", "val_loss", "generation")),
+        ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, and must be a local path"),
+        ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x contains a variable or a command"))),
     *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a local path")
       for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
       for url in ("s3://x/y", "file:/x")),
@@ -615,16 +560,6 @@ def test_an_output_is_a_path_on_this_machine():
         with pytest.raises(SettingsError, match="is a URL") as caught:
             local_path(url)
         assert "canary" not in str(caught.value)
-
-
-def test_what_the_rules_suggest_is_valid():
-    for size in (499712, 507904):
-        assert load("--total-batch-size", str(size)).config.accumulation_steps * 8192 == size
-    assert load("--dim", "96").config.head_dim == 8
-
-
-def test_a_rule_is_silent_about_settings_that_are_wrong_in_themselves():
-    assert len(problems("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5")) == 1
 
 
 def test_world_size_comes_from_the_launcher():
@@ -747,17 +682,8 @@ def test_secrets_are_shown_nowhere(name):
     shown = [repr(config), str(config), repr(loaded), json.dumps(config.public()), config.model_dump_json(), str(loaded.sources)]
     assert not any(CANARY in text for text in shown)
     assert name.upper() not in config.public()
-
-
-@pytest.mark.parametrize("name", SECRETS)
-def test_secrets_are_refused_as_flags_and_not_repeated(name):
-    flag = "--" + name.replace("_", "-")
-    for flags in ((flag, CANARY), (f"{flag}={CANARY}",), (flag[:-1], CANARY), (f"{flag}s={CANARY}",)):
-        found = "\n".join(problems(*flags))
-        assert CANARY not in found and flag[:-1] in found
-    assert CANARY not in "\n".join(problems(config={name: {"x": CANARY}}))
-    assert CANARY not in "\n".join(problems(config={name: [CANARY]}))
-    assert CANARY not in "\n".join(problems(config={name: 5}))
+    for content in ({"x": CANARY}, [CANARY], 5):
+        assert CANARY not in "\n".join(problems(config={name: content}))
 
 
 def test_secrets_of_env_reach_the_libraries(monkeypatch):
@@ -768,17 +694,14 @@ def test_secrets_of_env_reach_the_libraries(monkeypatch):
     assert os.environ["HF_TOKEN"] == CANARY and os.environ["WANDB_API_KEY"] == "already there"
 
 
-def test_help_names_every_setting_and_offers_no_secret_as_a_flag():
+def test_help_names_every_setting_in_a_line_and_offers_no_secret_as_a_flag():
     text = help_text("usage")
     flat = " ".join(text.split())
     for line in describe_settings():
         flag = "--" + line.name.lower().replace("_", "-")
         assert (f"\n  {flag} " in text) != (line.name.lower() in SECRETS)
         assert line.meaning in flat and line.name in text.upper().replace("-", "_")
-
-
-def test_every_setting_has_one_line_of_meaning():
-    assert all(line.meaning and "\n" not in line.meaning and len(line.meaning) <= 130 for line in describe_settings())
+        assert line.meaning and "\n" not in line.meaning
     assert sorted(line.name.lower() for line in describe_settings()) == sorted(Config.model_fields)
 
 
@@ -801,15 +724,10 @@ def loads_or_raises(*arguments):
 
 
 @everything
-@given(st.dictionaries(names, values, max_size=5))
-def test_any_environment_loads_or_is_a_settings_error(environ):
+@given(st.dictionaries(names, values, max_size=5), st.lists(
+    st.one_of(names.map("--{}".format), values, st.tuples(names, values).map(lambda pair: f"--{pair[0]}={pair[1]}")), max_size=6))
+def test_any_environment_and_any_flags_load_or_are_a_settings_error(environ, argv):
     loads_or_raises([], {**DATA, **environ})
-
-
-@everything
-@given(st.lists(st.one_of(names.map("--{}".format), values, st.tuples(names, values).map(lambda pair: f"--{pair[0]}={pair[1]}")),
-                max_size=6))
-def test_any_flags_load_or_are_a_settings_error(argv):
     loads_or_raises(argv, DATA)
 
 
