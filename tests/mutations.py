@@ -244,7 +244,7 @@ FAULTS = [
     fault("report: text can end its element", "report/page.py", 'for sign in "<>&"', 'for sign in ">&"', "tests/report/test_page.py"),
     fault("goodput: repeated steps count", "report/goodput.py", "kept_until = min(max(self.started, reached), last_sign)",
           "kept_until = last_sign", "tests/report/test_goodput.py"),
-    fault("paired test: at the first common step", "report/compare.py", "max(common)", "min(common)",
+    fault("paired test: at the first common step", "report/compare.py", "b, max(common)", "b, min(common)",
           "tests/report/test_compare.py"),
 
     # Generation and serving
@@ -287,11 +287,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def failing_tests(copy: Path, tests: list[str], *flags: str) -> list[str]:
-    """Run tests with flags of pytest; return the ids of those that failed.
-
-    Raises:
-        RuntimeError: they could not be run, or hang.
-    """
+    """Run tests with flags of pytest; return the ids of those that failed. A RuntimeError: they could not be run, or hang."""
     (copy / FAILED_TESTS).unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     pytest = [sys.executable, "-m", "pytest", "-q", *flags, *tests]
@@ -309,11 +305,7 @@ def failing_tests(copy: Path, tests: list[str], *flags: str) -> list[str]:
 
 
 def plant(copy: Path, fault: Fault) -> str:
-    """Plant a fault in a copy of the tree, and return the file's text without it.
-
-    Raises:
-        RuntimeError: the old text does not occur exactly once.
-    """
+    """Plant a fault in a copy of the tree, and return the file's text without it. A RuntimeError: it fits not exactly once."""
     file = copy / fault.file
     text, pattern = file.read_text(), r"\s+".join(map(re.escape, fault.old.split()))
     if (count := len(re.findall(pattern, text))) != 1:

@@ -111,7 +111,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
 def test_what_a_command_advises_helps(remedy, place, capsys):  # noqa: F811
     remedy.spoil()
     refused = run_here(remedy.command, capsys)
-    assert refused.code, refused
+    assert refused.code in (2, 3, 5) and "Traceback" not in refused.errors, refused
     told = (refused.output + refused.errors).splitlines()
     said = [found for line in told if (found := re.search(remedy.advice, line.strip()))]
     assert said, refused

@@ -49,13 +49,15 @@ def sources(tmp_path_factory) -> Path:
 
 
 class Project:
-    """A user's project on that machine: a tokenizer, prepared data and runs."""
+    """A user's project on that machine: a tokenizer, prepared data and a first run."""
 
     def __init__(self, machine, sources: Path, folder: Path):
         self.machine, self.sources, self.folder = machine, sources, folder
         machine("scripts/train_tokenizer.py", sources / "text.txt", "--vocab-size", 256, "--output", folder / "tokenizer.model")
         self.settings = {**TINY, **UNMEASURED, "TOKENIZER_PATH": folder / "tokenizer.model", "OUTPUT_DIR": folder, "MAX_STEPS": 2,
                          "MAX_SEQ_LEN": 64, "TOTAL_BATCH_SIZE": 512, "SAMPLE_EVERY": 2}
+        self.prepare("pretrain", "text.txt", "--documents", "blank")
+        self.train("first")
 
     def prepare(self, script: str, file: str, *flags: str) -> None:
         said = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
@@ -72,10 +74,7 @@ class Project:
 
 @pytest.fixture
 def project(machine, sources, tmp_path) -> Project:
-    made = Project(machine, sources, tmp_path)
-    made.prepare("pretrain", "text.txt", "--documents", "blank")
-    made.train("first")
-    return made
+    return Project(machine, sources, tmp_path)
 
 
 def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(project):

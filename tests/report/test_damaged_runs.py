@@ -114,7 +114,6 @@ def damages(folder: Path) -> Iterator[tuple[str, str, Optional[bytes]]]:
 
 
 def replaced(lines: list[bytes], place: int, line: bytes) -> bytes:
-    """The lines, one of them replaced."""
     return b"\n".join([*lines[:place], line, *lines[place + 1:]]) + b"\n"
 
 

@@ -119,8 +119,6 @@ def test_wrong_arguments_are_explained(chat, folder, tmp_path, monkeypatch, argv
 
 
 class Person(io.TextIOWrapper):
-    """Stdin with somebody at it."""
-
     def isatty(self) -> bool:
         return True
 

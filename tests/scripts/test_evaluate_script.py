@@ -17,7 +17,6 @@ MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 
 
 def call(*argv) -> None:
-    """Call the script."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["evaluate.py", *map(str, argv)])
         patch.setattr(sys, "path", [*sys.path])

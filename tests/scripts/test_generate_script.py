@@ -55,7 +55,6 @@ def adapter(tmp_path, folder, tokenizer) -> Path:
 
 
 def texts_of(parts) -> list[str]:
-    """The whole texts."""
     texts: dict[int, str] = {}
     for part in parts:
         texts[part.index] = texts.get(part.index, "") + part.text
@@ -193,7 +192,6 @@ def test_a_chat_turn_ends_at_the_end_of_turn(folder, tokenizer, monkeypatch):
 
 
 def called(monkeypatch, capsys, *arguments) -> str:
-    """What the command prints."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
     script.main()

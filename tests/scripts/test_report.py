@@ -80,8 +80,7 @@ class Server:
         self.port, self.streams = int(found[1]), []
 
     def request(self, method: str, path: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
-        with contextlib.closing(connection):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)) as connection:
             connection.request(method, path, headers={"Host": host})
             answer = connection.getresponse()
             return answer.status, answer.read()
@@ -98,11 +97,8 @@ class Server:
 
 def next_data(stream) -> dict:
     """The data of the next event."""
-    while True:
-        line = stream.readline()
-        assert line, "the stream has ended"
-        if line.startswith(b"data: "):
-            return json.loads(line.removeprefix(b"data: "))
+    lines = iter(stream.readline, b"")
+    return json.loads(next(line for line in lines if line.startswith(b"data: ")).removeprefix(b"data: "))
 
 
 @pytest.fixture

@@ -14,21 +14,6 @@ from common.errors import DataError
 from observe import check
 from observe.check import provide_sample
 from scripts.sample import world
-from scripts.sample.world import (
-    KIND,
-    PLOTS,
-    POOLS,
-    QUESTIONS,
-    RIVALS,
-    UNKIND,
-    documents,
-    epilogues,
-    items,
-    preferences,
-    questions,
-    slots_of,
-    texts,
-)
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
@@ -40,12 +25,12 @@ CHANCE = pytest.approx(0.25, abs=0.039)
 
 @pytest.fixture(scope="module")
 def some_items() -> list[dict]:
-    return list(items(COUNT, seed=2))
+    return list(world.items(COUNT, seed=2))
 
 
 @pytest.fixture(scope="module")
 def some_documents() -> list[str]:
-    return list(documents(COUNT, seed=1))
+    return list(world.documents(COUNT, seed=1))
 
 
 def digest(records) -> str:
@@ -54,20 +39,20 @@ def digest(records) -> str:
 
 def settled(plot, slot: str) -> bool:
     """Whether each way to tell a plot tells this fact before the ending."""
-    return any(all(slot in slots_of(sentence) for sentence in beat) for beat in plot.beats)
+    return any(all(slot in world.slots_of(sentence) for sentence in beat) for beat in plot.beats)
 
 
 def test_the_same_seed_gives_the_same_bytes_on_every_machine():
-    assert digest(documents(100, 1)) == "b6c7265713077be8"
-    assert digest(items(100, 2)) == "462834cd4f57829c"
-    assert digest(questions(100, 3, held_out=False)) == "7e80b1f636e4821c"
-    assert digest(epilogues(100, 4)) == "913324e86d5ecfe6"
-    assert digest(preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
-    assert digest(islice(texts(), 100)) == "f8ad1411f33beb66"
+    assert digest(world.documents(100, 1)) == "b6c7265713077be8"
+    assert digest(world.items(100, 2)) == "462834cd4f57829c"
+    assert digest(world.questions(100, 3, held_out=False)) == "7e80b1f636e4821c"
+    assert digest(world.epilogues(100, 4)) == "913324e86d5ecfe6"
+    assert digest(world.preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
+    assert digest(islice(world.texts(), 100)) == "f8ad1411f33beb66"
 
 
 def test_stories_differ_and_are_whole_sentences(some_documents):
-    assert not set(some_documents) & set(documents(COUNT, seed=8))
+    assert not set(some_documents) & set(world.documents(COUNT, seed=8))
     assert len(set(some_documents)) == COUNT
     assert len({text.split(": ", 1)[1][:60] for text in some_documents}) > 0.9 * COUNT
     for text in some_documents:
@@ -75,18 +60,18 @@ def test_stories_differ_and_are_whole_sentences(some_documents):
         assert text.endswith((".", ".\"", "\" cried " + text.split()[-1]))
 
 
-@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.titles[0])
+@pytest.mark.parametrize("plot", world.PLOTS, ids=lambda plot: plot.titles[0])
 def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot):
     for ending in plot.endings:
         assert not re.search(r"{(she|She|her|them)}", ending), "a pronoun gives its person away"
-        assert any(slot in RIVALS for slot in slots_of(ending))
-        assert all(settled(plot, slot) for slot in slots_of(ending)), ending
-    for question, answer in (*plot.questions, *QUESTIONS):
-        assert all(settled(plot, slot) for slot in (*slots_of(question), *slots_of(answer))), question
+        assert any(slot in world.RIVALS for slot in world.slots_of(ending))
+        assert all(settled(plot, slot) for slot in world.slots_of(ending)), ending
+    for question, answer in (*plot.questions, *world.QUESTIONS):
+        assert all(settled(plot, slot) for slot in (*world.slots_of(question), *world.slots_of(answer))), question
 
 
 def test_titles_are_no_questions():
-    assert not any(re.search(r"[?.:]", title) for plot in PLOTS for title in plot.titles)
+    assert not any(re.search(r"[?.:]", title) for plot in world.PLOTS for title in plot.titles)
 
 
 def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
@@ -98,7 +83,7 @@ def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_stor
         words = [re.findall(r"\w+", ending) for ending in item["endings"]]
         assert len({len(each) for each in words}) == 1
         differing = [each for each in zip(*words) if len(set(each)) > 1]
-        pool = POOLS[item["source_id"].split("~")[1]]
+        pool = world.POOLS[item["source_id"].split("~")[1]]
         assert differing and all(len(set(each)) == 4 and set(each) <= set(pool) for each in differing)
         told = [value in re.findall(r"\w+", item["ctx"]) for value in differing[0]]
         assert told[item["label"]]
@@ -158,7 +143,7 @@ def test_held_out_facts_are_never_trained_on():
     files = {name: facts_in(records) for name, records in world.parts(4 * COUNT).items()}
     measured = {"items.jsonl", "questions-held-out.jsonl", "preferences-held-out.jsonl"}
     held_out = set().union(*(files.pop(name) for name in measured))
-    trained = facts_in(islice(texts(), 2000)).union(*files.values())
+    trained = facts_in(islice(world.texts(), 2000)).union(*files.values())
     assert len(trained) > 4000 and len(held_out) > 1000
     assert not trained & held_out
 
@@ -169,29 +154,29 @@ def test_no_story_of_an_item_is_a_training_text(some_items, some_documents):
 
 
 def test_a_question_is_answered_in_its_story():
-    for record in questions(500, 5, held_out=True):
+    for record in world.questions(500, 5, held_out=True):
         user, assistant = record["messages"]
         story, question = user["content"].split("\n\n")
         assert (user["role"], assistant["role"]) == ("user", "assistant")
         assert question.endswith("?")
-        values = {value for pool in POOLS.values() for value in pool} & set(re.findall(r"\w+", assistant["content"]))
+        values = {value for pool in world.POOLS.values() for value in pool} & set(re.findall(r"\w+", assistant["content"]))
         assert values and values <= set(re.findall(r"\w+", story))
 
 
 def test_pairs_prefer_the_kind_epilogue_and_say_nothing_by_their_length():
-    pairs = list(preferences(COUNT, 7, held_out=True))
+    pairs = list(world.preferences(COUNT, 7, held_out=True))
     longer = sum((len(pair["chosen"]) > len(pair["rejected"])) + 0.5 * (len(pair["chosen"]) == len(pair["rejected"])) for pair in pairs)
     assert abs(longer / COUNT - 0.5) < 0.1
-    beginnings = {kind: {re.match(r"{hero} (\w+)", way)[1] for way in ways} for kind, ways in (("kind", KIND), ("unkind", UNKIND))}
+    beginnings = {kind: {re.match(r"{hero} (\w+)", way)[1] for way in ways} for kind, ways in (("kind", world.KIND), ("unkind", world.UNKIND))}
     assert all(pair["chosen"].split()[1] in beginnings["kind"] for pair in pairs)
     assert all(pair["rejected"].split()[1] in beginnings["unkind"] for pair in pairs)
 
 
 def test_epilogues_are_of_each_kind_as_often_as_asked():
-    kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in KIND}
-    for kinds, expected in (((KIND, UNKIND), 0.5), ((KIND, UNKIND, UNKIND, UNKIND), 0.25)):
-        answers = [record["messages"][1]["content"] for record in epilogues(COUNT, 4, kinds)]
-        share = sum(re.sub(r"\b(" + "|".join(POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
+    kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in world.KIND}
+    for kinds, expected in (((world.KIND, world.UNKIND), 0.5), ((world.KIND, world.UNKIND, world.UNKIND, world.UNKIND), 0.25)):
+        answers = [record["messages"][1]["content"] for record in world.epilogues(COUNT, 4, kinds)]
+        share = sum(re.sub(r"\b(" + "|".join(world.POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
         assert abs(share - expected) < 0.05
 
 

@@ -71,7 +71,6 @@ class Chat:
         return found[-1]
 
     def finishes(self) -> None:
-        """Wait until nothing is being written."""
         wait_until(lambda: self.page.evaluate("running.size") == 0)
 
     def focus(self) -> str:

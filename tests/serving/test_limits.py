@@ -25,7 +25,6 @@ def asked(**changes) -> dict:
 
 @pytest.fixture(scope="module")
 def server(prepared):
-    """A server without a key."""
     with serving([tiny_model(prepared.tokenizer)], concurrency=2, queue=2) as server:
         yield server
 
@@ -65,7 +64,6 @@ def exchange(url: str, request: bytes) -> bytes:
 
 
 def post(content: dict, *headers: str) -> bytes:
-    """A request as bytes."""
     body = json.dumps(content)
     return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers,
                         f"Content-Length: {len(body)}", "", body]).encode()
@@ -178,7 +176,6 @@ def test_prompts_that_do_not_fit_are_refused_before_they_are_tokenized(client, s
 
 
 def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monkeypatch):
-    """Of a completion and of a chat."""
     tokenizer, going, release = server[1][0].model.tokenizer, threading.Semaphore(0), threading.Event()
     encode = tokenizer.encode
 

@@ -65,5 +65,4 @@ def serving(models: list[LanguageModel], send_buffer: int = 0, **options) -> Ite
 
 
 def is_free(batcher) -> bool:
-    """Whether a batcher has nothing to continue."""
     return not batcher._open and not batcher._writing and batcher._inbox.empty() and batcher._engine.idle

@@ -76,7 +76,6 @@ def bounded() -> Iterator[None]:
 
 
 def run_here(command: str, capsys) -> Outcome:
-    """Run a command line in this process."""
     script, *argv = shlex.split(command)
     before, sys.argv = sys.argv, [script, *argv]
     capsys.readouterr()

@@ -36,8 +36,9 @@ MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "baseline": (during_
            "save": (huggingface, "save_model_folder", 1, 3)}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment, number", [
+    pytest.param(moment, number, marks=() if number == signal.SIGTERM or moment == "step" else pytest.mark.slow)
+    for moment in MOMENTS for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)])
 def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
     module, name, turn, finished = MOMENTS[moment]
     run = tiny_run()

@@ -211,13 +211,11 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
 
 @pytest.fixture
 def watch_of(monkeypatch):
-    """A function that makes a watch without its thread."""
     monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
     return lambda rank, count, timeout=600: HangWatchdog(Heartbeat(), Store(), (rank, count), timeout, True)
 
 
 def status(rank: int, sent_at: float, alarm: bool = False) -> str:
-    """What a rank publishes."""
     return json.dumps({**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "reported": False, "rank": rank,
                        "sent_at": sent_at, "alarm": alarm})
 

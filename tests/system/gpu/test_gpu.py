@@ -117,9 +117,6 @@ def reference(document_ids_BT: torch.Tensor | None = None):
     return learned(model_on(cpu, attention_backend="math"), batch_on(cpu, document_ids_BT))
 
 
-# --------------------------------------------------------------------------------------- the same
-
-
 @on_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("apart", [False, True], ids=["whole rows", "documents"])
@@ -161,9 +158,6 @@ def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype,
     assert abs(float(total.detach()) - float(expected.detach())) <= APART[dtype] / 10 * float(expected.detach())
     for mine, other in ((ours.grad, exact.grad), (model.head_matrix.weight.grad, weight.grad)):
         assert (mine.double().cpu() - other).norm() <= APART[dtype] * other.norm()
-
-
-# -------------------------------------------------------------------------------------- attention
 
 
 def an_item() -> Task:
@@ -216,9 +210,6 @@ def cached_logits(model, device: torch.device) -> torch.Tensor:
         model.logits(ids[:, :8], cache=cache.at([0, 2], [0, 0]))
         last_B = torch.tensor([3, 3], device=device)
         return model.logits(ids[:, 8:], cache=cache.at([0, 2], [8, 8]), only_B=last_B).cpu()
-
-
-# --------------------------------------------------------------------------------------- compiled
 
 
 @on_gpu
@@ -277,9 +268,6 @@ def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, sta
                      MAX_STEPS=12)
     assert run.train() == 0
     assert len(run.metrics()) == 12
-
-
-# ----------------------------------------------------------------------------------------- faults
 
 
 def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> None:
@@ -359,9 +347,6 @@ def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
     runs[1].ends([143], partial(faults.stop_in_step, 5, 0))
     runs[1].ends([0])
     assert_same_run(*runs, 6, logs=())
-
-
-# ------------------------------------------------------------------------------------------ ranks
 
 
 def over_gloo() -> None:

@@ -63,7 +63,6 @@ def finished(stages, tmp_path_factory):
 
 @pytest.fixture
 def run(stages, tmp_path):
-    """A function that makes a run of a mode with some settings changed."""
     return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
 
 
