@@ -502,7 +502,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     ("rope_yarn", json_of(CONFIG, lambda d: d.update(rope_scaling={"rope_type": "yarn"})), "rope_type is 'default', and 'yarn' elsewhere"),
     ("bias", json_of(CONFIG, lambda d: d.update(attention_bias=True)), "attention_bias=True"),
     ("layers_3", json_of(CONFIG, lambda d: d.update(num_hidden_layers=3)), "lack|N_LAYERS is 3"),
-    ("layers_huge", json_of(CONFIG, lambda d: d.update(num_hidden_layers=60_000)), "lack|N_LAYERS is 60000"),
+    ("layers_huge", json_of(CONFIG, lambda d: d.update(num_hidden_layers=6_000)), "lack|N_LAYERS is 6000"),
     ("kv_4", json_of(CONFIG, lambda d: d.update(num_key_value_heads=4)), "k_proj.weight is|N_KV_HEADS is 4"),
     ("head", json_of(CONFIG, lambda d: d.update(tie_word_embeddings=False)), "no separate head|TIE_EMBEDDINGS"),
     ("weights_missing", gone(WEIGHTS), "model.safetensors cannot be read"),
