@@ -158,14 +158,6 @@ def whole_on_two_ranks(prepared, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def stages(prepared, tmp_path_factory):
-    """Data, a base and a teacher for the later stages; stored references and teacher outputs gather beside the data."""
-    from factories import prepare_stages
-
-    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
-
-
-@pytest.fixture(scope="session")
 def tokenizer(prepared):
     """The tokenizer of the tiny data set."""
     from tokenizer import load_tokenizer
