@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_330, 6_480, 29_500
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_345, 6_500, 29_500
 BUDGETS = {
     "config.py": 610,
     "data_preparation_utils.py": 290,
@@ -19,7 +19,7 @@ BUDGETS = {
     "tokenizer.py": 500,
     "train.py": 280,
     "checkpoint/": 1830,
-    "common/": 945,
+    "common/": 960,
     "data_pipeline/": 2950,
     "debug/": 730,
     "evaluation/": 470,
@@ -30,7 +30,7 @@ BUDGETS = {
     "parallel/": 1380,
     "report/": 1320,
     "run/": 2280,
-    "scripts/": 6480,
+    "scripts/": 6500,
     "serving/": 780,
     "settings/": 710,
     "tests/": 29500,
