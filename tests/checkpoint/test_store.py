@@ -464,7 +464,7 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
     with pytest.raises(CheckpointError, match="MANIFEST.json"):
         store.locate(str(folder), tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="import_checkpoint"):
+    with pytest.raises(CheckpointError, match="import Meta.s files"):
         store.locate(str(tmp_path / "empty"), tmp_path / "run")
 
 

@@ -82,7 +82,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"prompt": "Why?", "completion": "So.", "label": True}, "unpaired labels is not supported"),
     *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is marked as excluded from training") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
-    ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "load_dpo_dataset.py"),
+    ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
 ])
 def test_what_is_no_chat_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):

@@ -68,7 +68,7 @@ def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch
     error = capsys.readouterr().err
     entry = run.lines("ledger")[14]
     assert error.count("warning: loss spike in step 15") == 1 and f"rows {entry['rows']}" in error
-    assert f"replay_step.py {run.folder} --step 15" in error
+    assert f"{run.folder} --step 15" in error
     assert len(entry["rows"]) == 8 and entry["spike"] > 12 and entry["updated"]
     assert [one["step"] for one in run.lines("ledger") if "spike" in one] == [15]
     assert_same_run(run, calm, 20, logs=())
