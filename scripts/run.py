@@ -79,8 +79,10 @@ def main() -> None:
     argv = sys.argv[1:]
     kind = KIND_OF_STAGE.get(peek(argv)[0].get("training_stage", ""), "documents")
     setting, parser = KINDS[kind][0], flag_parser(kind, "")
-    how, flags = parser.split(argv)
-    flags = with_sample(flags, bool(how.source or how.mix))
+    how, named = parser.split(argv)
+    flags, asked = with_sample(named, bool(how.source or how.mix)), read_flags(named)
+    if flags != named and asked.check and "device_memory" in asked.layer.values:  # a plan needs no data
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *named])
     launching, settings = make_parser().parse_known_args(flags)
     values, environ = peek(settings)
     os.environ.update(environ)

@@ -115,6 +115,13 @@ def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
         project.command(*flags)
 
 
+def test_a_plan_for_other_hardware_needs_no_data(project):
+    Path(".env").unlink()
+    plan = ["--check", "--device-memory", "80", "--preset", "llama3-8b"]
+    assert project.command(*plan) == [str(project.script.ROOT / "train.py"), *plan] and not project.made
+    assert "sample" in project.command(*plan[:1])
+
+
 def test_one_rank_is_train_and_several_are_launched(project, prepared, monkeypatch):
     data = ["--pretrain-data-path", str(prepared.shards)]
     assert project.command(*data) == ["train.py", *data]
