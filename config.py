@@ -157,15 +157,13 @@ class ModelConfig(Section):
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The weights of a block in the model's order: linear layers (outputs, inputs), then norms.
-
-        Costs, checkpoints and adapters follow from this table.
-        """
+        """A block's weights, for costs and checkpoints: linear layers (outputs, inputs), then norms."""
         heads, kv_heads, wide = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim
+        norms = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
         return {"attention.wq": (heads, self.dim), "attention.wk": (kv_heads, self.dim),
                 "attention.wv": (kv_heads, self.dim), "attention.wo": (self.dim, heads),
                 "feed_forward.w1": (wide, self.dim), "feed_forward.w2": (self.dim, wide),
-                "feed_forward.w3": (wide, self.dim), "attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
+                "feed_forward.w3": (wide, self.dim), **norms}
 
     @property
     def matrix_count(self) -> int:
@@ -185,9 +183,9 @@ KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attent
 
 # What describes a model, and so comes with a checkpoint: its feed-forward has one width, spelt in three ways.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
-MODEL_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", *FEED_FORWARD, "norm_eps", "rope_theta",
-                  "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
-                  "rope_original_max_len", "tie_embeddings", "init_std")
+SHAPE_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "tie_embeddings")  # fixed by the weights
+MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "rope_scaling_factor",
+                  "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len", "init_std")
 
 
 class OptimConfig(Section):

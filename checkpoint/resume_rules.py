@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
 from config import (
+    SHAPE_SETTINGS,
     START_FROM,
     Config,
     DistillationConfig,
@@ -17,7 +18,7 @@ from config import (
 
 SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE"}  # reported elsewhere, or not worth it
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
-MODEL_SHAPE = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "HIDDEN_DIM", "TIE_EMBEDDINGS")
+MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 
 
 class Changes(NamedTuple):

@@ -286,6 +286,12 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     return -(-tokens // chunks) * padded(vocab_size) * logit + cast + sizes.learned + hidden
 
 
+def moment_count(config: Config, trained: int) -> int:
+    """Return the numbers that the optimizer keeps of so many trained weights: AdamW two of each, Muon one."""
+    muon = config.matrix_count if config.optimizer == "muon" and not config.lora_enabled else 0
+    return 2 * trained - muon
+
+
 def muon_batch(count: int, numel: int) -> int:
     """Return how many of `count` matrices of a shape Muon computes together; 8 ranks can divide them all."""
     return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
@@ -377,8 +383,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         base = QUANTIZED_BYTES.get(config.lora_base_quantization, compute_bytes)
         weights = base * config.matrix_count + compute_bytes * (count - config.matrix_count)
         weights += trained * FLOAT32
-    muon = config.matrix_count if config.optimizer == "muon" and not config.lora_enabled else 0
-    moments = 2 * trained - muon  # Muon has one, AdamW two
+    moments = moment_count(config, trained)
 
     # A rank's part of them.
     ranks, frozen = config.ranks_per_copy, float(teacher)

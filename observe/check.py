@@ -31,7 +31,15 @@ from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
-from learn.cost import FLOAT32, MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
+from learn.cost import (
+    FLOAT32,
+    MemoryEstimate,
+    StepFlops,
+    Work,
+    estimate_memory,
+    moment_count,
+    parameter_count,
+)
 from learn.optim import Optimizer
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
@@ -567,12 +575,9 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
         work, rows = flops.read(map(inputs.rows, indices.reshape(-1, size))), len(indices)
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))
 
-    # AdamW keeps two more numbers of each weight, Muon one.
-    moments = 2 * trained_bytes(model)
-    if config.optimizer == "muon" and not config.lora_enabled:
-        moments -= FLOAT32 * config.matrix_count
-    count = parameter_count(config, vocab_size)
-    return StepPlan(count, needed, computed, trained_bytes(model) + moments), described
+    trained = trained_bytes(model) // FLOAT32
+    stored = FLOAT32 * (trained + moment_count(config, trained))
+    return StepPlan(parameter_count(config, vocab_size), needed, computed, stored), described
 
 
 def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
