@@ -1,0 +1,214 @@
+"""The recipes of docs/recipes.md fit the code: each is applied to a copy of it, and its effect is compared with a reference."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recipes import ROOT, apply, changes_of
+
+IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn")  # of a copy
+
+
+def prove(proof, changes: list[tuple[str, str, str]], prepared, folder: Path) -> subprocess.CompletedProcess:
+    """Call one of the functions below in a copy of the code that has these changes."""
+    copy = folder / "copy"
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    for name in (*packages, "tests", "docs"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, copy)
+    apply(changes, copy)
+    (folder / "out").mkdir()
+    call = f"import sys, test_recipes; test_recipes.{proof.__name__}(*map(test_recipes.Path, sys.argv[1:]))"
+    return subprocess.run([sys.executable, "-c", call, *map(str, (*prepared, folder / "out"))], cwd=copy, text=True, capture_output=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / name) for name in IMPORTED_FROM)})
+
+
+def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+    """transformers' Qwen3 computes our logits from a run's checkpoint, which another run starts from; torch allocates the forecast."""
+    import torch
+    import transformers
+    from factories import UNMEASURED, Prepared, TinyRun
+
+    from checkpoint.huggingface import load_model_weights
+    from config import Config
+    from learn.cost import estimate_memory, parameter_count
+    from model_utils import model_from_tensors, read_model_config
+    from observe.trace import trace
+
+    run = TinyRun(Prepared(shards, tokenizer, items), out, QK_NORM="true", LEARNING_RATE=0.1, **UNMEASURED)
+    assert run.train() == 0
+    folder = run.checkpoint(6)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    vocab_size, config = theirs.config.vocab_size, read_model_config(folder)
+    model = model_from_tensors(load_model_weights(folder), config, vocab_size)
+    assert type(theirs) is transformers.Qwen3ForCausalLM and config.qk_norm
+    assert sum(weight.numel() for weight in theirs.parameters()) == parameter_count(config, vocab_size)
+    tokens_BT = torch.randint(0, vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours_BTV = model.hidden(tokens_BT) @ model.head_matrix.weight[:vocab_size].T
+        torch.testing.assert_close(ours_BTV, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-5)
+
+    assert run.train(RUN_NAME="next", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0
+    del run.settings["QK_NORM"]
+    assert run.train(RUN_NAME="taken", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0
+    assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, QK_NORM="false") == 5
+
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, qk_norm=True)
+    forecast = estimate_memory(config, 1000, 2, "cpu").total
+    assert forecast == pytest.approx(trace(config, 1000, torch.bfloat16).peak, rel=0.01)
+
+
+def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+    """bitsandbytes' Lion makes the same updates; an interrupted run has the bits of an uninterrupted one; the forecast is true."""
+    import bitsandbytes
+    import torch
+    from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, new_model, stop_at
+
+    from config import Config
+    from learn.cost import estimate_memory
+    from learn.optim import Optimizer
+    from observe.trace import trace
+
+    config = Config(dim=32, n_layers=2, n_heads=4, optimizer="lion", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99)
+    model, other, generator = new_model(config, 128), new_model(config, 128), torch.Generator().manual_seed(0)
+    ours, weights = Optimizer(model, config), [*other.parameters()]
+    theirs = bitsandbytes.optim.Lion([{"params": [p for p in weights if p.ndim > 1], "weight_decay": 0.1},
+                                      {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}], lr=0.01, betas=(0.9, 0.99))
+    for _ in range(4):
+        for weight, its in zip(weights, model.parameters()):
+            weight.grad = torch.randn(weight.shape, generator=generator)
+            its.grad = 2 * weight.grad
+        theirs.step()
+        ours.step(0.01, torch.tensor(2.0), torch.tensor(0.0))
+    torch.testing.assert_close([*model.parameters()], weights)
+    before = [value.clone() for value in (*model.parameters(), *ours.state_tensors().values())]
+    ours.step(0.01, None, torch.tensor(1.0))
+    assert all(map(torch.equal, before, (*model.parameters(), *ours.state_tensors().values())))
+
+    settings = {"OPTIMIZER": "lion", "LEARNING_RATE": 0.003, **UNMEASURED}
+    whole, cut = (TinyRun(Prepared(shards, tokenizer, items), out / name, **settings) for name in ("whole", "cut"))
+    assert whole.train() == 0
+    with stop_at(3):
+        assert cut.train() == 143
+    assert cut.train() == 0
+    assert_same_run(whole, cut, 6)
+    assert whole.column("train_loss")[6] < whole.column("train_loss")[1] - 0.2
+
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, optimizer="lion")
+    forecast, traced = estimate_memory(config, 1000, 2, "cpu"), trace(config, 1000, torch.bfloat16)
+    assert forecast.optimizer == pytest.approx(traced.optimizer, rel=0.01) and forecast.total == pytest.approx(traced.peak, rel=0.05)
+
+
+def prove_number(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+    """The norm is that of the weights in each checkpoint, a curve of the report, and the same in two shards; lengths are counted."""
+    import torch
+    from factories import Prepared, TinyRun
+    from safetensors.torch import load_file
+    from test_objectives import model_of, naive_logprobs, pair_rows
+
+    from config import PreferenceConfig
+    from learn.objectives import SimPO
+    from report.page import Report
+
+    run = TinyRun(Prepared(shards, tokenizer, items), out, REPORT="true")
+    assert run.train() == 0
+    norms = run.column("weight_norm")
+    assert [*norms] == [1, 2, 3, 4, 5, 6]
+    for step in (2, 4, 6):
+        weights = load_file(run.checkpoint(step) / "model.safetensors").values()
+        assert norms[step] == pytest.approx(float(torch.cat([weight.flatten() for weight in weights]).norm()), rel=1e-6)
+    sharded = TinyRun(Prepared(shards, tokenizer, items), out / "sharded", SHARDING="full")
+    assert sharded.start(2, MAX_STEPS=2).wait() == [0, 0]
+    assert sharded.column("weight_norm")[2] == pytest.approx(norms[2], rel=1e-5)
+
+    report = Report([run.folder])
+    report.read()
+    data = report.data()
+    assert data["runs"][0]["curves"]["weight_norm"]["y"] == pytest.approx([*norms.values()], rel=1e-5)
+    chart, = (chart for chart in data["charts"] if chart["series"][0]["curve"] == "weight_norm")
+    assert (chart["title"], len(chart["series"])) == ("Weight norm", 1)
+    assert "weight_norm" in (run.folder / "report.html").read_text(encoding="utf-8")
+
+    batch, model = pair_rows(13), model_of(0)
+    lengths = [length for documents in naive_logprobs(model, batch) for _, length in documents[::2]]
+    assert int(SimPO(PreferenceConfig()).loss_sum(model, batch).metrics["length_chosen"]) == sum(lengths) > 0
+
+
+def prove_slic(*paths: Path) -> None:
+    """TRL's hinge loss, whose margin is 1, is the loss of each pair."""
+    from types import SimpleNamespace
+
+    import torch
+    from test_objectives import model_of, naive_logprobs, pair_rows
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    from learn.objectives import PREFERENCE_OBJECTIVES
+    from settings.load import load_config
+
+    config = load_config(["--preference-objective", "slic", "--slic-margin", "4"], {}, complete=False).config
+    batch, model, expected = pair_rows(11), model_of(0), 0.0
+    theirs = SimpleNamespace(loss_type="hinge", beta=1 / 4, label_smoothing=0.0, alpha=0.0, accelerator=SimpleNamespace(device="cpu"))
+    for documents in naive_logprobs(model, batch):
+        for chosen, rejected in zip(documents[::2], documents[1::2]):
+            expected += 4 * float(CPOTrainer.cpo_loss(theirs, *(torch.tensor([value]) for value, _ in (chosen, rejected)))[0])
+    objective = PREFERENCE_OBJECTIVES[config.preference_objective](config)
+    assert float(objective.loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def prove_tsv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+    """Python's csv reads the same rows; the tokens are those of the same records as JSON lines; a short row is refused by its line."""
+    from common.errors import DataError
+    from data_pipeline.sources import Reading, Source, read_records
+    from data_preparation_utils import PreparationOptions, prepare_set
+
+    table, lines = out / "chats.tsv", out / "chats.jsonl"
+    rows = [{"prompt": f"{number} and {number}?", "completion": f" {2 * number}, \"of course\" é"} for number in range(40)]
+    table.write_text("".join("\t".join(row) + "\n" for row in ([*rows[0]], *(row.values() for row in rows))), encoding="utf-8")
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open(table, encoding="utf-8", newline="") as file:
+        expected = [*csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)]
+    assert [record for _, record in read_records(Source(str(table)), Reading())] == expected == rows
+    options = PreparationOptions(str(tokenizer), "auto", 100_000, 0.1, workers=1)
+    sets = [prepare_set("chats", str(path), out / path.suffix, options) for path in (table, lines)]
+    ours, theirs = ([path.read_bytes() for path in sorted(folder.glob("*.bin"))] for folder in sets)
+    assert ours == theirs != []
+    table.write_text(table.read_text(encoding="utf-8") + "alone\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"chats\.tsv:42: expected 2 cells, got 1"):
+        [*read_records(Source(str(table)), Reading())]
+
+
+RECIPES = {"QK-norm": prove_qk_norm, "Lion": prove_lion, "norm of the weights": prove_number, "SLiC": prove_slic, "TSV": prove_tsv}
+LEFT_OUT = [(title, number) for title in RECIPES for number in range(len(changes_of(title)))]
+
+
+def needs(title: str) -> None:
+    """Skip where the reference is missing."""
+    pytest.importorskip({"QK-norm": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_does_what_its_reference_does(title, prepared, tmp_path):
+    needs(title)
+    ended = prove(RECIPES[title], changes_of(title), prepared, tmp_path)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title, number", LEFT_OUT)
+def test_no_change_of_a_recipe_can_be_left_out(title, number, prepared, tmp_path):
+    needs(title)
+    changes = changes_of(title)
+    del changes[number]
+    assert prove(RECIPES[title], changes, prepared, tmp_path).returncode == 1
+
+
+def test_every_recipe_is_proved():
+    headings = re.findall(r"^## (.*)", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [title in heading for title, heading in zip(RECIPES, headings, strict=True)] == [True] * len(RECIPES)
