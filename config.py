@@ -101,7 +101,8 @@ class PreparationConfig(Section):
     """How text becomes token shards."""
 
     shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1, lt=2**31)
-    validation_fraction: float = safe(0.005, "fraction of documents held out, chosen by hash", ge=0, lt=1)
+    validation_fraction: Optional[float] = safe(
+        None, "fraction of documents held out; none = 0.05 of fewer than 4,000, else 0.005", ge=0, lt=1)
     system_prompt: str = safe("", "system message for chats that have none")
     preparation_workers: int = safe(0, "number of tokenizing processes; 0 = one per core", ge=0)
 

@@ -280,7 +280,7 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return what `prepare` needs to know of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
     return DataKind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
-                    partial(tokenize_examples, sha256), partial(decode_examples, kind),
+                    split_key, partial(tokenize_examples, sha256), partial(decode_examples, kind),
                     {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                      "examples_version": EXAMPLES_VERSION})
 

@@ -36,6 +36,7 @@ from data_pipeline.workers import (
     DataKind,
     WorkerSpec,
     open_workers,
+    position_of,
     split_of,
     worker_tokenizer,
 )
@@ -48,6 +49,10 @@ TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
+# If VALIDATION_FRACTION is not set: the fraction of a set of at least SMALL_SET items, and of a smaller one.
+# If there are fewer than FEW_DOCUMENTS, each gives the last TAIL of its text.
+LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
+FEW_DOCUMENTS, TAIL = 20, 0.1
 SHOWN_LEFT_OUT = 20
 
 
@@ -58,7 +63,7 @@ class PreparationOptions:
     tokenizer_path: str
     tokenizer_backend: str
     shard_tokens: int  # in a full shard
-    validation_fraction: float  # of the documents; which ones depends only on a hash of their text
+    validation_fraction: float | None  # of the items, by a hash of their text; None = by the set's size
     workers: int = 0  # processes that tokenize; 0 = one per core; the result does not depend on it
     max_documents: int = 0  # only the first so many documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list records that cannot be used
@@ -104,8 +109,8 @@ def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkToke
     tokenizer = worker_tokenizer(spec)
     ids = {split: array(TYPECODES[spec.dtype]) for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
-    for _, text in documents:
-        split = split_of(text, spec.validation_fraction)
+    for _, text, split in documents:
+        split = split or split_of(text, spec.validation_fraction)
         ids[split].fromlist(tokenizer.encode_document(text))
         counts[split] += 1
     return ChunkTokens({split: Tokens(np.frombuffer(ids[split], spec.dtype), counts[split])
@@ -122,7 +127,33 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
 
 
 DOCUMENTS = DataKind("", read_texts, lambda document: len(document.text), attrgetter("text"),
-                     tokenize_documents, decode_documents, {})
+                     attrgetter("text"), tokenize_documents, decode_documents, {})
+
+
+def fraction_to_hold_out(kind: DataKind, items: Iterable) -> float | None:
+    """Return the validation fraction of a set; None if each of its few documents gives its last part."""
+    positions = sorted({position_of(kind.split_key(item)) for item in islice(items, SMALL_SET)})
+    if len(positions) == SMALL_SET:
+        return LARGE_SET_FRACTION
+    if len(positions) < FEW_DOCUMENTS and not kind.name:
+        return None
+    # At least one, whatever the hashes are, and at least one to train on.
+    return max(SMALL_SET_FRACTION, sum(positions[:2]) / 2) if len(positions) > 1 else 0.0
+
+
+def cut_tails(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield the beginning of each document for training, and the rest for validation.
+
+    The rest begins after the last blank line, or else line, that ends in a tenth of the text before TAIL.
+    """
+    for where, text, _ in documents:
+        start, end = round(len(text) * (1 - 2 * TAIL)), round(len(text) * (1 - TAIL))
+        borders = [text.rfind(border, start, end) + len(border) for border in ("\n\n", "\n")
+                   if border in text[start:end]]
+        cut = borders[0] if borders else end
+        for part, split in ((text[:cut], "train"), (text[cut:], "validation")):
+            if part and not part.isspace():
+                yield Document(where, part, split)
 
 
 def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options: PreparationOptions) -> Path:
@@ -142,6 +173,11 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
+        if options.validation_fraction is None:  # versions before 1.0 held out this fraction of every set
+            fixed = replace(options, validation_fraction=LARGE_SET_FRACTION)
+            earlier = output_dir / plan._replace(options=fixed).key
+            if read_own_json(earlier / MANIFEST).get("splits", {}).get("validation", {}).get("documents"):
+                folder = earlier
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
                 if not (folder / MANIFEST).is_file():
@@ -205,12 +241,20 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
-    items = islice(kind.read(source, reading), options.max_documents or None)
+
+    def read(reading: Reading) -> Iterator:
+        return islice(kind.read(source, reading), options.max_documents or None)
+
+    items, fraction = read(reading), options.validation_fraction
+    if fraction is None:
+        fraction = fraction_to_hold_out(kind, read(Reading(skip_bad)))
+        if fraction is None:
+            items = cut_tails(items)
     chunks = islice(cut_chunks(items, kind.characters, reading), journal["chunks"], None)
     filters = Filters(FilterOptions(options.near_duplicates, *plan.inputs[1:]), kind.text, folder,
                       journal.get("filters", {}))
     spec = WorkerSpec(options.tokenizer_path, options.tokenizer_backend, plan.tokenizer.sha256, plan.dtype,
-                      options.validation_fraction, options.system_prompt)
+                      fraction or 0.0, options.system_prompt)
     # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -257,7 +301,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         skipped["dropped"] = dict(reading.dropped)
     if not splits["train"]["documents"]:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, filters)
-    return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {})}
+    return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {}),
+            **({"cut_from_each": TAIL} if fraction is None else {"held_out": fraction})}
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
@@ -339,9 +384,11 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     lines = []
     for name, split in splits.items():
         targets = f", {split['target_tokens']:,} of them targets," if kind else ""
+        cut = manifest.get("cut_from_each") if name == "validation" else None
         lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {split['documents']:,} "
-                     f"{kind or 'documents'}, {len(split['shards'])} shards")
-    if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
+                     f"{kind or 'documents'}, {len(split['shards'])} shards"
+                     f"{f' (the last {cut:.0%} of each document)' if cut else ''}")
+    if manifest["settings"]["validation_fraction"] != 0 and not splits["validation"]["documents"]:
         more = how_to_get_more(kind, names_of_sources(manifest))
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")

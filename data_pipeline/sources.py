@@ -86,6 +86,7 @@ class Document(NamedTuple):
 
     where: str
     text: str
+    split: str = ""  # "" = by a hash of the text
 
 
 @dataclass

@@ -51,15 +51,20 @@ class DataKind(NamedTuple):
     read: Callable[[Source, Reading], Iterator]  # yields the items of a source
     characters: Callable[[Any], int]  # in an item
     text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
+    split_key: Callable[[Any], str]  # the text of an item that decides its split
     tokenize: Callable[[WorkerSpec, list], ChunkTokens]  # runs in a worker
     decode: Callable[[Path, dict, Any, str], list[str]]  # as `prepare.decode_documents`
     settings: dict  # what else decides the tokens; part of the key
 
 
+def position_of(text: str) -> float:
+    """Return a text's place from 0 to 1, by its hash: the first ones are held out."""
+    return int.from_bytes(sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
+
+
 def split_of(text: str, validation_fraction: float) -> str:
     """Return the split of a document, which depends only on its text."""
-    digest = sha256(text.encode("utf-8")).digest()
-    return SPLITS[int.from_bytes(digest[:8], "big") < int(validation_fraction * 2**64)]
+    return SPLITS[position_of(text) < validation_fraction]
 
 
 @lru_cache(maxsize=1)

@@ -115,6 +115,36 @@ def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
     assert not any(split_of(text, 0.0) == "validation" for text in texts)
 
 
+def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, tokenizer_path):
+    acts = [f"Act {number}\n" + "\n\n".join(stories(40, seed=number)) for number in range(3)]
+    for number, act in enumerate(acts):
+        (tmp_path / f"act-{number}.txt").write_text(act)
+    folder = prepare(str(tmp_path / "*.txt"), tokenizer_path, tmp_path / "out", validation_fraction=None)
+    tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
+    parts = {}
+    for split in ("train", "validation"):
+        ids = np.array(tokens_of(folder, split, tokenizer))
+        documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])
+        parts[split] = [tokenizer.decode(document[1:-1]) for document in documents]
+    assert [head + tail for head, tail in zip(parts["train"], parts["validation"], strict=True)] == acts
+    assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(*parts.values()))
+    assert "10% of each document" in describe_prepared(folder)
+
+
+@pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])
+def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, fraction):
+    texts = [f"Tale {number}" for number in range(documents)]
+    source = write_jsonl(tmp_path / "x.jsonl", texts)
+    folder = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=None)
+    split = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]
+    by_hash = sum(split_of(text, fraction) == "validation" for text in texts)
+    assert split["documents"] == max(1, by_hash)
+    # A set that an earlier version prepared is found again.
+    if by_hash and fraction == 0.005:
+        earlier = prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=0.005)
+        assert prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=None) == earlier
+
+
 OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}
 
 
