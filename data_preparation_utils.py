@@ -2,12 +2,13 @@
 
 The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; a program calls `prepare_set`. The
 set's folder is named by a hash of its sources, tokenizer and settings, so that a second call finds what the
-first one prepared. The parts are in data_pipeline/: sources (records), chats and templates (labels), prepare
-and workers (tokens, journal, manifest), shards (files).
+first one prepared; a link beside it has the name of the source. The parts are in data_pipeline/: sources
+(records), chats and templates (labels), prepare and workers (tokens, journal, manifest), shards (files).
 """
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,7 +34,14 @@ from data_pipeline.mixture import (
     source_facts,
     write_mixture,
 )
-from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
+from data_pipeline.prepare import (
+    DOCUMENTS,
+    PreparationOptions,
+    describe_prepared,
+    names_of_sources,
+    prepare,
+    read_prepared,
+)
 from data_pipeline.shards import KINDS, MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
 from settings.load import export, load_config
@@ -245,12 +253,41 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if flags.mix:
         if fields or flags.source:
             raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
-        return prepare_mixture(kind, read_mix(flags.mix), output, options)
+        return name_set(prepare_mixture(kind, read_mix(flags.mix), output, options), flags.mix)
     if not flags.source and kind != "documents":
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
-    source = source_of(flags.source or "fineweb-edu", NAMES[kind], **fields)
-    return prepare_set(kind, source, output, options)
+    named = flags.source or "fineweb-edu"
+    return name_set(prepare_set(kind, source_of(named, NAMES[kind], **fields), output, options), named)
+
+
+def name_set(folder: Path, source: str) -> Path:
+    """Name a prepared set after its source by a link beside it; return the link, or the folder without one.
+
+    When the source changes, the name follows to its new set. It never moves to the set of another source.
+    """
+    plain = source.rstrip("/")
+    while set("*?[") & set(os.path.basename(plain)):
+        plain = os.path.dirname(plain)
+    stem = os.path.basename(plain).split(".")[0]
+    name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:60]
+    if not name:
+        return folder
+
+    def source_in(place: Path) -> str:
+        manifest = read_prepared(place) if (place / MANIFEST).is_file() else {}
+        return names_of_sources(manifest)[0] if manifest else ""
+
+    link = folder.with_name(name)
+    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ("", source_in(folder))):
+        link = folder.with_name(f"{name}-{folder.name[:6]}")
+    temporary = folder.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        temporary.symlink_to(folder.name)
+        temporary.replace(link)
+    except OSError:  # a file system without links
+        return folder
+    return link
 
 
 def is_source(kind: str, path: str) -> bool:

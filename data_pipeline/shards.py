@@ -446,8 +446,10 @@ def prepared_folder(path: Path) -> Path | None:
         return path
     # listdir, because glob skips a folder without read permission silently.
     inside = path.iterdir() if path.is_dir() and os.listdir(path) else []
-    found = sorted(place for place in inside if not place.name.startswith(("tmp-", "."))
-                   and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE)))
+    sets = sorted((place for place in inside if not place.name.startswith(("tmp-", "."))
+                   and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE))),
+                  key=lambda place: (place.is_symlink(), place))
+    found = [*{place.resolve(): place for place in sets}.values()]  # of a set, the link that names it
     if len(found) > 1:
         raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
                         f"{', '.join(map(str, found))}")

@@ -114,9 +114,10 @@ def main() -> None:
     if to_prepare:
         source = [] if how.source or how.mix else ["--source", path]
         how_flags = [f"{flag(name)}={value}" for name, value in vars(how).items() if value is not None]
-        known = {*Path(how.output).glob("*")}
+        known = {place.resolve() for place in Path(how.output).glob("*")}
         folder = prepare_from_flags(kind, [*settings, *how_flags, *source])
-        show(*(["Prepared before:"] if folder in known else describe(folder)), f"{setting}={folder}")
+        facts = ["Prepared before:"] if folder.resolve() in known else describe(folder)
+        show(*facts, f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
     # Train.

@@ -18,7 +18,7 @@ from factories import prepare_under_fire, start_preparation, write_jsonl
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import DOCUMENTS, describe_prepared
-from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set, prepared_folder
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
 from data_preparation_utils import PreparationOptions, prepare_from_flags, prepare_set
@@ -143,6 +143,22 @@ def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, 
     if by_hash and fraction == 0.005:
         earlier = prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=0.005)
         assert prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=None) == earlier
+
+
+def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):
+    def prepare_file(path, text):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text * 100)
+        return prepare_from_flags("documents", ["--source", str(path), "--output", str(tmp_path / "out"), "--tokenizer-path",
+                                                tokenizer_path, "--preparation-workers", "1"])
+
+    first = prepare_file(tmp_path / "my play.txt", "To be\n")
+    before = first.resolve()
+    assert first == tmp_path / "out" / "my-play" and (first / MANIFEST).is_file()
+    assert prepared_folder(tmp_path / "out") == first
+    assert prepare_file(tmp_path / "my play.txt", "or not\n") == first and first.resolve() != before
+    other = prepare_file(tmp_path / "other" / "my play.txt", "to be\n")
+    assert other == tmp_path / "out" / f"my-play-{other.resolve().name[:6]}" and first.resolve() != other.resolve()
 
 
 OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2}
