@@ -6,6 +6,8 @@ Is B better than A? The tests on the same evaluation items need no library of st
 import math
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from operator import itemgetter
+from statistics import fmean, stdev
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -15,6 +17,7 @@ from report.curves import Curve, task_names
 from report.data import NOT_COMPARED, RunReader, spelt
 
 SIGNIFICANT = 0.05
+SEEDS = ("SEED", "DATA_SEED")
 
 
 class Paired(NamedTuple):
@@ -114,8 +117,54 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
         values = [spelt(run.settings[name]) if name in run.settings else None for run in runs]
         if len(set(values)) > 1 and name not in NOT_COMPARED:
             settings.append({"name": name, "values": values})
-    paired, refused = tests(runs)
-    return {"settings": settings, "results": [*results(runs)], "tests": paired, "refused": refused}
+    rows = [*results(runs)]
+    configurations = by_configuration(runs, rows)
+    paired, refused = ([], []) if configurations else tests(runs)
+    return {"settings": settings, "results": rows, "tests": paired, "refused": refused,
+            "configurations": configurations}
+
+
+def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs that differ only in their seeds as one configuration: means and standard errors over the seeds.
+
+    The first result of each configuration is tested against that of the first one, with Holm's correction.
+
+    Args:
+        rows: the results of the runs.
+    Returns:
+        [] if no two runs differ only in their seeds. Source of the correction: Holm 1979.
+    """
+    groups: dict[tuple, list[int]] = {}
+    seeds = [tuple(spelt(run.settings.get(name)) for name in SEEDS) for run in runs]
+    names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
+    for place, run in enumerate(runs):
+        groups.setdefault(tuple(spelt(run.settings.get(name)) for name in names), []).append(place)
+    repeated = any(len({seeds[member] for member in members}) < len(members) for members in groups.values())
+    if repeated or len(groups) == len(runs):
+        return []
+    varied = [place for place in range(len(names)) if len({key[place] for key in groups}) > 1]
+    found, first = [], {}
+    for key, members in groups.items():
+        made = {"name": ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs",
+                "runs": [runs[member].name for member in members], "results": [],
+                "difference": None, "p": None}
+        for row in rows:
+            values = [row["cells"][member]["value"] for member in members if row["cells"][member]]
+            stderr = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+            made["results"].append({"name": row["name"], "better": row["better"], "n": len(values),
+                                    "mean": fmean(values) if values else None, "stderr": stderr})
+        by_seed = {seeds[member]: rows[0]["cells"][member]["value"]
+                   for member in members if rows and rows[0]["cells"][member]}
+        first = first or by_seed
+        common = [*(by_seed.keys() & first.keys())]
+        if found and len(common) > 1:
+            test = paired_t(*(np.array([values[seed] for seed in common]) for values in (first, by_seed)))
+            made |= {"difference": test.difference, "p": test.p}
+        found.append(made)
+    least, tested = 0.0, sorted((made for made in found if made["p"] is not None), key=itemgetter("p"))
+    for place, made in enumerate(tested):
+        made["p"] = least = max(least, min(1.0, (len(tested) - place) * made["p"]))
+    return found
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:

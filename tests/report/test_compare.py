@@ -123,3 +123,20 @@ def test_of_several_common_steps_the_last_is_compared(tmp_path, right):
     b = write_run(tmp_path / "b", {}, [], scored(10, right[0]) + scored(20, right[1]))
     accuracy = comparison([a, b])["tests"][0]
     assert (accuracy["step"], accuracy["better"]) == (20, "b")
+
+
+def test_runs_that_differ_only_in_their_seeds_are_one_configuration(tmp_path):
+    stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
+    losses = {rate: 2.0 + shift + 0.05 * dice.normal(size=3) for rate, shift in ((0.1, 0), (0.2, 0.1), (0.3, -0.2), (0.4, 0.02))}
+    runs = [write_run(tmp_path / f"{rate}-{seed}", {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": f"{rate}-{seed}"},
+                      [{"step": 10, "val_loss": loss}], []) for rate, values in losses.items() for seed, loss in enumerate(values)]
+    found = comparison(runs)
+    base, *others = found["configurations"]
+    assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses] and not found["tests"]
+    for made, values in zip(found["configurations"], losses.values()):
+        assert (made["results"][0]["mean"], made["results"][0]["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
+    plain = [stats.ttest_rel(losses[0.1], losses[rate]).pvalue for rate in (0.2, 0.3, 0.4)]
+    order = np.argsort(plain)
+    holm = np.minimum(1, np.maximum.accumulate(np.array([3, 2, 1]) * np.sort(plain)))
+    assert base["p"] is None and [others[place]["p"] for place in order] == pytest.approx(holm.tolist())
+    assert comparison(runs[::3])["configurations"] == [], "no two runs differ only in their seeds"
