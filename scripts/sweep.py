@@ -1,0 +1,209 @@
+"""Train every combination of some settings, each with several seeds, and compare the results.
+
+    python scripts/sweep.py --vary LEARNING_RATE=1e-3,3e-3 --seeds 3 --preset sample
+    python scripts/sweep.py --vary DEPTH=2,4 --vary WEIGHT_DECAY=0,0.1 --name shape
+
+All other flags are train.py's. Runs are trained one after another, or one on each GPU if there are several,
+in OUTPUT_DIR/NAME. The same command resumes an interrupted sweep. At the end, a table and a report show the
+mean and standard error over the seeds, and test each configuration against the first one.
+"""
+
+import argparse
+import itertools
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common.command_line import CommandParser, number  # noqa: E402
+from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
+from common.text import duration, show  # noqa: E402
+from config import is_plain_name  # noqa: E402
+from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
+from report.compare import by_configuration, results  # noqa: E402
+from report.page import Report  # noqa: E402
+from settings.load import exit_with, load_config  # noqa: E402
+
+FAILED_ALONE = {1, 4, 6}  # exit codes that other runs need not share: crash, non-finite loss, hang
+
+
+class Trial(NamedTuple):
+    """One run of a sweep."""
+
+    name: str
+    flags: list[str]
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    """Return the sweep's own flags, and train.py's."""
+    parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
+                           usage="%(prog)s --vary NAME=VALUE,VALUE [--seeds N] [settings as for train.py]")
+    parser.add_argument("--vary", metavar="NAME=VALUES", action="append", default=[],
+                        help="a setting and its values, separated by commas; may be repeated")
+    parser.add_argument("--seeds", metavar="N", default=1,
+                        type=number(int, "from 1 to 1,000", lambda value: 1 <= value <= 1000),
+                        help="train each combination with SEED, SEED + 1, ... (default: %(default)s)")
+    parser.add_argument("--name", help="folder of the sweep in OUTPUT_DIR (default: after the settings)")
+    own, flags = parser.parse_known_args()
+    own.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
+                for name, _, values in (each.partition("=") for each in own.vary)]
+    if empty := [name for name, values in own.vary if not values]:
+        raise SettingsError(f"--vary {empty[0]}: has no values; write for example "
+                            "--vary LEARNING_RATE=1e-3,3e-3")
+    if own.seeds == 1 and not own.vary:
+        raise SettingsError("nothing varies; give --vary NAME=VALUE,VALUE, or --seeds above 1")
+    own.name = own.name or "-".join(["sweep", *(name for name, _ in own.vary)])
+    if not is_plain_name(own.name):
+        raise SettingsError(f"--name {own.name} must be a plain folder name: letters, digits, '.', '_', '-'")
+    return own, flags
+
+
+def list_trials(own: argparse.Namespace, flags: list[str]) -> tuple[Path, list[Trial]]:
+    """Return the sweep's folder and its runs, whose settings are all valid."""
+    config = load_config(flags, complete=False).config
+    folder, trials, problems = Path(config.output_dir) / own.name, [], []
+    for seed in range(config.seed, config.seed + own.seeds):
+        for values in itertools.product(*(values for _, values in own.vary)):
+            chosen = [*zip((name for name, _ in own.vary), values), ("seed", str(seed))]
+            name = re.sub(r"[^\w.-]", "-", ".".join(f"{setting}-{value}" for setting, value in chosen))
+            chosen += [("output_dir", str(folder)), ("run_name", name)]
+            trial = Trial(name, [*flags, *(f"--{setting.replace('_', '-')}={value}"
+                                           for setting, value in chosen)])
+            try:
+                load_config(trial.flags)
+            except SettingsError as error:
+                problems += [line for line in str(error).splitlines() if line not in problems]
+            trials.append(trial)
+    if problems:
+        exit_with(SettingsError(*problems))
+    return folder, trials
+
+
+class Sweep:
+    """The runs that are left, and the processes that train them."""
+
+    def __init__(self, folder: Path, trials: list[Trial]):
+        self.folder, self.trials = folder, trials
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.failed: dict[str, int] = {}
+        self.received: Optional[int] = None  # a stop signal
+        self.seconds: list[float] = []
+        self.lock = threading.Lock()
+
+    def is_finished(self, trial: Trial) -> bool:
+        run = self.folder / trial.name
+        if not (run / "config.json").is_file():
+            return False
+        reader = Report([run]).runs[0]
+        reader.read()
+        return reader.state(max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0)[0] == "finished"
+
+    def train(self, gpus: list[Optional[str]]) -> None:
+        """Train what is not finished, one run at a time on each of these GPUs (None: without a choice)."""
+        left = [trial for trial in self.trials if not self.is_finished(trial)]
+        show(f"{len(self.trials)} runs in {self.folder}, {len(self.trials) - len(left)} of them finished")
+        for place, trial in enumerate(left, 1 + len(self.trials) - len(left)):
+            self.waiting.put((place, trial))
+        for stop in STOP_SIGNALS:
+            signal.signal(stop, self.stop)
+        threads = [threading.Thread(target=self.work, args=(gpu, len(gpus)), daemon=True) for gpu in gpus]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():  # with a limit, so that signals are handled in between
+                thread.join(1.0)
+
+    def stop(self, received: int, frame) -> None:
+        """Pass a signal on to the runs, which save."""
+        self.received = received
+        for process in [*self.processes.values()]:
+            process.send_signal(signal.SIGTERM)
+
+    def work(self, gpu: Optional[str], workers: int) -> None:
+        """Train runs until none is left, on one GPU."""
+        while self.received is None and not {*self.failed.values()} - FAILED_ALONE:
+            try:
+                place, trial = self.waiting.get_nowait()
+            except queue.Empty:
+                return
+            left = ""
+            if self.seconds:
+                rounds = (self.waiting.qsize() + workers) / workers
+                left = f", about {duration(fmean(self.seconds) * rounds)} left"
+            where = f" on GPU {gpu}" if gpu else ""
+            show(f"=== {place}/{len(self.trials)} {trial.name}{where}{left}")
+            started = time.monotonic()
+            # In a separate session, so that Ctrl-C reaches it once, through `stop`.
+            process = subprocess.Popen(
+                [sys.executable, str(ROOT / "train.py"), *trial.flags], start_new_session=True,
+                env=os.environ | ({VISIBLE: gpu} if gpu else {}),
+                stdout=subprocess.DEVNULL if workers > 1 else None)
+            self.processes[trial.name] = process
+            if self.received is not None:
+                process.send_signal(signal.SIGTERM)
+            code = process.wait()
+            del self.processes[trial.name]
+            self.seconds.append(time.monotonic() - started)
+            if code == EXIT_PREEMPTED and self.received is None:
+                self.received = signal.SIGTERM  # somebody stopped the run itself
+            elif code and code != EXIT_PREEMPTED:
+                self.failed[trial.name] = code
+                show(f"{trial.name} ended with exit code {code}; see {self.folder / trial.name / 'log'}")
+
+
+def show_table(folder: Path, trials: list[Trial]) -> None:
+    """Print a line for each configuration, or for each run if there is one seed, and write the report."""
+    report = Report([folder / trial.name for trial in trials])
+    report.read()
+    measured = [*results(report.runs)] if report.runs else []
+    if not measured:
+        return
+    rows = [("run", measured[0]["name"]), *((run.name, f"{cell['value']:.4f}" if cell else "-") for run, cell
+                                            in zip(report.runs, measured[0]["cells"]))]
+    if configurations := by_configuration(report.runs, measured):
+        rows = [("configuration", "seeds", measured[0]["name"], "against the first", "p (Holm)")]
+        for made in configurations:
+            result, tested = made["results"][0], made["p"] is not None
+            mean = f"{result['mean']:.4f}" if result["n"] else "-"
+            error = f" ± {result['stderr']:.4f}" if result["n"] > 1 else ""
+            rows.append((made["name"], str(result["n"]), mean + error,
+                         *((f"{made['difference']:+.4f}", f"{made['p']:.2g}") if tested else ("", ""))))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    show(*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+    folders = [str(run.folder) for run in report.runs]
+    subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *folders, "--output",
+                    str(folder / "report.html")], check=False)
+
+
+def main() -> None:
+    own, flags = parse_args()
+    folder, trials = list_trials(own, flags)
+    import torch
+
+    visible = os.environ.get(VISIBLE, "").split(",")
+    gpus = [visible[place] if visible[0] else str(place) for place in range(torch.cuda.device_count())]
+    on_cpu = load_config(flags, complete=False).config.device == "cpu"
+    sweep = Sweep(folder, trials)
+    sweep.train([None] if on_cpu or len(gpus) < 2 else gpus)
+    if sweep.received is not None:
+        show("Stopped. Run the same command again to continue.")
+        raise SystemExit(EXIT_PREEMPTED)
+    show_table(folder, [trial for trial in trials if trial.name not in sweep.failed])
+    if sweep.failed:
+        codes = ", ".join(f"{name} (exit code {code})" for name, code in sweep.failed.items())
+        raise PaddockError(f"{len(sweep.failed)} of {len(trials)} runs failed: {codes}")
+
+
+if __name__ == "__main__":
+    run_script(main)

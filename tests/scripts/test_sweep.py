@@ -1,0 +1,32 @@
+"""Sweeps: every combination is trained, an interrupted sweep continues, and a run that fails does not end it."""
+
+import os
+import re
+import signal
+
+from commands import Command
+from factories import PATIENCE, TinyRun
+
+
+def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs")
+    sweep = ("scripts/sweep.py", "--vary", "learning_rate=0.01,1e15", "--name", "rates", *run.argv())
+    best = tmp_path / "runs" / "rates" / "learning_rate-0.01.seed-1337"
+    with Command(run, *sweep) as first:
+        first.wait_for((best / "metrics.jsonl").exists)
+        os.kill(first.pid, signal.SIGINT)
+        assert first.wait() == 143 and "Run the same command again" in first.text()
+    with Command(run, *sweep) as second:
+        assert second.wait(2 * PATIENCE) == 1 and "1 of 2 runs failed" in second.last_line() and "(exit code 4)" in second.last_line()
+    assert (best / "ledger.jsonl").read_bytes() == (whole.folder / "ledger.jsonl").read_bytes(), "the seed and rate of `whole`"
+    assert re.search(rf"^{best.name} +{whole.metrics()[-1]['val_loss']:.4f}$", second.text(), re.MULTILINE)
+    assert (best.parent / "report.html").is_file()
+
+
+def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs")
+    for flags, reason in ((["--vary", "learning_rate=x,0.1"], "LEARNING_RATE=x"), (["--vary", "lerning_rate=1"], "--learning-rate"),
+                          (["--vary", "learning_rate"], "no values"), ([], "nothing varies")):
+        with Command(run, "scripts/sweep.py", *flags, *run.argv()) as command:
+            assert command.wait() == 2 and reason in command.text()
+    assert [*run.output_dir.glob("*/")] == []
