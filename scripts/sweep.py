@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import duration, show  # noqa: E402
-from config import is_plain_name  # noqa: E402
+from config import PLAIN_NAME  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from report.compare import by_configuration, results  # noqa: E402
 from report.page import Report  # noqa: E402
@@ -63,7 +63,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     if own.seeds == 1 and not own.vary:
         raise SettingsError("nothing varies; give --vary NAME=VALUE,VALUE, or --seeds above 1")
     own.name = own.name or "-".join(["sweep", *(name for name, _ in own.vary)])
-    if not is_plain_name(own.name):
+    if not PLAIN_NAME.fullmatch(own.name):
         raise SettingsError(f"--name {own.name} must be a plain folder name: letters, digits, '.', '_', '-'")
     return own, flags
 
