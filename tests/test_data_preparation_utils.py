@@ -134,7 +134,7 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
 @pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])
 def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, fraction):
     texts = [f"Tale {number}" for number in range(documents)]
-    source = write_jsonl(tmp_path / "x.jsonl", texts)
+    source = write_texts(tmp_path / "x.jsonl", texts)
     folder = prepare(source, tokenizer_path, tmp_path / "out", validation_fraction=None)
     split = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]
     by_hash = sum(split_of(text, fraction) == "validation" for text in texts)
