@@ -58,12 +58,14 @@ class RunConfig(Section):
     start_step: Optional[int] = safe(None, "step number to start from, instead of the checkpoint's", ge=0)
     allow_resume_mismatch: str = safe("", "comma-separated settings that may differ from the checkpoint's")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
+    data_seed: Optional[int] = fixed(None, "random seed for the row order alone; none = SEED", ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = safe("auto", "auto = cuda if available")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
         "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware is fast at it")
     tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
     deterministic: bool = safe(False, "use deterministic CUDA kernels: exact resume, but slower")
-    compile: bool = safe(True, "use torch.compile; if no compiler is installed, warn and run eagerly")
+    compile: bool = safe(
+        True, "use torch.compile if a compiler is there; not set: not for small models on a CPU")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
     drift_check_every: int = safe(
@@ -197,6 +199,8 @@ class OptimConfig(Section):
     micro_batch_size: int = safe(8, "rows per forward pass on one rank; 0 = all rows of the rank", ge=0)
     max_seq_len: int = fixed(1024, "tokens in a row", ge=1)
     max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
+    epochs: Optional[float] = safe(
+        None, "passes over the training data, instead of MAX_STEPS; without both, sft 3 and dpo 1", gt=0)
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
     learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
     min_learning_rate: Optional[float] = curve(None, "final learning rate; none = LEARNING_RATE / 10", ge=0)
@@ -398,6 +402,11 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
                          f"EVAL_TASKS={name.strip()}:") for name, _, path in parts]
 
     @property
+    def row_seed(self) -> int:
+        """The seed of the row order."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def choice_sets(self) -> list[EvalTask]:
         """All multiple-choice sets: HellaSwag first, if its items are named."""
         first = EvalTask("hellaswag", self.hellaswag_name, self.hellaswag_path or "", "HELLASWAG_PATH=")
@@ -409,8 +418,9 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def start_settings(self) -> list[str]:
-        """The settings that name a model to start from, of those that are set."""
-        return [name for name in START_FROM if getattr(self, name)]
+        """The settings that name a model to start from, of those that are set; this stage's first."""
+        usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
+        return [name for name in dict.fromkeys((usual, *START_FROM)) if getattr(self, name)]
 
     @property
     def start_setting(self) -> str:
@@ -568,8 +578,6 @@ def evaluation_rules(c: Config) -> Iterator[str]:
 def stage_rules(c: Config) -> Iterator[str]:
     """What a run starts from, and which features work in which stage."""
     checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
-    if len(checkpoints) > 1:
-        yield f"{' and '.join(checkpoints)} are both set; start from one checkpoint"
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
     if c.training_stage == "dpo" and has_none:

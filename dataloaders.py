@@ -594,6 +594,13 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     return rows
 
 
+def count_rows(config: Config, tokenizer) -> int:
+    """Return the rows of the stage's training data, of a mixture in all its sources; nothing is verified."""
+    path = Path(config.data_path)
+    sets = [path / source.set for source in read_mixture(path).sources] if is_mixture(path) else [path]
+    return sum(len(open_set(config, os.path.normpath(each), "train", tokenizer, "never")) for each in sets)
+
+
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> TokenRows | ExampleRows:
     """Open one split of a single set."""
     verification = Verification(verify, cache_of(config))

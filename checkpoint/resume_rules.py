@@ -16,7 +16,8 @@ from config import (
     on_resume,
 )
 
-SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE"}  # reported elsewhere, or not worth it
+# Reported elsewhere (EPOCHS as MAX_STEPS), or not worth it.
+SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 

@@ -206,7 +206,7 @@ class DataReport:
         if not len(rows):
             yield f"rows: none, because the data is shorter than MAX_SEQ_LEN={self.config.max_seq_len}"
             return
-        positions, seed = np.arange(min(count, len(rows))), self.config.seed
+        positions, seed = np.arange(min(count, len(rows))), self.config.row_seed
         order = (rows.mixing.rows_at(positions, seed) if isinstance(rows, MixedRows) else
                  rows_at(positions, len(rows), seed))
         for number, row in enumerate(order.reshape(-1, 1), 1):

@@ -48,8 +48,8 @@ from parallel.ranks import Ranks, collective
 from run.card import device_name, trained_count
 from run.folder import has_run
 from run.life import Inputs, Run, trained_bytes
-from run.start import Start, adapted_on_meta, find_start, prepare_device, read_inputs
-from settings.depth import TOKENS_PER_PARAMETER
+from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
+from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import Loaded
 from tokenizer import load_tokenizer
 
@@ -291,6 +291,8 @@ def check(loaded: Loaded) -> int:
     """Print what can be checked before the run; returns 0, or the exit code of the first problem."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
+    with suppress(PaddockError):  # the check of the data reports it
+        loaded = decide_by_data(loaded)
     checked = Check(loaded)
     checked.check_settings()
     checked.check_inputs()

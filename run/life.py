@@ -55,7 +55,7 @@ class Inputs:
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Which rows this rank reads in each step."""
         mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
-        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed,
+        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.row_seed,
                         ranks.rank, ranks.world_size, mixing)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:

@@ -21,8 +21,18 @@ from checkpoint import huggingface, peft, store
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
-from config import FEED_FORWARD, MODEL_SETTINGS, Config, rules
-from dataloaders import MixedRows, Rows, cache_of, map_parts, open_rows, parts_of, read_held_out, rows_at
+from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules
+from dataloaders import (
+    MixedRows,
+    Rows,
+    cache_of,
+    count_rows,
+    map_parts,
+    open_rows,
+    parts_of,
+    read_held_out,
+    rows_at,
+)
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.optim import Optimizer
@@ -33,7 +43,8 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes, write_report
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
-from settings.load import Loaded
+from settings.derived import SMALL_MODEL, settings_of_data
+from settings.load import Loaded, assigned
 from tokenizer import load_tokenizer
 
 
@@ -62,11 +73,12 @@ class Start(NamedTuple):
 @collective
 def open_run(loaded: Loaded) -> Iterator[Run]:
     """A run that is ready for its next step, on every rank. Interrupted: a rank received a stop signal."""
-    config = loaded.config
-    device = prepare_device(config)
+    device = prepare_device(loaded.config)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        ranks = stack.enter_context(joined_ranks(device.type, config.distributed_timeout))
+        ranks = stack.enter_context(joined_ranks(device.type, loaded.config.distributed_timeout))
+        loaded = ranks.raise_on_all(lambda: decide_by_data(loaded))
+        config = loaded.config
         verified = ranks.on_rank0(lambda: read_inputs(config, verify=True))
         inputs = ranks.raise_on_all(lambda: verified or read_inputs(config, verify=False))
         warnings = [*loaded.warnings]
@@ -104,6 +116,31 @@ def prepare_device(config: Config) -> torch.device:
 
 
 # -------------------------------------------------------------------------------------------- inputs
+
+
+def decide_by_data(loaded: Loaded) -> Loaded:
+    """The settings, with those that follow from the hardware and the size of the data."""
+    config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile"}, []
+    if undecided and config.data_path and config.tokenizer_path:
+        rows = count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+        chosen = settings_of_data(config, rows, undecided)
+        config = config.model_copy(update=chosen)
+        if conflicts := [*numeric_rules(config)]:
+            raise SettingsError(*conflicts)
+        epochs = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
+        notes = [f"The {rows:,} training rows{epochs} set {text}"] if (text := assigned(chosen)) else []
+    if config.named_checkpoint is None:  # else its shape is not known yet
+        config = decide_compile(config, loaded)
+    return replace(loaded, config=config, notes=(*loaded.notes, *notes))
+
+
+def decide_compile(config: Config, loaded: Loaded) -> Config:
+    """The settings, without the compiler for a small model on a CPU, unless COMPILE is set."""
+    on_cpu = not config.device_memory and model_utils.choose_device(config) == "cpu"
+    is_small = config.matrix_count < SMALL_MODEL and config.activation_checkpointing != "selective"
+    if "compile" in loaded.undecided and on_cpu and is_small:
+        return config.model_copy(update={"compile": False})
+    return config
 
 
 def read_inputs(config: Config, verify: bool) -> Inputs:
@@ -251,7 +288,7 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
     if loaded.config.keep_layers:
         del values["n_layers"]
-    config = loaded.with_defaults(values).config
+    config = decide_compile(loaded.with_defaults(values).config, loaded)
     taken = {name.upper(): value for name, value in values.items()
              if getattr(config, name) != getattr(loaded.config, name)}
     notes = [f"model settings from {folder}: {assignments(taken).removeprefix('set ')}"] if taken else []

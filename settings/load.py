@@ -28,7 +28,8 @@ from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
-from settings.depth import settings_of_depth, unequal_shares
+from settings.derived import settings_of_depth, settings_of_stage, unequal_shares
+from settings.inherited import find_tokenizer, recorded_settings
 from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
 
 PRESETS_DIR = Path(__file__).parent / "presets"
@@ -145,7 +146,7 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
     # a value such as -1e-3 for a flag.
     values, problems, config_files = {}, [], []
     env_file, check = None, False
-    known, arguments = (*Config.model_fields, *LOADER_FLAGS), [*argv]
+    known, arguments = (*Config.model_fields, *LOADER_FLAGS, "num_train_epochs"), [*argv]
     while arguments:
         flag, has_value, value = arguments.pop(0).partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
@@ -174,7 +175,7 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
         elif name == "config":
             config_files.append(value)
         else:
-            values[name] = (value, "command line")
+            values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
     return Flags(Layer(values, problems), env_file, config_files, check)
 
 
@@ -204,6 +205,7 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     check: bool = False
     is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
+    undecided: tuple[str, ...] = ()  # settings that follow from data or hardware, which are not looked at yet
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
@@ -257,16 +259,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     given = {name: pair for layer in layers for name, pair in layer.values.items()}
     config, invalid = validate(given)
 
-    # What other settings decide lies below all layers.
-    merged, chosen, notes = given, {}, []
-    if config.depth is not None:
-        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, given)
-        values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
-        kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
-        others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
-        notes.append(f"{where} sets {values or 'nothing'}{others}")
-        merged = {name: (value, where) for name, value in chosen.items()} | given
-        config, invalid = validate(merged)
+    config, merged, undecided, notes = complete_settings(config, given)
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
         config = config.model_copy(update={"micro_batch_size": rows})
@@ -277,6 +270,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
+    if config.epochs and "max_steps" in merged and complete:
+        problems.append(f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one")
     if complete:
         if "world_size" not in invalid:
             problems += launch_problems(config, environ, flags.check)
@@ -287,7 +282,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         for message in rules(config):
             if message in missing or invalid_names.search(message):
                 continue
-            if "total_batch_size" in chosen and message.startswith("TOTAL_BATCH_SIZE="):  # which nobody set
+            if message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in merged.keys() - given:
                 message = unequal_shares(config, given)
             problems.append(message)
     if problems:
@@ -295,8 +290,58 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
     sources = {name: where for name, (_, where) in merged.items()}
-    return Loaded(config, sources, (*notes, *surprises(layers, merged, environ)), (*misspelt_keys, *missing),
-                  flags.check, is_plan, exported(layers))
+    return Loaded(config, sources, (*notes, *surprises(layers, merged, environ)),
+                  (*misspelt_keys, *missing), flags.check, is_plan, undecided, exported(layers))
+
+
+class Completed(NamedTuple):
+    """The settings with what lies beneath all layers."""
+
+    config: Config
+    merged: dict[str, tuple[Any, str]]  # what is given, and what DEPTH decides
+    undecided: tuple[str, ...]  # as `Loaded.undecided`
+    notes: list[str]
+
+
+def complete_settings(config: Config, given: Mapping[str, tuple[Any, str]]) -> Completed:
+    """Complete what is given by what the run to resume recorded, or else by what other settings decide."""
+    checkpoint, recorded = recorded_settings(config, given)
+    merged, beneath, notes = dict(given), {name: (value, checkpoint) for name, value in recorded.items()}, []
+    if beneath:
+        config, invalid = validate(beneath | merged)
+        beneath = {name: pair for name, pair in beneath.items() if name not in invalid}
+        kept = assigned({name: value for name, (value, _) in beneath.items()})
+        notes += [f"Kept from {checkpoint}: {kept}"] if kept else []
+    if config.depth is not None and "depth" in given:
+        taken = {*beneath, *given, *({"max_steps"} if config.epochs else ())}
+        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, taken)
+        kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
+        others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
+        values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
+        notes.append(f"{where} sets {values or 'nothing'}{others}")
+        merged = {name: (value, where) for name, value in chosen.items()} | merged
+        config, _ = validate(beneath | merged)
+    undecided: list[str] = []
+    if not beneath or config.epochs:
+        chosen, undecided = settings_of_stage(config, beneath | merged)
+        config = config.model_copy(update=chosen)
+        if text := assigned({name: value for name, value in chosen.items() if name not in undecided}):
+            with_lora = " with LoRA" if config.lora_enabled else ""
+            notes.append(f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}")
+    if config.tokenizer_path is None and (found := find_tokenizer(config)):
+        config = config.model_copy(update={"tokenizer_path": found})
+        notes.append(f"TOKENIZER_PATH={found}, as the prepared data or the start has it")
+    if len(config.start_settings) > 1:
+        first, *others = map(str.upper, config.start_settings)
+        notes.append(f"TRAINING_STAGE={config.training_stage} starts from {first}, not from "
+                     f"{' or '.join(others)}")
+    return Completed(config, merged, tuple(undecided), notes)
+
+
+def assigned(values: Mapping[str, Any]) -> str:
+    """Return those values that are not the defaults, as NAME=value, NAME=value."""
+    return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
+                     for name, value in values.items() if value != Config.model_fields[name].default)
 
 
 def surprises(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],

@@ -19,8 +19,8 @@ FOREIGN_NAMES = {foreign: name for name, names in {
     "max_seq_len": "block_size context_length context_size seq_len seq_length sequence_length max_length "
                    "max_seq_length max_position_embeddings n_ctx n_positions cutoff_len model_max_length "
                    "max_prompt_length",
-    "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations epochs "
-                 "num_epochs num_train_epochs max_epochs",
+    "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations",
+    "epochs": "num_epochs num_train_epochs max_epochs n_epochs",
     "warmup_steps": "warmup warmup_iters warmup_ratio",
     "decay_fraction": "lr_decay_iters decay_ratio cooldown_iters",
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr lr_decay_style",

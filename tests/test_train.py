@@ -156,6 +156,22 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     assert f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, " in printed
 
 
+def test_a_run_resumes_by_its_name_alone_and_keeps_its_settings(whole, tiny_run, tmp_path):
+    run = tiny_run()
+    with stop_at(3):
+        assert run.train() == 143
+    assert train.main(["--output-dir", str(run.output_dir), "--run-name", run.folder.name, "--device", "cpu"]) == 0
+    assert run.lines("ledger") == whole.lines("ledger") and run.hashes(6) == whole.hashes(6)
+
+
+@pytest.mark.parametrize("epochs, steps", [(0.1, 3), (0.5, 12)])
+def test_epochs_become_steps(tiny_run, epochs, steps):
+    run = tiny_run(EPOCHS=epochs, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, VALIDATE_EVERY=0, SAVE_EVERY=0)
+    del run.settings["MAX_STEPS"]
+    assert run.train() == 0
+    assert run.metrics()[-1]["step"] == steps == -(-epochs * 183 // 8), "183 rows of 32 tokens, 8 a step"
+
+
 def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
     few = prepare(tmp_path / "few", documents=15)
     settings = {"MAX_STEPS": 8, "VALIDATION_ROWS": 1, "OPTIMIZER": "muon"}

@@ -20,7 +20,7 @@ PROMISED = {
         dpo_sft_weight orpo_lambda simpo_beta simpo_gamma lora_enabled lora_rank lora_alpha lora_rslora lora_dropout
         lora_target_modules lora_train_head lora_train_embeddings lora_train_tokens lora_base_quantization total_batch_size
         max_seq_len optimizer dim n_layers keep_layers n_heads n_kv_heads norm_eps rope_theta rope_scaling_factor
-        rope_low_freq_factor rope_high_freq_factor rope_original_max_len tie_embeddings document_mask training_stage seed""",
+        rope_low_freq_factor rope_high_freq_factor rope_original_max_len tie_embeddings document_mask training_stage seed data_seed""",
     "curve": """
         distillation_top_k validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
         early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
@@ -51,6 +51,8 @@ def another(name: str):
         return not default
     if isinstance(default, (int, float)):
         return default * 0.9 or 0.25 if isinstance(default, float) else default + 1
+    if name == "validation_fraction":
+        return 0.5
     return "other" if "str" in str(field.annotation) else 7
 
 
@@ -75,7 +77,7 @@ def test_every_setting_is_treated_as_the_table_says(name):
         return
     told = changes(before, now)
     lines = {"safe": told.notes, "curve": told.warnings}
-    silent = name in ("preset", "resume", "allow_resume_mismatch", "world_size") or name.endswith("dpo_data_path")
+    silent = name in ("preset", "resume", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
         assert f"{upper} was {getattr(before, name)}, is {getattr(now, name)}" in lines[kind][0]

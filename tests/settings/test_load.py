@@ -346,8 +346,8 @@ def test_a_name_that_resembles_nothing_points_to_the_help():
     ("batch_size", "micro_batch_size"), ("block_size", "max_seq_len"), ("n_layer", "n_layers"), ("n_embd", "dim"),
     ("max_iters", "max_steps"), ("eval_interval", "validate_every"), ("eval_iters", "validation_rows"), ("out_dir", "output_dir"),
     ("per_device_train_batch_size", "micro_batch_size"), ("gradient_accumulation_steps", "total_batch_size"),
-    ("num_train_epochs", "max_steps"), ("logging_steps", "log_every"), ("hidden_size", "dim"), ("lr", "learning_rate"),
-    ("epochs", "max_steps"), ("model_size", "preset"), ("log_steps", "log_every"), ("local_batch_size", "micro_batch_size"),
+    ("num_epochs", "epochs"), ("logging_steps", "log_every"), ("hidden_size", "dim"), ("lr", "learning_rate"),
+    ("epoch", "epochs"), ("model_size", "preset"), ("log_steps", "log_every"), ("local_batch_size", "micro_batch_size"),
     # litgpt, TRL, axolotl, transformers
     ("model_path", "pretrain_checkpoint"), ("model_name", "pretrain_checkpoint"), ("model_name_or_path", "pretrain_checkpoint"),
     ("initial_checkpoint_dir", "pretrain_checkpoint"), ("attn_implementation", "attention_backend"),
@@ -526,7 +526,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--keep-layers", "2", "--pretrain-checkpoint", "a", "--lora-enabled"), "KEEP_LAYERS=2 conflicts with LORA_ENABLED=true"),
     (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
-    (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
+    (("--epochs", "2", "--max-steps", "9"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
     (("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5"), "DIM=wide"),  # whose rules are silent then
@@ -571,8 +571,8 @@ def test_world_size_comes_from_the_launcher():
 
 def test_everything_that_is_wrong_is_told_at_once():
     found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LR=1\nDIM=100\nPRESET=debgu\n",
-                     config={"sft": {"epochs": 3}, "compile": "perhaps"})
-    expected = ["debgu", ".env:1: unknown setting MAX_LR", "epochs", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
+                     config={"sft": {"epoch": 3}, "compile": "perhaps"})
+    expected = ["debgu", ".env:1: unknown setting MAX_LR", "sft: unknown setting epoch", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
                 "run.json: compile: COMPILE=perhaps", "DIM=100"]
     assert len(found) == len(expected)
     assert all(any(words in line for line in found) for words in expected)

@@ -1,8 +1,8 @@
-"""The settings that DEPTH decides where nothing else sets them: one dial for the size of a pretraining run.
+"""The settings that others decide where nothing sets them: by DEPTH, by the stage, by the size of the data.
 
-Parameters are those of the blocks' matrices: the vocabulary is not known when settings are read. A resumed
-run computes all this again and compares it with its checkpoint, so a changed formula would refuse old runs.
-The batch does not depend on the number of ranks, so that a run can continue on another number.
+DEPTH is one dial for the size of a pretraining run. Parameters are those of the blocks' matrices: the
+vocabulary is not known when settings are read. A resumed run keeps what it recorded. The batch does not
+depend on the number of ranks, so that a run can continue on another number.
 """
 
 import math
@@ -12,6 +12,11 @@ from typing import Any
 from config import Config
 
 HEAD_DIM = 64
+RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # of full fine-tuning, as in TRL's and axolotl's recipes
+LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5}
+EPOCHS = {"sft": 3.0, "dpo": 1.0}
+BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64}  # of a batch chosen by data
+SMALL_MODEL = 50_000_000  # weights in matrices, below which a CPU computes sooner without a compiler
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
 ROWS = 48  # a batch is a multiple of so many rows, which 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks can share
 ACTIVATIONS = 3e8  # tokens x DIM x N_LAYERS of a micro-batch: about 7 GiB in bf16, compiled
@@ -58,6 +63,56 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     choose(max_steps=steps)
     choose(warmup_steps=min(2000, steps // 10, config.max_steps // 10))
     choose(learning_rate=float(f"{0.64 / config.dim:.2g}"))
+    return chosen
+
+
+def settings_of_stage(config: Config, given: Container[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values that the stage decides, and the names of settings that follow from data or hardware.
+
+    Both without what is given. A batch that follows from the data is one row on each rank until that is read.
+    """
+    is_tuning = config.training_stage in EPOCHS and not (config.random_init or config.distillation_enabled)
+    rates = LORA_RATES if config.lora_enabled else RATES
+    chosen = {"learning_rate": rates[config.training_stage if is_tuning else "pretrain"]}
+    undecided = ["compile"] if config.depth is not None and not is_tuning else [
+        "compile", "total_batch_size", "micro_batch_size"]
+    if is_tuning and "max_steps" not in given and config.epochs is None:
+        chosen["epochs"] = EPOCHS[config.training_stage]
+    if config.epochs or "epochs" in chosen:
+        undecided.append("max_steps")
+    if is_tuning or config.epochs:
+        undecided.append("warmup_steps")
+    undecided = [name for name in undecided if name not in given]
+    if is_tuning and "total_batch_size" in undecided:
+        rows = 1 if "micro_batch_size" in undecided else max(1, config.micro_batch_size)
+        chosen["micro_batch_size"] = rows
+        chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
+    return {name: value for name, value in chosen.items() if name not in given}, undecided
+
+
+def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[str, Any]:
+    """Return the settings among `names` that follow from the training data.
+
+    A batch is small enough for some tens of steps in an epoch, and all ranks share it equally.
+
+    Args:
+        rows: of the training data.
+    """
+    chosen: dict[str, Any] = {}
+    stage, ranks, batch_rows = config.training_stage, config.world_size, config.rows_per_step
+    if "total_batch_size" in names and (stage != "pretrain" or rows < BATCHES_PER_EPOCH * batch_rows):
+        share = ranks * (1 if "micro_batch_size" in names else config.micro_batch_size)
+        wanted = max(1, min(MOST_BATCH_ROWS[stage], rows // BATCHES_PER_EPOCH))
+        batch_rows = -(-2 ** int(math.log2(wanted)) // share) * share
+        chosen["total_batch_size"] = batch_rows * config.max_seq_len
+        if "micro_batch_size" in names:
+            own = batch_rows // ranks
+            chosen["micro_batch_size"] = next(n for n in range(min(8, own), 0, -1) if own % n == 0)
+    steps = config.max_steps
+    if "max_steps" in names and config.epochs is not None:
+        chosen["max_steps"] = steps = max(1, math.ceil(config.epochs * rows / batch_rows))
+    if "warmup_steps" in names and steps < 10 * config.warmup_steps:
+        chosen["warmup_steps"] = steps // 10
     return chosen
 
 

@@ -1,0 +1,102 @@
+"""Settings that nobody gives: from the run to resume, the prepared data, the start, the stage, and the size of the data."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from config import Config
+from settings.derived import settings_of_data
+from settings.load import load_config
+
+SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
+DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def load(*flags):
+    return load_config([*map(str, flags)], {})
+
+
+def save_state(step: int, **settings) -> None:
+    folder = Path(f"runs/first/checkpoints/step-{step:08d}")
+    folder.mkdir(parents=True)
+    public = Config(**{name.lower(): value for name, value in settings.items()}).public()
+    (folder / "trainer_state.json").write_text(json.dumps({"settings": public}))
+
+
+def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
+    recorded = {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "set", "TOKENIZER_PATH": "t", "PRETRAIN_CHECKPOINT": "base",
+                "LEARNING_RATE": 0.25, "MAX_STEPS": 7, "TOTAL_BATCH_SIZE": 8192, "COMPILE": False, "DEVICE": "cuda"}
+    save_state(3, **recorded | {"LEARNING_RATE": 0.5})
+    save_state(20, **recorded)
+    loaded = load("--run-name", "first", "--max-steps", 9)
+    config = loaded.config
+    assert (config.training_stage, config.learning_rate, config.total_batch_size, config.max_steps) == ("sft", 0.25, 8192, 9)
+    assert (config.pretrain_checkpoint, config.compile, config.device, config.epochs) == ("base", False, "auto", None)
+    assert not loaded.undecided and {*loaded.sources} == {"run_name", "max_steps"}
+    assert any("LEARNING_RATE=0.25" in note and "step-00000020" in note for note in loaded.notes)
+    by_path = load("--resume", "runs/first/checkpoints/step-00000003").config
+    assert (by_path.learning_rate, by_path.pretrain_checkpoint) == (0.5, None), "it starts from that step"
+    assert load(*SFT, "--run-name", "first", "--resume", "never").config.learning_rate == 2e-5
+    assert load(*DPO, "--run-name", "first").config.learning_rate == 1e-6, "another stage is another run"
+
+
+@pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', '{"settings": {"LEARNING_RATE": "x", "MAX_STEPS": -1}}'])
+def test_a_damaged_state_gives_nothing(state):
+    save_state(3)
+    Path("runs/first/checkpoints/step-00000003/trainer_state.json").write_text(state)
+    config = load(*SFT, "--run-name", "first").config
+    assert config.max_steps == 1000 and config.learning_rate in (2e-5, 6e-4)
+
+
+@pytest.mark.parametrize("flags, rate, epochs", [
+    (SFT, 2e-5, 3), ([*SFT, "--lora-enabled"], 2e-4, 3), (DPO, 1e-6, 1), ([*DPO, "--lora-enabled"], 1e-5, 1),
+    ([*SFT, "--max-steps", 9, "--learning-rate", 0.5], 0.5, None), ([*SFT, "--num-train-epochs", 2], 2e-5, 2)])
+def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
+    loaded = load(*flags)
+    assert (loaded.config.learning_rate, loaded.config.epochs) == (rate, epochs)
+    assert {"total_batch_size", "warmup_steps", "compile"} <= {*loaded.undecided}
+    assert ("max_steps" in loaded.undecided) == (epochs is not None)
+
+
+def test_pretraining_keeps_its_defaults():
+    loaded = load("--pretrain-data-path", "set", "--tokenizer-path", "t")
+    assert loaded.config == Config(pretrain_data_path="set", tokenizer_path="t") and "max_steps" not in loaded.undecided
+
+
+@pytest.mark.parametrize("stage, rows, ranks, batch_rows", [
+    ("sft", 20, 1, 1), ("sft", 200, 1, 4), ("sft", 200, 8, 8), ("sft", 29_000, 1, 64), ("sft", 29_000, 6, 66), ("dpo", 10_000, 4, 64),
+    ("pretrain", 263, 1, 8), ("pretrain", 1_000_000, 1, 512)])
+def test_the_batch_suits_the_data_and_the_ranks(stage, rows, ranks, batch_rows):
+    before = Config(training_stage=stage, world_size=ranks, epochs=3.0)
+    names = ("total_batch_size", "micro_batch_size", "max_steps", "warmup_steps")
+    config = before.model_copy(update=settings_of_data(before, rows, names))
+    assert config.rows_per_step == batch_rows and config.rows_per_step % (config.micro_batch_size * ranks) == 0
+    assert config.max_steps == -(-3 * rows // batch_rows) and config.warmup_steps == min(100, config.max_steps // 10)
+
+
+def test_each_stage_starts_from_its_own_checkpoint():
+    named = {"PRETRAIN_CHECKPOINT": "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
+    found = {stage: load_config([*flags, "--training-stage", stage], named).config.named_checkpoint
+             for stage, flags in (("pretrain", ["--pretrain-data-path", "set", "--tokenizer-path", "t"]), ("sft", SFT), ("dpo", DPO))}
+    assert found == {"pretrain": "base", "sft": "base", "dpo": "chat"}
+
+
+def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
+    Path("data/one").mkdir(parents=True)
+    Path("data/mix").mkdir()
+    Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": "of-the-data"}))
+    Path("data/mix/mixture.json").write_text(json.dumps({"sources": [{"label": "a", "set": "../one"}]}))
+    for path in ("data/one", "data/mix"):
+        assert load("--pretrain-data-path", path).config.tokenizer_path == "of-the-data"
+    Path("runs/base/checkpoints/step-00000002").mkdir(parents=True)
+    Path("runs/base/checkpoints/step-00000002/tokenizer.json").write_text("{}")
+    start = ["--training-stage", "sft", "--sft-data-path", "raw", "--pretrain-checkpoint"]
+    assert load(*start, "base").config.tokenizer_path == "runs/base/checkpoints/step-00000002"
+    assert load(*start, "owner/model@main").config.tokenizer_path == "owner/model"
+    assert load(*start, "base", "--tokenizer-path", "given").config.tokenizer_path == "given"
