@@ -266,7 +266,7 @@ def name_set(folder: Path, source: str) -> Path:
 
     When the source changes, the name follows to its new set. It never moves to the set of another source.
     """
-    plain = source.rstrip("/")
+    plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
     while set("*?[") & set(os.path.basename(plain)):
         plain = os.path.dirname(plain)
     stem = os.path.basename(plain).split(".")[0]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_345, 6_500, 29_500
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_600, 6_700, 28_200
 BUDGETS = {
-    "config.py": 610,
-    "data_preparation_utils.py": 290,
-    "dataloaders.py": 720,
+    "config.py": 620,
+    "data_preparation_utils.py": 320,
+    "dataloaders.py": 730,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
     "model.py": 320,
@@ -20,7 +20,7 @@ BUDGETS = {
     "train.py": 280,
     "checkpoint/": 1830,
     "common/": 960,
-    "data_pipeline/": 2950,
+    "data_pipeline/": 2990,
     "debug/": 730,
     "evaluation/": 470,
     "fused/": 550,
@@ -28,12 +28,12 @@ BUDGETS = {
     "learn/": 1760,
     "observe/": 2230,
     "parallel/": 1380,
-    "report/": 1320,
-    "run/": 2280,
-    "scripts/": 6500,
+    "report/": 1370,
+    "run/": 2290,
+    "scripts/": 6700,
     "serving/": 780,
-    "settings/": 710,
-    "tests/": 29500,
+    "settings/": 860,
+    "tests/": 28200,
 }
 
 

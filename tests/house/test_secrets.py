@@ -214,6 +214,6 @@ def test_a_password_in_a_source_is_in_no_manifest(prepared, tmp_path, monkeypatc
         for torn_or_missing in (f"{url}?token=canary", f"{url}.jsonl?token=canary"):
             assert run_script("load_pretrain_dataset.py", "--source", torn_or_missing, monkeypatch=monkeypatch) == 3
         server.shutdown()
-    (manifest,) = tmp_path.glob("out/*/manifest.json")
+    (manifest,) = {path.resolve() for path in tmp_path.glob("out/*/manifest.json")}
     assert "127.0.0.1" in manifest.read_text()
     assert_no_canary(tmp_path, *capfd.readouterr())

@@ -183,7 +183,7 @@ def prepare_flags(kind: str, workers: int = 1, shard_tokens: int = 2000) -> list
     script, source, _ = KINDS[kind]
     return [f"scripts/{script}", source, f"--output=data/{kind}", f"--preparation-workers={workers}",
             "--tokenizer-path=tokenizer.model", "--validation-fraction=0.1",
-            f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}"]
+            f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}", "--validation-fraction=0.005"]
 
 
 def prepare(side: Side, kind: str, **options: Any) -> Facts:
