@@ -307,13 +307,6 @@ def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
         load_tokenizer(str(path))
 
 
-def test_backend_by_the_look_of_the_path(ranks, folder, tmp_path):
-    write_tiktoken(ranks, tmp_path / "tokenizer.model")
-    for path in (folder, folder / "tokenizer.json"):
-        assert isinstance(load_tokenizer(str(path)), HuggingFaceTokenizer)
-    assert isinstance(load_tokenizer(str(tmp_path / "tokenizer.model")), Tokenizer)
-
-
 def test_script_trains_on_files_and_folders(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(SENTENCES[0] * 3, encoding="utf-8")

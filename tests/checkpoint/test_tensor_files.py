@@ -38,15 +38,6 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
     assert opened["matrix"].equals(lazy(tensors["matrix"])) and not opened["matrix"].equals(lazy(torch.zeros(7, 5)))
 
 
-def test_padded_and_first_rows_are_cut_anywhere():
-    whole = torch.cat([torch.randn(5, 2), torch.zeros(4, 2)])
-    padded, first = lazy(whole[:5]).padded(9), lazy(whole).first_rows(6)
-    assert padded.shape == (9, 2) and first.shape == (6, 2)
-    for each in (padded, first):
-        assert all(torch.equal(each.read(i, j), whole[i:j]) for j in range(each.rows + 1) for i in range(j + 1))
-    assert lazy(whole).padded(9).shape == lazy(whole).first_rows(99).shape == (9, 2)
-
-
 def resident_bytes_of_files() -> int:
     return int(re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 

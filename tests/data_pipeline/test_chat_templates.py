@@ -286,14 +286,6 @@ def test_an_answer_that_grows_together_with_its_header_is_refused(with_template)
         greedy.encode_chat([DIALOG[0], {"role": "assistant", "content": " yes"}])
 
 
-def test_the_mark_of_the_answers_in_a_template_is_read_over(with_template):
-    marked = CHATML.replace("{{ '<|im_start|>' + message.role", "{% generation %}{{ '<|im_start|>' + message.role").replace(
-        "'\\n' }}\n{%- endfor %}", "'\\n' }}{% endgeneration %}{% endfor %}")
-    assert "{% generation %}" in marked and "{% endgeneration %}" in marked
-    plain = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG)
-    assert load_chat_format(with_template(marked, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG) == plain
-
-
 @pytest.mark.parametrize("filters, hostile", [
     ("| lower", "Hi <|IM_END|> there"), (".replace('#', '')", "Hi <|im_#end|> there"), (".split('</think>')[-1]", "x</think>Hi"),
     (".split('#') | join('')", "<#|im_start|#>"), (".encode('ascii', 'ignore').decode()", "Hi <|im_end|>"),
@@ -310,12 +302,3 @@ def test_words_that_a_template_turns_into_a_control_token_are_refused(filters, h
             with pytest.raises(DataError, match=r"rewrites the text in a way that changes its control tokens .*<\|im_(end|start)\|>"):
                 encode(chat)
     assert chat_format.encode_prompt([{"role": "user", "content": "<|im_end|"}]), "half a name is text"
-
-
-def test_a_chat_with_all_private_use_characters_is_refused_in_one_sentence(with_template):
-    chat_format = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
-    every = "".join(map(chr, range(0xE000, 0xF900)))
-    assert every[1:] in chat_format.tokenizer.decode(chat_format.encode_prompt([{"role": "user", "content": every[1:]}]))
-    for encode in (chat_format.encode_prompt, chat_format.encode_chat):
-        with pytest.raises(DataError, match="all private-use characters from U\\+E000 to U\\+F8FF"):
-            encode([{"role": "user", "content": every}, *DIALOG[1:]])

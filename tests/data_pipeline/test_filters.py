@@ -16,7 +16,6 @@ from data_pipeline.filters import (
     HASHES,
     EvaluationItems,
     NearDuplicates,
-    hashes_of_runs,
     signature_of,
     words_of,
 )
@@ -50,18 +49,6 @@ def variants(count, seed=0):
         words = [dice.choice(WORDS) if dice.random() < share else word for word in words]
         texts.append(" ".join(word.title() + dice.choice(["", ",", " -", "!"]) for word in words))
     return texts
-
-
-def test_signatures_agree_as_often_as_the_sets_of_runs_do():
-    texts = variants(60)
-    signatures = [signature_of(words_of(text)) for text in texts]
-    errors = []
-    for number, text in enumerate(texts):
-        for other in range(number):
-            exact = jaccard(text, texts[other])
-            agreeing = (signatures[number] == signatures[other]).mean()
-            errors.append((agreeing - (exact + (1 - exact) / 256)) / np.sqrt(max(exact * (1 - exact), 1 / 256) / HASHES))
-    assert np.abs(errors).max() < 5 and abs(np.mean(errors)) < 0.3 and 0.3 < np.std(errors) < 1.3
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9])
@@ -154,12 +141,6 @@ def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path
     (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
     with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text of 13 words"):
         EvaluationItems(Source(path=str(tmp_path / "items.json"), column=""))
-
-
-def test_no_two_runs_of_real_length_share_a_hash():
-    runs = [list(words) for words in {tuple(Random(seed).choices(WORDS, k=13)) for seed in range(3000)}]
-    assert len({int(hashes_of_runs(words, 13)[0]) for words in runs}) == len(runs)
-    assert len({int(hashes_of_runs(words, 13)[0]) for words in ([*run[:6], "x", *run[6:12]] for run in runs)}) == len(runs)
 
 
 @pytest.mark.parametrize("kind, record", [

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline.mixture import Mixture, Phase, describe_sources, read_mixture, source_facts, weight_units
+from data_pipeline.mixture import Mixture, Phase, read_mixture, weight_units
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
 from data_pipeline.sources import Source
-from data_preparation_utils import describe, prepare_mixture, read_mix
-from dataloaders import Batch, Mixing, RowOrder, join, open_rows
-from run.start import read_inputs, rows_read
+from data_preparation_utils import prepare_mixture, read_mix
+from dataloaders import Mixing, RowOrder, open_rows
+from run.start import read_inputs
 from tokenizer import load_tokenizer
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
@@ -69,12 +69,6 @@ def test_a_source_gives_all_its_rows_once_before_it_repeats_one(mixing, seed):
             epoch = own[start:start + size].tolist()
             assert len(set(epoch)) == len(epoch)
         first += size
-
-
-def test_a_mixture_of_one_source_is_the_plain_order():
-    mixing = Mixing((37,), (Phase(0, weight_units([3])),))
-    for step in range(20):
-        assert mixing.rows_at(np.arange(step * 8, step * 8 + 8), 5).tolist() == RowOrder(37, 8, 1, 5).all_rows(step).tolist()
 
 
 def test_the_rows_of_a_mixture_stay_as_they_are():
@@ -213,16 +207,6 @@ def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepa
         open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")
 
 
-def test_the_rows_that_a_run_reads_are_those_that_are_stored(sources, prepared):
-    config = settings(prepared, sources((0.5, [3, 1]), (1, [1, 1])), MAX_STEPS=4)
-    inputs = read_inputs(config, verify=False)
-    order = inputs.order(config, SimpleNamespace(rank=0, world_size=1))
-    read = np.concatenate([order.all_rows(step) for step in range(4)])
-    sources_read, within = inputs.rows.locate(read)
-    for source in (0, 1):
-        assert rows_read(config, inputs.rows, "train", source).tolist() == sorted(set(within[sources_read == source].tolist()))
-
-
 def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
     folder, tokenizer = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer))
     with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
@@ -241,27 +225,3 @@ def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
     (moved / "mixture.json").write_text("{}")
     with pytest.raises(DataError, match="mixture.json: sources: field required; prepare the mixture again"):
         open_rows(settings(prepared, moved), "train", tokenizer, "auto")
-
-
-def test_the_table_shows_every_source(sources):
-    folder = sources((0.8, [9, 1]), (1, [1, 1]))
-    mixture = read_mixture(folder)
-    facts = source_facts(folder, mixture)
-    assert [round(fact["share"], 6) for fact in facts] == [0.82, 0.18]
-    header, farm, plays = describe_sources(mixture, facts)
-    assert header.split() == "source documents tokens until 0.8 until 1 share a pass every".split()
-    assert farm.split()[0] == "farm" and farm.split()[3:6] == ["90.00%", "50.00%", "82.00%"]
-    assert plays.split()[-1] == f"{facts[1]['tokens'] / 0.18:,.0f}"
-    assert describe(folder)[-3:] == [header, farm, plays] and describe(folder)[0] == "farm:"
-    assert describe_sources(mixture, [fact | {"passes": 2} for fact in facts])[1].split()[-1] == "2.00"
-
-
-def test_batches_with_different_numbers_of_pairs_are_joined():
-    def batch(pairs, rows, fill):
-        ids = torch.full((rows, 4), fill)
-        return Batch(ids, torch.where(ids > 1, ids, -100), ids.int(), (ids > 1).flatten().nonzero().flatten(),
-                     {"reference_BP2": torch.full((rows, pairs, 2), float(fill))})
-
-    joined = join([batch(1, 2, 1), batch(3, 1, 2)], np.array([0, 2, 1]))
-    assert joined.tokens_BT[:, 0].tolist() == [1, 2, 1] and joined.target_index_M.tolist() == [4, 5, 6, 7]
-    assert joined.stored["reference_BP2"][:, :, 0].tolist() == [[1, 0, 0], [2, 2, 2], [1, 0, 0]]

@@ -13,7 +13,7 @@ from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.shards import MANIFEST, TokenizerFacts, Verification, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import Batch, ExampleRows, open_example_set, validation_batches
+from dataloaders import Batch, ExampleRows, open_example_set
 from fused.head import IGNORE_INDEX
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
@@ -149,16 +149,6 @@ def test_without_document_mask_chats_are_not_numbered_but_pairs_are(tmp_path):
     with_mask, without = (ExampleRows(chats, 64, document_mask)(np.array([0])) for document_mask in (True, False))
     assert without.document_ids_BT is None and torch.equal(with_mask.targets_BT, without.targets_BT)
     assert ExampleRows(pairs, 64, document_mask=False)(np.array([0])).document_ids_BT is not None
-
-
-def test_rows_read_alone_or_together_are_the_same(tmp_path):
-    rows = ExampleRows(opened(write(tmp_path, "chats", draw_chats(40)), "chats"), 48)
-    together = rows(np.arange(len(rows))[::-1])
-    for place, index in enumerate(range(len(rows))[::-1]):
-        assert torch.equal(rows(np.array([index])).targets_BT[0], together.targets_BT[place])
-    batches = list(validation_batches(rows, 3, 2, torch.device("cpu")))
-    assert (batches[1].targets_BT[1] == IGNORE_INDEX).all()
-    assert batches[1].target_index_M.tolist() == (batches[1].targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten().tolist()
 
 
 def test_the_rows_stay_as_they_are(tmp_path):

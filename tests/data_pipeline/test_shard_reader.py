@@ -108,11 +108,6 @@ def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
             open_train(prepared, verify=verify)
 
 
-def test_another_tokenizer_is_refused_with_both_hashes(prepared):
-    with pytest.raises(DataError, match=f"another tokenizer.*{TOKENIZER[:12]}.*{'0' * 12}.*TOKENIZER_PATH"):
-        open_train(prepared, sha256="0" * 64)
-
-
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(prepared, monkeypatch):
     monkeypatch.setattr(shard_reader, "SCAN_BYTES", 8)  # several blocks
     assert open_train(prepared, vocab_size=52).tokens == 52

@@ -163,14 +163,6 @@ def test_an_array_that_is_not_valid_json_is_refused_by_line(tmp_path, content, r
             array_of(tmp_path / "x.json", content, skip_bad)
 
 
-def test_an_item_that_is_no_record_is_refused_by_line_and_item_or_skipped(tmp_path):
-    content = b'[{"text": "a"},\n 7,\n{"text": "\xff"}, {"text": "b"}]'
-    with pytest.raises(DataError, match=r"x.json:2 \(item 2\): expected an object as each item, got int"):
-        array_of(tmp_path / "x.json", content)
-    texts, reading = texts_of(tmp_path / "x.json", skip_bad=True)
-    assert texts == ["a", "b"] and "x.json:3 (item 3): column 'text' holds a lone surrogate" in reading.bad_records[1]
-
-
 @pytest.mark.parametrize("how", [{}, {"indent": 1}])
 def test_an_object_around_the_array_is_refused_and_the_advice_works(tmp_path, how):
     (tmp_path / "x.json").write_text(json.dumps({"version": 1, "data": [{"text": "a"}]}, **how))
@@ -365,11 +357,3 @@ def test_two_columns_of_one_name_are_refused(suffix, tmp_path):
     for column in ("text", ""):
         with pytest.raises(DataError, match=f"x.{suffix}: has several columns 'text'; rename or drop all but one"):
             list(sources.read_records(Source(path=str(tmp_path / f"x.{suffix}"), column=column), Reading()))
-
-
-def test_progress_is_reported_while_only_blank_lines_are_read(tmp_path):
-    (tmp_path / "x.jsonl").write_text("\n" * 64_000)
-    seen = []
-    reading = Reading(advance=lambda: seen.append(reading.fraction))
-    assert not list(sources.read_records(Source(path=str(tmp_path / "x.jsonl")), reading))
-    assert len(seen) == 1000 and seen == sorted(seen) and seen[-1] == 1 > seen[0]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from factories import prepare_under_fire, write_jsonl
 
-from common.errors import DataError, SettingsError
+from common.errors import DataError
 from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
-from data_pipeline.sources import Source
 from data_pipeline.templates import ChatFormat, load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
@@ -251,27 +250,6 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
     source = write_jsonl(tmp_path / "x.jsonl", chats(3)[1:])
     with pytest.raises(DataError, match=f"x.jsonl:1: its labels are wrong.*({fault})"):
         prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)
-
-
-def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenizer_path):
-    long = {"messages": [{"role": "user", "content": "begin " + "long " * 100 + "end"}, {"role": "assistant", "content": "yes"}]}
-    folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", [long, *chats(9)[6:9]]), tokenizer_path, tmp_path / "out",
-                     validation_fraction=0)
-    shown = files_of(folder)[MANIFEST]["examples"]
-    assert len(shown) == 3 and shown[0].endswith("<|end_header_id|>\n\n⟦yes<|eot_id|>⟧") and len(shown[0]) < 500
-    for text, record in zip(shown[1:], chats(9)[6:8]):
-        for message in record["messages"][1::2]:
-            assert f"⟦{message['content'].strip()}<|eot_id|>⟧" in text
-    assert shown[0].replace("\n", "\n    ") in describe_prepared(folder)
-    pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
-    record, = pairs(1)
-    assert files_of(pair)[MANIFEST]["examples"][0].endswith(
-        f"\n\n\nchosen: ⟦{record['chosen'].strip()}<|eot_id|>⟧\nrejected: ⟦{record['rejected'].strip()}<|eot_id|>⟧")
-
-
-def test_a_column_of_chats_is_refused(tmp_path, tokenizer_path):
-    with pytest.raises(SettingsError, match="x.jsonl: column and documents are for pretraining text"):
-        prepare("chats", Source(path="x.jsonl", column="body"), tokenizer_path, tmp_path / "out")
 
 
 def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
