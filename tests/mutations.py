@@ -76,7 +76,7 @@ FAULTS = [
     fault("weight decay: norms decay", "learn/optim.py", '"weight_decay": 0.0',
           '"weight_decay": config.weight_decay', OPTIM),
     fault("AdamW: bias correction starts anew on resume", "learn/optim.py",
-          "parameter.device, copy=True)", 'parameter.device, copy=True) * (entry != "step")', OPTIM),
+          "parameter.device, copy=True)", 'parameter.device, copy=True) * (entry != "step")', RESUMED),
     fault("Muon: size of the update", "learn/optim.py", "math.sqrt(max(self._whole(batch[0]).shape))",
           "math.sqrt(min(self._whole(batch[0]).shape))", OPTIM),
     fault("learning rate: warm-up off by one", "learn/optim.py", "(step + 1) / config.warmup_steps",

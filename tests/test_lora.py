@@ -86,9 +86,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
 
 
-# -------------------------------------------------------------------------------------------------------------------- truths
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("besides", [dict(lora_train_head=True, lora_train_embeddings=True), ROWS])
 def test_at_birth_the_model_is_its_base_to_the_bit(besides, dtype):
@@ -150,17 +147,6 @@ def test_only_what_was_asked_for_learns(tied, changes, whole):
                                for part in ("attention.wv", "feed_forward.w1") for factor in "AB"}
     assert lora.adapter_state_dict(model).keys() == trained
     assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if name not in trained)
-
-
-def test_equally_seeded_adapters_are_equal_and_others_are_not():
-    one, same, other = base_model(shape()), base_model(shape()), base_model(shape())
-    for model, seed in ((one, 1), (same, 1), (other, 2)):
-        lora.add_adapters(model, settings(), torch.Generator().manual_seed(seed))
-    names = list(lora.adapter_state_dict(one))
-    assert names[:4] == [f"layers.0.attention.{part}.lora_{factor}" for part in ("wq", "wk") for factor in "AB"]
-    for name, factor in lora.adapter_state_dict(one).items():
-        assert torch.equal(factor, lora.adapter_state_dict(same)[name])
-        assert name.endswith("B") or not torch.equal(factor, lora.adapter_state_dict(other)[name])
 
 
 def test_dropout_is_on_the_adapters_branch_only():
@@ -241,9 +227,6 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
     run_ranks(check_gradients, world_size=2, folder=tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------- tokens never met
-
-
 RESERVED = {f"<|reserved_{number}|>": 20 + number for number in range(20)}
 CONTROL = {"<|header|>": 1, "<|end|>": 2}
 USED = [1, 2, 7, 50]  # 7 is an ordinary token
@@ -301,9 +284,6 @@ def test_tokens_can_be_named():
     assert lora.tokens_to_train("<|reserved_3|>, <|end|>", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == [2, 23]
     with pytest.raises(SettingsError, match=r"LORA_TRAIN_TOKENS=<\|end\|>,x: 'x' is not a control token.*auto or none"):
         lora.tokens_to_train("<|end|>,x", USED, RESERVED | CONTROL, torch.zeros(100, 8))
-
-
-# ---------------------------------------------------------------------------------------------------------------------- PEFT
 
 
 @pytest.fixture(scope="module")
@@ -441,9 +421,6 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-# ------------------------------------------------------------------------------------------------------------------- folders
-
-
 def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
     config = shape(tie_embeddings=True)
     whole, sha256 = base_folder(tmp_path / "whole", config, tokenizer)
@@ -546,9 +523,6 @@ def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
             peft_format.from_peft(apart, tied, padded(VOCAB), 4, {})
 
 
-# ----------------------------------------------------------------------------------------------------------------- the script
-
-
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])
 def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -569,9 +543,6 @@ def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
     assert done.returncode == 0, done.stderr
     assert 0 < float(re.search(r"differ by at most (\S+) from", done.stdout)[1]) < 0.2
     assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
-
-
-# ------------------------------------------------------------------------------------------------------------------ few bits
 
 
 few_bits = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")

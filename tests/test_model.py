@@ -1,8 +1,6 @@
 """The model against transformers' Llama, and against itself: every way to compute the same thing gives the same thing."""
 
 import math
-import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from factories import in_transformers, new_model
 from torch import Tensor
 from torch.nn import functional as F
 
-import model as model_module
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
@@ -21,11 +18,8 @@ from inference.engine import RowCache
 from model import (
     SHARED_PREFIX,
     Transformer,
-    attention_mask,
     padded,
-    position_ids,
 )
-from model_utils import compile_model
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -141,14 +135,6 @@ def test_a_shared_prefix_equals_rows_that_repeat_it():
         start += length
 
 
-def test_positions_count_the_tokens_that_are_seen():
-    documents = torch.tensor([[1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 2], [2, 1, 1, 1, 4, 4]])
-    expected = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 2, 3], [0, 0, 1, 2, 0, 1]])
-    assert torch.equal(position_ids(documents), expected)
-    seen = attention_mask(documents)[:, 0].sum(dim=-1) - 1
-    assert torch.equal(seen, expected)
-
-
 def test_borders_are_where_documents_begin_in_the_flattened_batch():
     documents = torch.tensor([[1, 1, 2, 2], [2, 2, 3, 3], [1, 1, 1, 1]], dtype=torch.int32)
     borders = compute_cu_seqlens(documents)
@@ -157,23 +143,6 @@ def test_borders_are_where_documents_begin_in_the_flattened_batch():
     assert (borders[5:] == 12).all()
     single = compute_cu_seqlens(torch.arange(64, dtype=torch.int32)[None])
     assert single.tolist() == [*range(65)] + [64] * 63
-
-
-def test_borders_are_copied_to_a_gpu_without_waiting_for_it(monkeypatch):
-    copied, to, pinned, cuda = [], torch.Tensor.to, [], torch.device("cuda", 0)
-
-    def copy(tensor, *args, **options):
-        if args[:1] != (cuda,):
-            return to(tensor, *args, **options)
-        copied.append((any(tensor is each for each in pinned), options))
-        return tensor
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", copy)
-    monkeypatch.setattr(model_module, "choose_kernel", lambda *_: "varlen")
-    documents = torch.tensor([[1, 1, 2, 2]], dtype=torch.int32).pin_memory()
-    make().attention_meta(SimpleNamespace(device=cuda, shape=documents.shape), documents, None)
-    assert copied == [(True, {"non_blocking": True})] * 2
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -226,33 +195,6 @@ def test_a_cache_changes_nothing(steps):
         some = torch.tensor([3, 11, 0])
         torch.testing.assert_close(model.logits(tokens, only_B=some), expected[range(3), some], atol=1e-4, rtol=0)
     assert cache.used == [sum(steps)] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("settings", [{}, {"attention_backend": "math"}, {"activation_checkpointing": "block"},
-                                      {"activation_checkpointing": "selective", "activation_memory_budget": 0.9},
-                                      {"activation_checkpointing": "selective", "activation_memory_budget": 0.3}])
-def test_a_compiled_model_equals_the_eager_one(settings):
-    """Blocks, norm and the head's functions: summed, and position by position in one chunk and in several."""
-    tokens, targets = random_ids(2, 33), random_ids(2, 33, seed=1)
-    targets[0, 5:9] = IGNORE_INDEX
-    documents = torch.tensor([[1] * 10 + [2] * 23] * 2, dtype=torch.int32)
-    torch._dynamo.reset()
-    try:
-        for chunk, reduction in ((0, "sum"), (0, "none"), (16, "sum"), (16, "none")):
-            results = []
-            for compiled in (False, True):
-                model = make(head_chunk_tokens=chunk, **settings)
-                if compiled:
-                    compile_model(model)
-                logprob = model(tokens, targets, documents, reduction=reduction)
-                (logprob.sum() * -0.25).backward()
-                results.append({"": logprob.detach(), **gradients(model)})
-            assert_all_close(results[1], results[0])
-    finally:
-        torch._functorch.config.activation_memory_budget = 1.0
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])

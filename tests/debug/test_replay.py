@@ -83,11 +83,6 @@ def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(s
     assert "DIFFERENT" in replayed(run, 4)
 
 
-def test_older_weights_are_called_so(finished):
-    text = replayed(finished, 4, at_checkpoint=True)
-    assert "of step 2, older than" in text and "DIFFERENT" in text and NOTHING not in text
-
-
 def test_other_settings_than_the_run_had_are_noticed(finished):
     text = replayed(finished, 4, "--learning-rate", "0.1")
     assert "LEARNING_RATE was 0.01, is 0.1" in text, "the checkpoint knows"
@@ -294,11 +289,6 @@ def copied(finished, tmp_path) -> TinyRun:
     return finished.copy(tmp_path / "copy")
 
 
-def test_a_step_that_never_was_is_refused_with_those_that_were(finished):
-    for step in (0, 7):
-        assert "ledger.jsonl has the steps 1 to 6" in refused(SettingsError, finished, step)
-
-
 def test_other_folders_flags_and_data_are_refused(finished, poisoned, tmp_path):
     with pytest.raises(SettingsError, match="not a run's folder"):
         read_settings(tmp_path, Layer({}, []), 1)
@@ -319,12 +309,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(copied):
     text = replayed(copied, 6)
     check_same(text)
     assert "skipping a checkpoint" in text and "step-00000002, then steps 3 to 5 replayed" in text
-
-
-def test_without_a_verified_checkpoint_it_is_refused(copied):
-    for step in copied.steps_saved():
-        (copied.checkpoint(step) / "model.safetensors").write_bytes(b"")
-    assert "none of the" in refused(CheckpointError, copied, 5)
 
 
 def test_the_command_tells_it_on_120_columns(finished):

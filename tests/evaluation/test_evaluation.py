@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_utils
 import train
-from checkpoint.item_scores import packed_bits, ratio_error, read_item_scores, unpacked_bits
+from checkpoint.item_scores import ratio_error, read_item_scores
 from config import Config, PreferenceConfig
 from dataloaders import Batch, open_rows, validation_batches
 from evaluation import during_run
@@ -103,20 +103,6 @@ def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measure
     assert during_run.samples(model, tokenizer, greedy, 10) == during_run.samples(model, tokenizer, greedy, 20)
 
 
-def test_the_loss_of_each_block_and_the_error_of_their_mean(measured):
-    model, tokenizer, rows = measured
-    loss, _, blocks_B2 = measure(*measured)
-    expected = []
-    for first in range(0, ROWS, 2):
-        batch = rows(np.arange(first, min(first + 2, ROWS)))
-        with torch.no_grad():
-            logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
-        expected.append(float(F.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten())))
-    losses_B, units_B = blocks_B2.T
-    assert units_B.tolist() == [64, 64, 32] and losses_B == pytest.approx(expected, rel=1e-5)
-    assert loss == pytest.approx((losses_B * units_B).sum() / 160, rel=1e-12)
-
-
 def test_the_error_of_a_ratio_is_cochrans():
     """By his formula of variances and covariance; of equal blocks it is that of their mean."""
     dice = np.random.default_rng(0)
@@ -144,17 +130,6 @@ def test_every_evaluation_is_recorded_item_by_item(whole: TinyRun):
             losses, counts = entry.scores["loss"], entry.scores["count"]
             assert np.average(losses, weights=counts) == pytest.approx(whole.column("val_loss")[step], rel=1e-12)
             assert ratio_error(losses, counts) == whole.column("val_loss_stderr")[step]
-
-
-def test_a_line_that_is_not_valid_is_left_out(tmp_path):
-    good = {"step": 1, "name": "arc", "items": "x", "n": 3, "correct": packed_bits([True, False, True])}
-    bad = [{**good, "n": 30}, {**good, "correct": "?"}, {**good, "correct": None}, {**good, "loss": [1, 2]}, {"step": 2}, []]
-    file = tmp_path / "evaluations.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in (*bad, good)) + '{"step": 3')
-    (found,) = read_item_scores(file)
-    assert (found.step, found.name, found.scores["correct"].tolist()) == (1, "arc", [True, False, True])
-    assert list(read_item_scores(tmp_path / "none.jsonl")) == []
-    assert unpacked_bits(packed_bits([True] * 9), 9).all()
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """Turns: what the model is given of them, within its context, and what is kept of them for training."""
 
-import json
 
 import pytest
 
 from common.errors import DataError
-from data_pipeline.chats import chats_of
 from inference.text import Conversation, LanguageModel, Turn
 
 
@@ -17,14 +15,6 @@ def messages(*contents: str, system: str = "") -> list[dict]:
     roles = ("user", "assistant") * len(contents)
     return [{"role": "system", "content": system}] * bool(system) + [
         {"role": role, "content": content} for role, content in zip(roles, contents)]
-
-
-def test_a_prompt_has_the_system_prompt_and_all_turns_that_were_answered(tokenizer):
-    turns = Turn("Hi", "Hello."), Turn("stopped at once"), Turn("Who?", "I."), Turn("Why?")
-    conversation = talk(tokenizer, *turns, system="Be kind.")
-    expected = messages("Hi", "Hello.", "Who?", "I.", "Why?", system="Be kind.")
-    assert conversation.prompt(10) == conversation.model.chat_prompt(expected)
-    assert conversation.left_out == 0
 
 
 def test_a_full_context_leaves_out_the_oldest_turns_and_never_the_system_prompt(tokenizer):
@@ -62,11 +52,3 @@ def test_a_text_is_continued_by_both_until_the_model_ends_it(tokenizer):
     ids = conversation.model.text_prompt("A fox").ids
     conversation = talk(tokenizer, *turns, pretrained_only=True, context=len(ids) + 9)
     assert conversation.prompt(10).ids == [ids[0], *ids[2:]] and conversation.left_out == 1
-
-
-def test_a_record_is_a_chat_that_the_preparation_reads(tokenizer):
-    conversation = talk(tokenizer, Turn("Hi"), Turn("Who?", " I.\n"), Turn("unanswered"), system="Be kind.")
-    record = json.loads(json.dumps(conversation.records()[0]))
-    assert [chat.messages for chat in chats_of("here", record)] == [messages("Who?", " I.\n", system="Be kind.")]
-    assert talk(tokenizer, Turn("unanswered"), system="Be kind.").records() == []
-    assert talk(tokenizer, pretrained_only=True).records() == []

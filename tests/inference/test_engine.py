@@ -145,13 +145,6 @@ def test_a_cancelled_request_ends_and_leaves_no_trace(model):
     assert requests[1].finish_reason == "length", "it was done before"
 
 
-def test_a_stop_token_ends_a_request_and_is_not_written(model):
-    free = alone(model, PROMPTS[0], 20)
-    request = Request(PROMPTS[0], 20, stop_ids={free[6]})
-    written, _ = run(Engine(model, 2, 60), request, Request(PROMPTS[1], 20))
-    assert written == free[:free.index(free[6])] and request.finish_reason == "stop"
-
-
 def test_a_row_may_be_full_to_the_last_token(model):
     """Beside a row that reads more than there is room for in the full one."""
     full, other = Request(PROMPTS[0], 33), Request(PROMPTS[2], 9)
@@ -226,19 +219,6 @@ def test_no_padded_id_is_ever_drawn(model):
     assert VOCAB % 128, "there are padded ids"
     written = generate(model, PROMPTS, 50, Sampling(temperature=50.0))
     assert max(token for row in written for token in row) < VOCAB
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_generate_leaves_mode_and_gradients_as_they_were(model, training):
-    model.train(training)
-    seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        logits = model.logits
-        patch.setattr(model, "logits", lambda *args, **options: seen.append((model.training, torch.is_grad_enabled()))
-                      or logits(*args, **options))
-        generate(model, [[1]], 2)
-    assert seen == [(False, False)] * 2
-    assert model.training is training and model.layers[0].training is training and torch.is_grad_enabled()
 
 
 def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):

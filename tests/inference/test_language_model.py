@@ -9,7 +9,6 @@ from factories import tiny_model_folder
 
 from checkpoint import store
 from common.errors import DataError
-from data_pipeline.templates import ChatFormat, TemplateFormat
 from serving.models import open_model
 
 
@@ -21,24 +20,10 @@ def folder(tmp_path_factory, tokenizer) -> Path:
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def test_a_model_with_a_template_answers_chats_and_continues_texts(folder, tokenizer):
-    model = open_model(str(folder))
-    assert (model.name, model.context_length, model.why_no_chat) == (str(folder), 256, "")
-    assert isinstance(model.chat_format, ChatFormat)
-    assert model.chat_prompt(MESSAGES) == (ChatFormat(tokenizer).encode_prompt(MESSAGES), {tokenizer.eot_id, tokenizer.eos_id}, ())
-    ids = [tokenizer.bos_id, *tokenizer.encode("Hi")]
-    assert model.text_prompt("Hi") == (ids, {tokenizer.eos_id, tokenizer.bos_id}, ids)
-
-
 def changed(folder: Path, copy: Path, template: str) -> str:
     shutil.copytree(folder, copy)
     (copy / "chat_template.jinja").write_text(template)
     return str(copy)
-
-
-def test_a_model_of_another_template_uses_that(folder, tmp_path):
-    template = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    assert isinstance(open_model(changed(folder, tmp_path / "its own", template)).chat_format, TemplateFormat)
 
 
 def test_a_model_that_answers_no_chats_says_why_and_continues_texts(folder, tmp_path):

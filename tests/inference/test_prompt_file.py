@@ -29,13 +29,6 @@ def test_a_line_of_text_is_a_prompt(tmp_path):
     assert contents(str(tmp_path / "dos.txt")) == ["one", "two"]
 
 
-def test_a_line_of_json_is_a_prompt_or_a_chat(tmp_path):
-    name = write(tmp_path / "p.jsonl", {"prompt": "Once\nupon"}, {"messages": CHAT})
-    assert contents(name) == ["Once\nupon", CHAT]
-    system = [{"role": "system", "content": "Be kind."}]
-    assert contents(name, True, "Be kind.") == [[*system, {"role": "user", "content": "Once\nupon"}], [*system, *CHAT]]
-
-
 @pytest.mark.parametrize("text, expected", [("a\nb\n", ["a", "b"]), ('\n{"prompt": "a"}\n', ["a"])])
 def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))

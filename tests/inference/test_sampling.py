@@ -81,16 +81,6 @@ def test_each_row_is_sampled_in_its_own_way():
     assert together[0] == together[2] == logits_V.argmax() and len({*together.tolist()}) > 2
 
 
-def test_greedy_rows_are_not_sorted(monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "sample", lambda logits_RV, draws_R, _: seen.append(len(logits_RV))
-                        or torch.zeros(len(logits_RV), dtype=torch.int64))
-    choose(torch.randn(3, 9), torch.rand(3), Samplings([Sampling()] * 3))
-    assert seen == []
-    choose(torch.randn(3, 9), torch.rand(3), Samplings([Sampling(), Sampling(1.0), Sampling()]))
-    assert seen == [1]
-
-
 def test_extremes_take_the_most_likely_token():
     logits_V = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
     for extreme in ({"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}):

@@ -166,25 +166,3 @@ def test_a_batch_without_any_target_gives_zero_and_gradients():
         summed = Distillation(settings(), Teacher(llama(2))).loss_sum(student, empty)
         assert summed.total.item() == 0 and all(float(value) == 0 for value in summed.metrics.values())
         assert all(gradient.abs().max() == 0 for gradient in gradients(student, summed.total).values())
-
-
-def stored_batch(teacher: Teacher, batch: Batch, k: int, temperature: float) -> Batch:
-    """Return the batch with the stored outputs of the teacher at every position."""
-    whole = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
-    ids, logprobs = keep_most_likely(teacher.logits(whole)(slice(None)), k, temperature)
-    shape = batch.tokens_BT.shape
-    batch.stored.update(teacher_ids=ids.view(*shape, k).int(), teacher_logprobs=logprobs.view(*shape, k + 1))
-    return batch
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("with_positions", [True, False])
-def test_a_stored_teacher_of_all_tokens_is_the_live_one(kind, with_positions):
-    student, teacher, batch = llama(1), Teacher(llama(2)), a_batch(with_positions)
-    config = settings(loss=kind, temperature=2.0)
-    live = Distillation(config, teacher).loss_sum(student, batch)
-    live_gradients = gradients(student, live.total)
-    stored = Distillation(config).loss_sum(student, stored_batch(teacher, batch, VOCAB, 2.0))
-    torch.testing.assert_close(stored.total.detach(), live.total.detach(), rtol=1e-5, atol=1e-5)
-    for name, gradient in gradients(student, stored.total).items():
-        torch.testing.assert_close(gradient, live_gradients[name], rtol=1e-4, atol=1e-5, msg=name)

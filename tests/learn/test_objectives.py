@@ -22,7 +22,6 @@ from learn.objectives import (
     SimPO,
     frozen_logprobs,
     log1mexp,
-    pair_logprobs,
 )
 from model import Transformer
 
@@ -189,15 +188,6 @@ def test_next_token_is_the_cross_entropy_of_each_document_alone():
     batch, model = chat_rows(6), model_of(0)
     expected = -sum(value for row in naive_logprobs(model, batch) for value, _ in row)
     assert float(NextToken().loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_logprobs_of_pairs_are_those_of_each_sequence_alone():
-    batch, model = pair_rows(7), model_of(0)
-    found_BP2 = pair_logprobs(model, batch).detach()
-    for row, documents in enumerate(naive_logprobs(model, batch)):
-        expected = torch.tensor([value for value, _ in documents]).view(-1, 2)
-        torch.testing.assert_close(found_BP2[row, :len(expected)], expected, rtol=1e-5, atol=1e-5)
-        assert not found_BP2[row, len(expected):].any()
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])

@@ -30,7 +30,6 @@ from learn.teacher import (
     HFTeacher,
     LlamaTeacher,
     find_teacher,
-    group_documents,
     load_teacher,
     teacher_facts,
 )
@@ -162,24 +161,6 @@ def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_fo
     torch.testing.assert_close(ours.logits(batch)(slice(None)), theirs.logits(batch)(slice(None)), rtol=1e-4, atol=1e-4)
 
 
-def test_documents_without_a_target_are_not_read():
-    documents = torch.tensor([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 2, 2]], dtype=torch.int32)
-    targets = torch.full((2, 6), IGNORE_INDEX)
-    targets[0, 4] = targets[1, 1] = 7
-    batch = Batch(torch.zeros(2, 6, dtype=torch.long), targets, documents)
-    assert group_documents(batch) == [([6, 2], [4, 3])]
-    assert group_documents(Batch(batch.tokens_BT, targets)) == [([6, 0], [6, 6])]
-
-
-def test_padded_groups_stay_within_the_batch_and_hold_every_document():
-    lengths = torch.tensor([1, 9, 3, 4, 16, 2, 2, 8, 1, 1])
-    documents = torch.repeat_interleave(torch.arange(10), lengths)[None]
-    groups = group_documents(Batch(documents, torch.zeros_like(documents), documents.int()))
-    places = {start: length for group in groups for start, length in zip(*group)}
-    assert places == dict(zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist()))
-    assert all(len(found) * max(found) <= 47 for _, found in groups) and len(groups) < 10
-
-
 @pytest.mark.parametrize("stored, asked, expected", [
     (torch.bfloat16, "auto", torch.bfloat16), (torch.bfloat16, "fp32", torch.float32), (torch.float32, "auto", torch.float32),
     (torch.float32, "bf16", torch.bfloat16), (torch.float16, "auto", torch.float32)])  # a CPU has no kernels for float16
@@ -190,28 +171,6 @@ def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokeniz
     assert teacher.model.compute_dtype == expected and {parameter.dtype for parameter in teacher.model.parameters()} == {expected}
     assert not teacher.model.training and not any(parameter.requires_grad for parameter in teacher.model.parameters())
     assert teacher.logits(a_batch(tokenizer.vocab_size))(slice(None)).dtype == torch.float32
-
-
-def test_a_teacher_is_found_by_path_by_run_and_by_its_name_in_output_dir(llama_folder, tokenizer):
-    runs = llama_folder.parents[2]
-    for name in (llama_folder, llama_folder.parents[1], "parent"):
-        found = find_teacher(settings(name, output_dir=str(runs)), tokenizer)
-        assert found.resolve() == llama_folder.resolve()
-
-
-def test_a_damaged_checkpoint_is_no_teacher(llama_folder, tokenizer, tmp_path):
-    shutil.copytree(llama_folder, tmp_path / "step-00000010")
-    flip_bit(tmp_path / "step-00000010" / "model.safetensors")
-    with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
-        find_teacher(settings(tmp_path / "step-00000010"), tokenizer)
-
-
-def test_a_teacher_that_is_not_there_is_refused(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
-        find_teacher(settings(tmp_path / "nothing" / "here"), tokenizer)
-    with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing: nobody/nothing is not a local folder"):
-        find_teacher(settings("nobody/nothing", output_dir=str(tmp_path)), tokenizer)
 
 
 def test_adapters_alone_are_no_teacher(copied, tokenizer):
@@ -477,15 +436,6 @@ def test_other_facts_are_another_store(tmp_path, tokenizer):
         assert teacher.asked == number * len(rows) and len(list(tmp_path.rglob("teacher-*"))) == number
 
 
-def test_rows_of_other_data_are_not_taken_for_those_that_were_stored(tmp_path, tokenizer):
-    rows = token_rows(tmp_path / "data", tokenizer)
-    stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-    others, teacher = token_rows(tmp_path / "others", tokenizer, seed=1), CountingTeacher(tokenizer)
-    with pytest.raises(DataError, match="row 0 is damaged, or of other data; start again"):
-        stored(others, tmp_path, tokenizer, teacher)
-    assert not teacher.asked and stored(others, tmp_path, tokenizer, teacher)(np.arange(9)) and teacher.asked == 9
-
-
 @pytest.mark.parametrize("spoil, damaged, again", [
     (lambda store: os.truncate(store / "rows.bin", 100), 9, 9),
     (lambda store: os.truncate(store / "checksums.bin", 8), 0, 7),
@@ -572,17 +522,6 @@ def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokeniz
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
-
-
-def test_how_much_of_the_teacher_is_kept_is_told_at_every_start(tmp_path, tokenizer):
-    rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
-    stored(rows, tmp_path, tokenizer, teacher, said=said, distillation_temperature=4.0)
-    stored(rows, tmp_path, tokenizer, None, said=said, distillation_temperature=4.0)
-    stored(rows, tmp_path, tokenizer, teacher, said=said, distillation_temperature=4.0, distillation_top_k=500)
-    logits = teacher.logits(rows(np.arange(2)))(slice(None))
-    kept = (torch.softmax(logits / 4, -1).topk(8).values.sum(-1).mean() * 100).round().int().item()
-    assert said[1] == said[2] and f"the 8 most likely tokens hold {kept}% of its" in said[1] and "a lower temperature" in said[1]
-    assert "500 most likely tokens hold 9" in said[4] and "a lower temperature" not in said[4]
 
 
 def test_a_complete_store_needs_no_right_to_write(tmp_path, tokenizer, monkeypatch):

@@ -15,7 +15,7 @@ from common.heartbeat import HEARTBEAT
 from dataloaders import RowOrder
 from learn.objectives import NextToken
 from observe import phases
-from observe.phases import COMPARED, Phases, SlowRanks, median_of_others
+from observe.phases import COMPARED, Phases, SlowRanks
 from run import life
 
 
@@ -158,24 +158,6 @@ def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock)
         assert measured.own_pauses == {"evaluation": 4, "save": 7}, "without the waits"
     assert run.log.events == [("evaluation", 1, {"what": "validation", "seconds": 7}),
                               ("evaluation", 1, {"what": "a new task", "seconds": 1})]
-
-
-def test_marks_are_told_in_order_with_their_unix_times(clock):
-    told = []
-    with marking(Phases(fake_run(world_size=2), lambda *mark: told.append(mark))) as measured:
-        take_step(clock, 7)
-        HEARTBEAT.enter("save", 7)
-        measured.read_steps()
-    assert told == [(1000, "other", 0), (1000, "data", 7), (1001, "forward", 7), (1001, "communication", 7),
-                    (1011, "forward", 7), (1013, "backward", 7), (1017, "forward", 7), (1020, "backward", 7),
-                    (1025, "optimizer", 7), (1025, "communication", 7), (1045, "optimizer", 7), (1051, "other", 7)]
-
-
-def test_the_median_of_the_others_is_numpys():
-    for ranks in (2, 3, 4, 7):
-        values = np.random.default_rng(ranks).integers(0, 5, (ranks, 3)).astype(float)
-        expected = [np.median(np.delete(values, rank, 0), 0) for rank in range(ranks)]
-        assert np.array_equal(median_of_others(values), expected)
 
 
 def compare(slow: SlowRanks, forward=(1, 1, 1, 1), data=(0, 0, 0, 0), save=(0, 0, 0, 0), evaluation=(0, 0, 0, 0), error=0.01):

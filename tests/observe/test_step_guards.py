@@ -11,7 +11,6 @@ import torch
 from factories import UNMEASURED, assert_same_run, drift, new_model, spike_in, stop_at
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 import train
 from checkpoint import store
@@ -21,7 +20,6 @@ from dataloaders import RowOrder
 from learn.objectives import NextToken
 from model import Transformer
 from observe import guards
-from observe.guards import FirstBad, bad_gradients, banner, describe_tensors, write_dump
 from report.data import RunReader
 from run.log import Divergence
 from tokenizer import load_tokenizer
@@ -190,80 +188,6 @@ def make_model() -> Transformer:
     return new_model(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160), 256)
 
 
-def test_bad_parameters_and_gradients_are_described():
-    model = make_model()
-    tokens = torch.randint(256, (1, 8))
-    (-model(tokens, tokens, reduction="sum")).backward()
-    assert describe_tensors(model) == []
-    with torch.no_grad():
-        model.norm.weight.grad[3] = math.nan
-        model.layers[1].attention.wq.weight[0, :2] = math.inf
-    assert describe_tensors(model) == [
-        {"tensor": "layers.1.attention.wq.weight", "kind": "parameter", "shape": [64, 64], "non_finite": 2,
-         "first_values": ["inf", "inf", *map(str, model.layers[1].attention.wq.weight[0, 2:4].tolist())]},
-        {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 1,
-         "first_values": [str(value) for value in model.norm.weight.grad[:4].tolist()]}]
-    json.dumps(describe_tensors(model), allow_nan=False)
-
-
-def test_the_bad_gradients_are_kept_as_far_as_there_is_room_the_least_spoilt_first(monkeypatch):
-    model = make_model()
-    tokens = torch.randint(256, (1, 8))
-    (-model(tokens, tokens, reduction="sum")).backward()
-    assert bad_gradients(model, "gradient") == {}
-    spoilt = {"norm.weight": slice(None), "layers.1.attention.wq.weight": (slice(1), 5), "layers.0.attention.wo.weight": slice(9)}
-    for name, place in spoilt.items():
-        model.get_parameter(name).grad[place] = math.nan
-    kept = bad_gradients(model, "own")
-    assert [*kept] == ["own.layers.1.attention.wq.weight", "own.layers.0.attention.wo.weight", "own.norm.weight"]
-    for name in spoilt:
-        gradient = model.get_parameter(name).grad
-        assert kept[f"own.{name}"].data_ptr() != gradient.data_ptr()
-        torch.testing.assert_close(kept[f"own.{name}"], gradient, equal_nan=True)
-    matrix, vector = model.layers[0].attention.wo.weight.nbytes, model.norm.weight.nbytes
-    monkeypatch.setattr(guards, "KEPT_BYTES", matrix + vector)
-    assert [*bad_gradients(model, "own")] == ["own.layers.1.attention.wq.weight", "own.norm.weight"]
-
-
-@pytest.mark.parametrize("planted, found", [
-    ("layers.0.feed_forward.w2", "layers.0.feed_forward.w2"), ("layers.1.attention.wo", "layers.1.attention.wo"),
-    ("layers.1.ffn_norm", "layers.1.ffn_norm"), ("tok_embeddings", "tok_embeddings"), (None, None)])
-def test_the_first_module_whose_output_went_bad_is_named(planted, found):
-    model = make_model()
-    first_bad = FirstBad(model)
-    tokens = torch.randint(256, (1, 8))
-    if planted:
-        with torch.no_grad():
-            model.get_submodule(planted).weight[:] = math.nan
-    model(tokens, tokens, reduction="sum")
-    assert first_bad.module == found
-
-
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
               {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}
-
-
-def test_a_dump_is_read_without_pickle(tmp_path):
-    tensors = {"tokens_BT.0": torch.arange(12).view(3, 4).T, "grad": torch.tensor([math.nan, 1.0]),
-               "half": torch.ones(2, dtype=torch.bfloat16)}
-    write_dump(tmp_path / "debug" / "step-00000007", REPORT, tensors)
-    folder = tmp_path / "debug" / "step-00000007"
-    assert sorted(path.name for path in folder.iterdir()) == ["rank-1.json", "rank-1.safetensors"]
-    assert json.loads((folder / "rank-1.json").read_text()) == REPORT
-    loaded = load_file(folder / "rank-1.safetensors")
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(loaded[name], tensor, equal_nan=True)
-
-
-def test_the_banner_tells_step_rank_rows_and_tensors_and_does_not_flood_the_screen():
-    healthy = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}
-    lines = banner([healthy, REPORT])
-    assert "step 7" in lines[1] and "rank 1" in lines[1] and "[[3, 5], [8, 1]]" in lines[2]
-    assert "layers.0.feed_forward.w2" in lines[3] and "norm.weight" in lines[4]
-    # A transient fault: finite on every rank when computed again.
-    lines = banner([healthy, {**REPORT, "finite": True}])
-    assert "finite when computed again" in lines[1] and "rows of rank 0" in lines[2]
-    many = {**REPORT, "rank": 0, "tensors": REPORT["tensors"] * 50}
-    lines = banner([many, {**many, "rank": 1}])
-    assert len(lines) < 30
