@@ -29,7 +29,7 @@ settings.load_profile("paddock")
 MAY_BE_MISSING = (
     "needs a GPU", "no GPU is here", "a GPU is here",
     "compiled once on a CPU", "selective is the compiler's", "ATTENTION_BACKEND=",  # test_gpu.py on a CPU
-    "needs root", "need root", "no loop devices", "needs mkfs.ext4", "no such address",
+    "needs root", "need root", "no such address",
     "folder of real data", "among the real data", "not a git checkout",
     "vllm is not installed", "LLAMA_CPP",
     *(["'trl"] if sys.version_info < (3, 11) else []))  # needs Python 3.11

@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from checkpoint import store
-from common.errors import DataError
-from data_pipeline.sources import Reading, Source, read_texts
 
 # For each mode: the settings whose files are replaced, and the files without which it cannot run.
 READ = {"lora-sft": (("PRETRAIN_CHECKPOINT", "SFT_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH", "OUTPUT_DIR"),
@@ -116,22 +113,3 @@ def test_a_teacher_that_transformers_loads_is_not_unpickled(stages, tmp_path, bo
         (teacher / "pytorch_model.bin").write_bytes(content)
         assert run.train() == 5
         assert str(teacher) in capsys.readouterr().err and not bomb.exists()
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "x.txt", "x.parquet", "x.jsonl.gz", "x.txt.xz", "x.jsonl.bz2"])
-def test_no_record_file_is_unpickled(name, tmp_path, bomb):
-    for content in bombs(bomb):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=name):
-            list(read_texts(Source(path=str(tmp_path / name)), Reading()))
-    assert not bomb.exists()
-
-
-@pytest.mark.parametrize("flag", ["--config", "--env-file"])
-def test_no_settings_file_is_unpickled(flag, tmp_path, bomb, capsys):
-    for content in bombs(bomb):
-        (tmp_path / "settings").write_bytes(content)
-        with pytest.raises(SystemExit) as left:
-            train.main([flag, str(tmp_path / "settings")])
-        assert left.value.code == 2 and "settings" in capsys.readouterr().err
-    assert not bomb.exists()

@@ -69,19 +69,6 @@ def hold_in_step_2() -> None:
     do_in_step(2, lambda: (print("holding", flush=True), time.sleep(PATIENCE)))
 
 
-def test_a_second_signal_quits_at_once(tiny_run):
-    run = tiny_run()
-    job = run.start(plant=hold_in_step_2)
-    job.wait_for("holding")
-    (process,) = job.processes
-    os.kill(process.pid, signal.SIGTERM)
-    time.sleep(1.5)
-    assert process.is_alive(), "the first one is remembered, and no more"
-    os.kill(process.pid, signal.SIGTERM)
-    assert job.wait() == [143]
-    assert run.steps_saved() == []
-
-
 def when_built(change) -> None:
     """Call `change` with the model that train builds."""
     def build(*arguments):

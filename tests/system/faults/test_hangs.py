@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from commands import WORLD
-from factories import UNMEASURED, do_in_step, is_rank, run_ranks
+from factories import UNMEASURED, do_in_step, is_rank
 from faults import act
 
 from checkpoint import tensors
@@ -169,20 +169,6 @@ def test_ranks_are_named_in_ranges():
     assert describe_ranks([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
 
 
-def leave_early() -> None:
-    def run() -> int:
-        with collectives.joined_ranks("cpu", 60) as joined:
-            return joined.world_size  # as after a signal before the first step
-
-    before = threading.active_count()
-    assert run() == WORLD
-    assert not torch.distributed.is_initialized() and collectives.watchdog is None and threading.active_count() == before
-
-
-def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
-    run_ranks(leave_early, world_size=WORLD, folder=tmp_path)
-
-
 class Store:
     """The methods of torch's store that HangWatchdog uses; it can be broken."""
 
@@ -253,19 +239,6 @@ def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(watch_of):
     watch.store.set(hang.ALARM_KEY, status(1, 1.0, alarm=True))
     watch._poll()
     assert not watch.alarm and watch.statuses[1]["sent_at"] == 2.0
-
-
-def test_a_pulse_knows_what_is_done():
-    mine = Heartbeat()
-    mine.enter("save", 7)
-    with mine.waiting():
-        told = mine.status()
-        assert (told["phase"], told["step"], told["waiting"]) == ("save", 7, True) and 0 <= told["idle_seconds"] < 60
-    with pytest.raises(RuntimeError), mine.waiting():
-        raise RuntimeError("closed by peer")
-    assert mine.status()["waiting"] is False, "it has an end to make"
-    mine.enter("data")
-    assert (mine.status()["phase"], mine.status()["step"], mine.status()["waiting"]) == ("data", 7, False)
 
 
 def out_of_gpu_memory() -> None:

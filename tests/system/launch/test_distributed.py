@@ -18,10 +18,9 @@ from factories import (
 )
 
 import train
-from common import errors
 from common.errors import DataError
 from parallel.process import loopback_interface
-from parallel.ranks import Ranks, start_ranks, stop_ranks
+from parallel.ranks import start_ranks, stop_ranks
 
 
 def check_collectives() -> None:
@@ -53,14 +52,6 @@ def check_collectives() -> None:
 
 def test_collectives(tmp_path):
     run_ranks(check_collectives, world_size=WORLD, folder=tmp_path)
-
-
-def test_alone_every_collective_is_the_identity():
-    ranks = Ranks()
-    assert ranks.all_reduce_floats([1, 2.5]) == [1.0, 2.5] and ranks.broadcast({"a": 1}) == {"a": 1} and ranks.all_gather_json(3) == [3]
-    assert ranks.on_rank0(lambda: 5) == 5 and ranks.all_agree(True) and not ranks.all_agree(False)
-    with pytest.raises(errors.DataError, match="^as it was$"):
-        ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
 
 
 def check_gradients() -> None:

@@ -89,9 +89,6 @@ def told_seconds(run: TinyRun) -> float:
     return seconds
 
 
-# ------------------------------------------------------------------------------ how it is started
-
-
 @pytest.mark.parametrize(("changes", "told"), [
     ({"LERNING_RATE": 3}, "--lerning-rate; did you mean --learning-rate"),
     ({"TOTAL_BATCH_SIZE": 64}, "TOTAL_BATCH_SIZE=64 must be a multiple"),  # one micro-batch, but two ranks need two
@@ -201,9 +198,6 @@ def impatient() -> None:
     ranks.JOIN_SECONDS = 2
 
 
-# ------------------------------------------------------------------------------------ how it ends
-
-
 @pytest.mark.parametrize(("what", "moment", "rank"), [
     pytest.param(what, moment, rank, marks=() if (what, moment, rank) == ("exception", "step", 1) else pytest.mark.slow)
     for what in ("exception", "SIGKILL") for moment in (*MOMENTS, *OF_RANK_0) for rank in (0, 1)
@@ -297,9 +291,6 @@ def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
     assert "Model:" not in command.text()
 
 
-# ---------------------------------------------------------------------------- folders and endings
-
-
 def test_folders_of_live_launches_are_kept_and_no_two_share_one(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
     with ExitStack() as held:
@@ -363,9 +354,6 @@ def test_the_cause_is_the_first_rank_that_did_not_only_lose_another():
     first, lost, later = ended(2, at=5, is_secondary=False), ended(0, at=4, is_secondary=True), ended(1, at=6, is_secondary=False)
     killed = launcher.rank_exit(3, -signal.SIGKILL, 7, None, joined=True)
     assert min(lost, later, first, killed) == first and min(lost, killed) == killed and (first.code, first.sentence) == (3, "rank 2")
-
-
-# ---------------------------------------------------------------------------------------- signals
 
 
 SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
@@ -432,9 +420,6 @@ def stall() -> None:
     do_in_step(3, lambda: time.sleep(60), optim)
 
 
-# --------------------------------------------------------------------------------------- torchrun
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "flags"), [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGUSR1, ()),
                                                (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
@@ -446,15 +431,6 @@ def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_
         command.process.send_signal(number)
         assert command.wait() == 1 or number != signal.SIGTERM, "torchrun knows no other code"
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "shown"), [("die", "Signal 9 (SIGKILL) received"),
-                                              ("fail", "ZeroDivisionError: division by zero")])
-def test_torchrun_ends_the_job_when_one_rank_fails(fault, shown, tiny_run):
-    with torchrun(tiny_run(), plant=f"test_launch:{fault}") as command:
-        assert command.wait() == 1
-    assert shown in command.text()
 
 
 @pytest.mark.slow
@@ -475,13 +451,6 @@ def dawdle() -> None:
 
 def die() -> None:
     do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
-
-
-def fail() -> None:
-    do_in_step(3, lambda: 1 / 0, optim)
-
-
-# -------------------------------------------------------------------------------------- two nodes
 
 
 @pytest.mark.slow
