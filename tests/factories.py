@@ -335,9 +335,6 @@ def cached_on_the_hub(model: Path, name: str, cache: Path, monkeypatch) -> Path:
     return repository / "snapshots" / commit
 
 
-# --------------------------------------------------------------------------------------- models
-
-
 def new_model(config: ModelConfig, vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
     model = Transformer(config, vocab_size, dtype)
     model.init_weights(torch.Generator().manual_seed(seed))
@@ -355,9 +352,6 @@ def in_transformers(model: Transformer, **settings):
     theirs.load_state_dict(tensors, strict=not model.config.tie_embeddings)
     theirs.tie_weights()
     return theirs
-
-
-# --------------------------------------------------------------------------------------- one step
 
 
 def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
@@ -425,9 +419,6 @@ def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, ad
     written = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
                              eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
     return tokenizer.decode(written[:-1] if written[-1] in stops else written)
-
-
-# -------------------------------------------------------------------------------------- processes
 
 
 def is_rank(rank: int) -> bool:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -36,28 +35,12 @@ from run import life
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
 
-# --------------------------------------------------------------------------------- the exact step
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4])
 def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows):
     large, gradients, _ = a_step(uneven_batches(8), MAX_GRAD_NORM=0)
     small, others, _ = a_step(uneven_batches(rows), MAX_GRAD_NORM=0)
     assert furthest(gradients, others) < 1e-6
     assert small.loss == pytest.approx(large.loss, rel=1e-6) and small.grad_norm == pytest.approx(large.grad_norm, rel=1e-5)
-
-
-def test_the_gradient_is_that_of_the_mean_over_all_targets():
-    """Compared with a naive sum over single targets, computed from all logits."""
-    result, gradients, model = a_step(uneven_batches(2), MAX_GRAD_NORM=0)
-    fresh = new_model(model.config, 512, seed=1)
-    (batch,) = uneven_batches(8)
-    logprob_BTV = fresh.logits(batch.tokens_BT).log_softmax(-1)
-    picked = [logprob_BTV[row, column, batch.targets_BT[row, column]] for row in range(8) for column in range(4 * row)]
-    loss = -torch.stack(picked).mean()
-    loss.backward()
-    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
-    assert furthest({name: parameter.grad for name, parameter in fresh.named_parameters()}, gradients) < 1e-5
 
 
 def test_a_loss_scaler_changes_nothing_but_skips_what_overflows():
@@ -86,9 +69,6 @@ def test_a_skipped_step_advances_no_schedule():
     for updated in (True, False, True):
         run.advance(life.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
-
-
-# -------------------------------------------------------------------------------- stop and resume
 
 
 def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
@@ -214,9 +194,6 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
 
 
-# ---------------------------------------------------------------------------- where to start from
-
-
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict:
     """Settings that name other data, and other data with another tokenizer."""
@@ -289,9 +266,6 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, who
     assert_same_run(finished, whole, 6)
 
 
-# ---------------------------------------------------------------------- what is measured and kept
-
-
 def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
     """Give the n-th validation the n-th loss; returns a list that grows by the rows of each validation."""
     seen: list[list] = []
@@ -351,28 +325,6 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):
     assert finished.steps_saved() == [6, 8]
 
 
-def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatch, capsys):
-    """The signal arrives in the last evaluation, between validation and HellaSwag."""
-    run, original = tiny_run(), during_run.validation_loss
-
-    def validation_loss(*arguments):
-        loss = original(*arguments)
-        if "Step [6/6]" in (run.folder / "log" / "rank-0.txt").read_text():
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss
-
-    monkeypatch.setattr(during_run, "validation_loss", validation_loss)
-    assert run.train() == train.EXIT_PREEMPTED
-    assert "hellaswag_acc" not in run.metrics()[-1]
-    monkeypatch.undo()
-    assert run.train() == 0
-    assert "Finished 6 steps" in capsys.readouterr().out
-    assert_same_run(run, whole, 6)
-    life, undisturbed = (store.read_state(each.checkpoint(6)) for each in (run, whole))
-    assert life["val_loss"] == undisturbed["val_loss"]
-    assert life["progress"] | {"wandb_run_id": None} == undisturbed["progress"] | {"wandb_run_id": None}
-
-
 def test_no_step_to_take_is_a_measurement(tiny_run, whole):
     run = tiny_run(MAX_STEPS=0)
     assert run.train() == 0
@@ -398,9 +350,6 @@ def test_compiled_losses_are_the_eager_ones(tiny_run):
     for name in ("train_loss", "val_loss"):
         assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
-
-
-# ----------------------------------------------------------------------------------- command line
 
 
 def test_what_all_ranks_raise_is_told_by_the_first_of_a_machine(tiny_run, tmp_path, capsys, monkeypatch):

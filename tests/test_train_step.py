@@ -17,8 +17,6 @@ from learn.optim import Optimizer, newton_schulz
 from model_utils import clip_scale, gradient_norm
 from parallel.ranks import start_ranks, stop_ranks
 
-# ------------------------------------------------------------------------- waiting for the device
-
 
 class Functions(TorchFunctionMode):
     """Logs each read of a tensor that is no torch operation, and each update."""

@@ -16,7 +16,7 @@ from common.errors import CheckpointError
 from common.files import FileLock
 from report.data import parameters_in
 from report.goodput import KILLED
-from report.page import Report, as_text, distinct_names, render
+from report.page import Report, as_text, render
 
 
 def read(*folders) -> Report:
@@ -197,11 +197,6 @@ def test_what_is_no_run_is_told(tmp_path):
     (tmp_path / "config.json").write_text("nonsense")
     with pytest.raises(CheckpointError, match="these are not valid: config.json"):
         Report([tmp_path])
-
-
-@pytest.mark.parametrize("folders, names", [(["a/x", "a/y"], ["x", "y"]), (["a/x", "b/x"], ["a/x", "b/x"]), (["a", "a"], ["a (1)", "a (2)"])])
-def test_runs_have_distinct_names(folders, names):
-    assert distinct_names(folders) == names
 
 
 def write_long(folder, steps: int, every: int) -> None:

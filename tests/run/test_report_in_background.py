@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from commands import BARE
@@ -14,7 +13,6 @@ from factories import PATIENCE, UNMEASURED, stop_at
 
 from run import card
 from run.card import LOWEST_PRIORITY, BackgroundReport
-from run.life import write_report
 from run.log import RunLog
 
 SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
@@ -84,14 +82,6 @@ def test_a_run_that_is_not_to_write_one_and_a_start_that_is_refused_write_none(t
     assert run.train() == 0
     run.train(MAX_STEPS=3, **changes)
     assert not (run.folder / "report.html").exists()
-
-
-def test_no_rank_writes_before_its_folder_may_be_written_and_none_but_rank_0(tmp_path):
-    """Rank 0 alone opens the logs of JSON lines, when nothing can refuse the start any more."""
-    run = SimpleNamespace(config=SimpleNamespace(report=True), log=SimpleNamespace(lines={}), folder=tmp_path, report=BackgroundReport())
-    write_report(run)
-    write_report(run, wait_seconds=10)
-    assert run.report.process is None and not [*tmp_path.iterdir()]
 
 
 def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):

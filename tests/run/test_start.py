@@ -24,7 +24,7 @@ from factories import (
 from safetensors.torch import load_file, save_file
 
 import train
-from checkpoint import huggingface, store
+from checkpoint import store
 from checkpoint.huggingface import read_json
 from debug.replay import replay
 from learn.optim import learning_rate
@@ -40,9 +40,6 @@ def forget(checkpoint: Path, *names: str) -> None:
     for name in names:
         del state["progress"][name]
     reseal(checkpoint, state)
-
-
-# -------------------------------------------------------------------------------- what is counted
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +78,6 @@ def test_what_is_counted_along_with_the_steps_is_counted_anew_from_start_step(fi
     after = store.read_state(run.checkpoint(first + 4))["progress"]
     assert (after["step"], after["skipped_steps"], after["best_step"]) == (first + 4, 0, first + 4)
     assert len(after["recent_losses"]) == 20, "its losses go on from those of the weights that it began with"
-
-
-# ----------------------------------------------------------------------- however a start is spelt
 
 
 def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
@@ -177,9 +171,6 @@ def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes,
         assert run.train(**{**(before or {}), **changes, **fresh, **settings_of(way)}) == 0, way
 
 
-# --------------------------------------------------------------------- wherever the base has gone
-
-
 class Tree:
     """A folder with a base and runs that start from it; the folder, or the base alone, is moved."""
 
@@ -235,15 +226,6 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
         assert list(there.run(mode).column("train_loss")) == [1, 2, 3, 4, 5][:5] if mode != "dpo-stored" else [1, 2, 5]
 
 
-@pytest.mark.parametrize("mode", ["lora-sft", "dpo-live", "dpo-stored"])
-def test_a_new_run_takes_the_identity_of_its_base_once(mode, stages, tmp_path, monkeypatch):
-    identity, taken = huggingface.weights_sha256, []
-    monkeypatch.setattr(huggingface, "weights_sha256", lambda tensors: taken.append(identity(tensors)) or taken[-1])
-    run = stages.run(mode, tmp_path)
-    assert run.train() == 0
-    assert taken == [store.read_state(run.checkpoint(2))["progress"]["base_sha256"]]
-
-
 def test_a_base_that_has_gone_on_is_found_by_its_hash_among_its_checkpoints(stages, tmp_path):
     tree = Tree(stages, tmp_path / "tree")
     run = tree.run("lora-sft")
@@ -264,8 +246,6 @@ def test_a_dpo_run_of_a_version_that_kept_no_hash_goes_on(stages, tmp_path, caps
     assert moved.train(MAX_STEPS=4) == 5
     assert "does not exist" in capsys.readouterr().err
 
-
-# ----------------------------------------------------------------- the shape comes with the start
 
 SHAPE = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF")
 
@@ -374,9 +354,6 @@ def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told,
     assert told in shown.err and told in shown.out and not run.folder.exists()
 
 
-# --------------------------------------------------------------------------------- random weights
-
-
 def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
     del run.settings["PRETRAIN_CHECKPOINT"]
@@ -388,9 +365,6 @@ def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp
     assert run.train(RANDOM_INIT="true") == 0
     assert run.train(MAX_STEPS=2) == 0, "it goes on from its own"
     assert train.main([*run.argv(RUN_NAME="student", DISTILLATION_ENABLED="true", TEACHER_MODEL=stages.teacher), "--check"]) == 0
-
-
-# ------------------------------------------------------------------------------------ what is hashed
 
 
 class CountingHash:
@@ -441,9 +415,6 @@ def test_each_byte_is_hashed_once_when_written_and_once_when_read(prepared, tmp_
         PRETRAIN_CHECKPOINT=run.folder, RESET_OPTIMIZER="true"), monkeypatch)
     assert 3 * model + optimizer - other <= started <= 3 * model + optimizer + other
     assert hashed_bytes(lambda: int(not store.locate(str(run.folder), tmp_path / "-")), monkeypatch) < model + 50_000
-
-
-# ------------------------------------------------------------------------------------ permissions
 
 
 @pytest.mark.parametrize("mask", [0o027, 0o022])

@@ -118,28 +118,6 @@ def test_wrong_arguments_are_explained(chat, folder, tmp_path, monkeypatch, argv
     assert result[:2] == (code, "") and words in result[2] and "Traceback" not in result[2]
 
 
-class Person(io.TextIOWrapper):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_a_person_is_told_of_a_mistake_and_goes_on(chat, folder, monkeypatch):
-    """Also with a Python that has no readline."""
-    monkeypatch.setitem(sys.modules, "readline", None)
-    monkeypatch.setattr(io, "TextIOWrapper", Person)
-    code, out, err = chat("/rest\n/undo\nThe cat\n", folder, "--temperature", 0, "--max-new-tokens", 4)
-    assert code == 0 and out.endswith("\n") and len(out) > 1
-    assert "there is no /rest" in err and "no message to remove" in err and "error" not in err
-
-
-@pytest.mark.parametrize("env, dim", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)])
-def test_notes_are_dim_where_a_terminal_can_show_that(monkeypatch, env, dim):
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.setenv(name, env.get(name, ""))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert script.styled("a\x1b[2Jb\nc") == ("\x1b[2ma\\x1b[2Jb\nc\x1b[0m" if dim else "a\\x1b[2Jb\nc")
-
-
 class Terminal:
     """The script in a terminal of its own."""
 

@@ -1,7 +1,6 @@
 """scripts/export.py: a folder to share, and an upload to the hub, here to a server on this machine."""
 
 import base64
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from commands import ROOT
 
 from checkpoint.store import OPTIMIZER, STATE, verify
 from common.errors import CheckpointError, PaddockError
+from scripts import export as script
 
 TOKEN = "hf_right"
 
@@ -71,14 +71,6 @@ def hub(monkeypatch):
     server.server_close()
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("export_script", ROOT / "scripts" / "export.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def export(*flags, code: int = 0) -> str:
     """Run it in a process, because the hub's client reads HF_ENDPOINT when it is imported."""
     done = subprocess.run([sys.executable, ROOT / "scripts" / "export.py", *map(str, flags)], capture_output=True, text=True)
@@ -109,7 +101,7 @@ def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
     assert "exists; name a new folder" in export(whole.folder, "--to", "hf", "--output", tmp_path / "made", code=5)
 
 
-def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, script, monkeypatch):
+def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
     from shutil import copytree
 
     copytree(max((whole.folder / "checkpoints").glob("step-*")), tmp_path / "step-00000001")
@@ -143,10 +135,3 @@ def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert "the hub cannot be reached" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=PaddockError.exit_code)
-
-
-def test_what_a_format_needs_is_named(whole):
-    assert "--to hf needs --output" in export(whole.folder, "--to", "hf", code=2)
-    assert "--to hub needs --repo" in export(whole.folder, "--to", "hub", code=2)
-    assert "--to" in export(whole.folder, code=2)
-    assert "merge_lora.py" in export("--to", "merged", "--help") or "export --to merged" in export("--to", "merged", "--help")

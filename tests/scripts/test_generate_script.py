@@ -17,7 +17,7 @@ from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
 from fused import matmul
 from inference.engine import RowCache, Sampling
-from inference.generate import Part, Writer
+from inference.generate import Writer
 from model import Transformer
 from run import adapters
 from run.adapters import load_model
@@ -175,22 +175,6 @@ def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path, temp
         assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 
-def test_a_chat_turn_ends_at_the_end_of_turn(folder, tokenizer, monkeypatch):
-    prompts, stops = [], []
-
-    def write(self, asked):
-        prompts.append(tokenizer.decode(asked[0].ids))
-        stops.append(asked[0].stop_ids)
-        yield Part(0, f"yes {len(prompts)}", 3, "stop")
-
-    monkeypatch.setattr(Writer, "write", write)
-    assert texts_of(script.answers(Writer(*script.load(str(folder)), 4), ["a", "b"])) == ["yes 1", "yes 2"]
-    assert stops == [{tokenizer.eot_id, tokenizer.eos_id}] * 2
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
-    assert prompts[1] == ("<|begin_of_text|>" + header("user") + "a<|eot_id|>" + header("assistant") + "yes 1<|eot_id|>"
-                          + header("user") + "b<|eot_id|>" + header("assistant"))
-
-
 def called(monkeypatch, capsys, *arguments) -> str:
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
@@ -230,27 +214,6 @@ def test_a_stop_text_ends_a_continuation(folder):
     assert texts_of(parts) == [whole[:whole.index(stop)]]
     assert parts[-1].finish_reason == "stop" and parts[-1].tokens < 24
     assert [part.finish_reason for part in script.continuations(Writer(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
-
-
-def test_texts_are_told_in_order_each_as_early_as_possible():
-    """The first one piece by piece; the second, which is finished sooner, after it. Ctrl-C leaves what is finished."""
-    told = []
-    parts = [Part(1, "b", 1, None), Part(0, "a", 1, None), Part(1, "B", 2, "stop"), Part(2, "c", 1, None), Part(3, "d", 1, "length"),
-             Part(0, "A", 2, "length"), Part(2, "C", 2, "length")]
-
-    def some(count: int):
-        for part in parts[:count]:
-            yield part
-            told.append("|")
-        if count < len(parts):
-            raise KeyboardInterrupt
-
-    script.tell_in_order(some(7), 4, lambda part: told.append(part.text))
-    assert "".join(told) == "|a||||AbBc|Cd|"
-    told.clear()
-    with pytest.raises(KeyboardInterrupt):
-        script.tell_in_order(some(5), 4, lambda part: told.append(part.text))
-    assert "".join(told) == "|a||||bBd"
 
 
 def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):

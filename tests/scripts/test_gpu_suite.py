@@ -4,15 +4,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from factories import wait_until
 
-from common.errors import DataError
-from scripts.dev import write_docs
-from scripts.gpu import parts, probe
+from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,81 +131,8 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
 
 
-@pytest.fixture
-def task(tmp_path):
-    return parts.Task("cpu", False, tmp_path, 10, tmp_path / "memory.notes.jsonl")
-
-
-def test_each_layout_is_measured_in_a_process_and_the_least_share_counts(task, monkeypatch):
-    started = []
-
-    def run_part(self, part: str, *flags: str) -> tuple[int, str]:
-        assert (part, flags[0]) == ("memory", "--layout") and not self.layout
-        started.append(flags[1])
-        self.figure(flags[1], {"forecast GiB": 10.0, "USABLE": 0.9 if flags[1] == "selective" else 0.95})
-        return 0, ""
-
-    monkeypatch.setattr(parts.Task, "run_part", run_part)
-    probe.memory(task)
-    assert started == [*probe.FORECAST] and len({*started}) == 8
-    assert task.figures()["USABLE"] == 0.9
-
-
 def test_a_process_of_the_memory_part_measures_one_layout(tmp_path):
     task = parts.Task("cpu", True, tmp_path, 60, tmp_path / "memory.notes.jsonl")
     code, output = task.run_part("memory", "--layout", "sharded")
     assert code == 0, output
     assert [*task.figures()] == ["sharded"] and [*task.figures()["sharded"]] == ["forecast GiB"]  # torch measures a GPU only
-
-
-def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
-    gib, events = probe.GIB, []
-    used = iter([{"GPU-a": 1 * gib, "GPU-b": 70 * gib}, {"GPU-a": 14 * gib, "GPU-b": 75 * gib}])
-    monkeypatch.setattr(probe, "used_memory", lambda: events.append("NVML") or next(used))
-    monkeypatch.setattr(probe, "peak_of_a_step", lambda *_: events.append("steps") or 10 * gib)
-    monkeypatch.setattr("model_utils.choose_dtype", lambda *_: events.append("CUDA") or torch.bfloat16)
-    monkeypatch.setattr("learn.cost.estimate_memory", lambda *_: SimpleNamespace(total=10.4 * gib))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a", total_memory=80 * gib))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * gib)
-    task.device, task.layout = "cuda", "as it is"
-    probe.memory(task)
-    assert events == ["NVML", "CUDA", "steps", "NVML"]
-    figures = task.figures()["as it is"]
-    assert figures == {"forecast GiB": 10.4, "allocated GiB": 10, "reserved GiB": 12, "context GiB": 1,
-                       "USABLE": round((80 - 1) / 80 * 10.4 / 12, 3)}
-
-
-def test_a_forecast_of_the_usable_share_just_fits():
-    for forecast, reserved, context in ((10, 12, 1), (10, 10, 0), (10, 9, 2)):
-        largest = 80 * probe.usable_share(forecast, reserved, context, 80)
-        assert largest * reserved / forecast + context == pytest.approx(80)
-
-
-HEADER = {"part": "header", "ok": True, "seconds": 3.0, "error": None,
-          "figures": {"device": "NVIDIA H200", "capability": "9.0", "commit": "abc", "torch": "2.11.0+cu130"}}
-SPEED = {"part": "speed-1b", "ok": True, "seconds": 100.0, "error": None,
-         "figures": {"paddock": {"tokens_per_second": 54321.4, "mfu": 0.5, "profile": [{"name": "mm", "ms": 1.5, "share": 0.25, "calls": 3}]},
-                     "hf": "skipped: not | installed",
-                     "hf-liger": {"tokens_per_second": 40000.0, "mfu": 0.4}, "exit code": 0}}
-BAD = {"part": "fsdp", "ok": False, "seconds": 2.0, "figures": {}, "error": "it broke"}
-
-
-def test_the_page_has_the_machine_the_verdicts_and_all_figures():
-    page = write_docs.gpu_page([HEADER, SPEED | {"seconds": 1.0}, BAD, SPEED])
-    for line in ("| device | NVIDIA H200 |", "| fsdp | FAILED | 2 | it broke |", "| speed-1b | ok | 100 |  |",
-                 "| | tokens_per_second | mfu |", "| paddock | 54,321 | 0.5 |", "| 1.500 | 25.0 % | 3 | `mm` |", "| hf-liger | 40,000 | 0.4 |",
-                 "| hf | skipped: not \\| installed |"):
-        assert line in page.splitlines(), line
-    assert "Nothing of Paddock has been run" not in page
-
-
-def test_the_page_does_not_mix_commits_or_machines_and_is_about_gpus():
-    other = HEADER | {"figures": HEADER["figures"] | {"commit": "def"}}
-    page = write_docs.gpu_page([HEADER, SPEED, other, BAD])
-    assert "54,321" not in page and "| fsdp | FAILED" in page
-    assert "54,321" in write_docs.gpu_page([HEADER, SPEED, HEADER, BAD])  # two calls, of both groups
-    for records in ([SPEED], [HEADER | {"figures": {"device": "CPU (2 threads)"}}, BAD]):
-        with pytest.raises(DataError, match="docs/gpu.md is about a GPU"):
-            write_docs.gpu_page(records)
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert page.partition("## How to run it")[2] == write_docs.gpu_page([]).partition("## How to run it")[2]

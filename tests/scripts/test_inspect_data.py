@@ -1,7 +1,6 @@
 """scripts/inspect_data.py, and what it counts."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,13 +128,6 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
     assert f"a: ./paddock inspect {sets['documents']}" in said.replace("\n  ", " ")
-
-
-def test_the_folder_above_a_set_is_the_set_as_in_training(sets, inspect, tmp_path):
-    copy = shutil.copytree(sets["documents"], tmp_path / "above" / "set")
-    assert json.loads(inspect(copy.parent, "--json")) == json.loads(inspect(copy, "--json"))
-    with pytest.raises(DataError, match="holds 4 prepared sets, name one of them"):
-        inspect(sets["documents"].parent)
 
 
 def test_a_sample_names_its_files_where_they_are(tmp_path):

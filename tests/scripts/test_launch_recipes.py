@@ -152,12 +152,6 @@ def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(mon
         assert checked(monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
 
 
-def test_a_name_in_env_files_stays(tmp_path):
-    (tmp_path / ".env").write_text("RUN_NAME=mine\n")
-    job = Job(tmp_path, python="echo ${RUN_NAME:-as .env says}")
-    assert job.wait() == 0 and job.text().count("as .env says") == 2, job.text()
-
-
 def test_a_job_outside_slurm_or_of_another_folder_is_told_how_to_be_submitted(tmp_path):
     job = Job(tmp_path, SLURM_JOB_ID="")
     assert job.wait() == 2 and "error: submit this in Paddock's folder" in job.text()

@@ -10,8 +10,7 @@ import pytest
 from commands import BARE, ROOT
 from factories import UNMEASURED, TinyRun
 
-from common import text
-from common.text import CALLED_FROM, command, pip_install
+from common.text import CALLED_FROM, command
 
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
@@ -53,20 +52,6 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
 def test_what_adapters_recommend_works(stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})
-
-
-def test_a_command_names_this_python_and_quotes_what_a_shell_would_split(monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv(CALLED_FROM, raising=False)
-    monkeypatch.setattr(text.Path, "cwd", lambda: ROOT)
-    assert command("train.py", "a b", ROOT / "runs" / "x y", python=ROOT / ".venv/bin/python") == (
-        ".venv/bin/python train.py 'a b' 'runs/x y'")
-    assert command("scripts/setup.sh", "a b") == "bash scripts/setup.sh 'a b'"
-    monkeypatch.setenv(CALLED_FROM, str(tmp_path))
-    assert command("scripts/setup.sh") == f"cd {ROOT} && bash scripts/setup.sh"
-    assert run_bare(f"{pip_install('pip')} --help", tmp_path).returncode == 0
-    monkeypatch.setattr(text, "find_spec", lambda name: None)
-    assert pip_install("x") == f"uv pip install --python {sys.executable} x"
 
 
 def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):

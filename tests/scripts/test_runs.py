@@ -1,6 +1,5 @@
 """scripts/runs.py lists what there is, and deletes nothing that was not agreed to or that somebody needs."""
 
-import importlib.util
 import json
 import os
 import pty
@@ -13,13 +12,7 @@ import pytest
 from commands import ROOT
 from factories import TinyRun
 
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("runs_script", ROOT / "scripts" / "runs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import runs as script
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +42,14 @@ def files(folder: Path) -> set[Path]:
     return {path for path in folder.rglob("*") if path.name != "run.lock"}
 
 
-def listed(script, runs, capsys, monkeypatch, *flags) -> list[str]:
+def listed(runs, capsys, monkeypatch, *flags) -> list[str]:
     monkeypatch.setattr(sys, "argv", ["runs.py", "--output-dir", str(runs), *flags])
     script.main()
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_line_has_stage_step_state_loss_and_age(script, runs, capsys, monkeypatch):
-    header, *lines = listed(script, runs, capsys, monkeypatch)
+def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
+    header, *lines = listed(runs, capsys, monkeypatch)
     assert header.split() == ["run", "stage", "step", "state", "loss", "age", "size"]
     by_name = {line.split()[0]: line.split() for line in lines}
     assert by_name.keys() == {"first", "failed"}
@@ -64,37 +57,32 @@ def test_a_line_has_stage_step_state_loss_and_age(script, runs, capsys, monkeypa
     assert by_name["first"][1:5] == ["pretrain", "4/4", "finished", f"{last['val_loss']:.4f}"]
     assert by_name["failed"][1:4] == ["pretrain", "0/4", "failed"]
     shutil.rmtree(runs)
-    assert "There are no runs" in listed(script, runs, capsys, monkeypatch)[0]
+    assert "There are no runs" in listed(runs, capsys, monkeypatch)[0]
 
 
-def test_age_and_size(script):
-    assert [script.age_text(seconds) for seconds in (5, 60, 3599, 3600, 86399, 86400 * 3)] == ["now", "1 min", "59 min", "1 h", "23 h", "3 d"]
-    assert script.size_text(3 * 2**30) == "3.0 GiB" and script.size_text(2**20) == "1.0 MiB"
-
-
-def proposed(script, runs) -> set[str]:
+def proposed(runs) -> set[str]:
     return {str(item.path.relative_to(runs)) for item in script.candidates(script.read_runs(runs))}
 
 
-def test_what_is_proposed(script, runs):
+def test_what_is_proposed(runs):
     kept = {json.loads((path / "MANIFEST.json").read_text())["val_loss"]: path.name
             for path in (runs / "first" / "checkpoints").iterdir()}
     best = kept[min(loss for loss in kept if loss is not None)]
     worse = {f"first/checkpoints/step-{step:08d}" for step in (1, 2, 3, 4)} - {"first/checkpoints/step-00000004", f"first/checkpoints/{best}"}
     (runs / "first" / "before-20260101-000000").mkdir()
     (runs / "first" / "checkpoints" / "tmp-5-1").mkdir()
-    assert proposed(script, runs) == worse | {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"} and worse
+    assert proposed(runs) == worse | {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"} and worse
     (runs / "first" / "checkpoints" / "step-00000002" / "MANIFEST.json").write_text("damaged")
-    assert proposed(script, runs) == {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"}, "which is best is not known"
+    assert proposed(runs) == {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"}, "which is best is not known"
 
 
-def test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole(script, runs):
+def test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole(runs):
     settings = json.loads((runs / "failed" / "config.json").read_text())
     (runs / "failed" / "config.json").write_text(json.dumps({**settings, "PRETRAIN_CHECKPOINT": "runs/first"}))
-    assert proposed(script, runs) == {"failed"}
+    assert proposed(runs) == {"failed"}
     with script.FileLock(runs / "failed" / "run.lock") as lock:
         assert lock.take() == ""
-        assert proposed(script, runs) == set()
+        assert proposed(runs) == set()
 
 
 def clean(runs: Path, answer: str) -> str:
@@ -125,15 +113,15 @@ def test_nothing_is_deleted_without_a_terminal(runs):
         assert done.returncode == 0 and "Nothing was deleted" in done.stdout and files(runs) == before
 
 
-def test_after_yes_what_was_listed_is_deleted_and_nothing_else(script, runs):
-    gone = {runs / name for name in proposed(script, runs)}
+def test_after_yes_what_was_listed_is_deleted_and_nothing_else(runs):
+    gone = {runs / name for name in proposed(runs)}
     expected = {path for path in files(runs) if not any(path == place or path.is_relative_to(place) for place in gone)}
     said = clean(runs, "yes")
     assert f"Deleted {len(gone)} of {len(gone)}." in said and files(runs) == expected
     assert "There is nothing to delete." in clean(runs, "")
 
 
-def test_a_run_that_starts_meanwhile_is_kept(script, runs):
+def test_a_run_that_starts_meanwhile_is_kept(runs):
     item, = (item for item in script.candidates(script.read_runs(runs)) if item.path.name == "failed")
     with script.FileLock(runs / "failed" / "run.lock") as lock:
         lock.take()

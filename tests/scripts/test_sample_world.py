@@ -51,15 +51,6 @@ def test_the_same_seed_gives_the_same_bytes_on_every_machine():
     assert digest(islice(world.texts(), 100)) == "f8ad1411f33beb66"
 
 
-def test_stories_differ_and_are_whole_sentences(some_documents):
-    assert not set(some_documents) & set(world.documents(COUNT, seed=8))
-    assert len(set(some_documents)) == COUNT
-    assert len({text.split(": ", 1)[1][:60] for text in some_documents}) > 0.9 * COUNT
-    for text in some_documents:
-        assert not re.search(r"[{}]|  | [.,]|\ba [aeiou]", text), text
-        assert text.endswith((".", ".\"", "\" cried " + text.split()[-1]))
-
-
 @pytest.mark.parametrize("plot", world.PLOTS, ids=lambda plot: plot.titles[0])
 def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot):
     for ending in plot.endings:
@@ -68,10 +59,6 @@ def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot)
         assert all(settled(plot, slot) for slot in world.slots_of(ending)), ending
     for question, answer in (*plot.questions, *world.QUESTIONS):
         assert all(settled(plot, slot) for slot in (*world.slots_of(question), *world.slots_of(answer))), question
-
-
-def test_titles_are_no_questions():
-    assert not any(re.search(r"[?.:]", title) for plot in world.PLOTS for title in plot.titles)
 
 
 def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
@@ -148,11 +135,6 @@ def test_held_out_facts_are_never_trained_on():
     assert not trained & held_out
 
 
-def test_no_story_of_an_item_is_a_training_text(some_items, some_documents):
-    known = {text.split(": ", 1)[1] for text in some_documents}
-    assert not any(text.startswith(item["ctx"]) for item in some_items for text in known if text[:20] == item["ctx"][:20])
-
-
 def test_a_question_is_answered_in_its_story():
     for record in world.questions(500, 5, held_out=True):
         user, assistant = record["messages"]
@@ -170,14 +152,6 @@ def test_pairs_prefer_the_kind_epilogue_and_say_nothing_by_their_length():
     beginnings = {kind: {re.match(r"{hero} (\w+)", way)[1] for way in ways} for kind, ways in (("kind", world.KIND), ("unkind", world.UNKIND))}
     assert all(pair["chosen"].split()[1] in beginnings["kind"] for pair in pairs)
     assert all(pair["rejected"].split()[1] in beginnings["unkind"] for pair in pairs)
-
-
-def test_epilogues_are_of_each_kind_as_often_as_asked():
-    kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in world.KIND}
-    for kinds, expected in (((world.KIND, world.UNKIND), 0.5), ((world.KIND, world.UNKIND, world.UNKIND, world.UNKIND), 0.25)):
-        answers = [record["messages"][1]["content"] for record in world.epilogues(COUNT, 4, kinds)]
-        share = sum(re.sub(r"\b(" + "|".join(world.POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
-        assert abs(share - expected) < 0.05
 
 
 def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):

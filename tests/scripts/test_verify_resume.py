@@ -18,7 +18,6 @@ import model_utils
 import train
 from checkpoint import store
 from learn import optim
-from observe import check
 from run import life
 from run import start as run_start
 from scripts import verify_resume as script
@@ -163,19 +162,6 @@ def test_what_is_not_restored_is_found(plant, differing, words, verify):
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
     assert words in lines["straight again"] and "Everything is the same" not in text
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
-
-
-def roll_dice_on_a_gpu() -> None:
-    roll_dice()
-    check.describe_hardware = lambda *_: "H200; bfloat16"
-
-
-@pytest.mark.parametrize("wanted", ["false", "true"])
-def test_deterministic_is_advised_on_a_gpu_that_computes_other_bits_each_time(wanted, verify):
-    code, text, _ = verify("--steps", "4", plant=roll_dice_on_a_gpu, DETERMINISTIC=wanted, **UNMEASURED)
-    lines = table(text)
-    assert code == 1 and lines["hardware"] == f"H200; bfloat16; DETERMINISTIC={wanted}", text
-    assert ("set DETERMINISTIC=true" in lines["straight again"]) is (wanted == "false")
 
 
 def test_gradients_of_one_batch_are_the_same_in_each_layout(verify):

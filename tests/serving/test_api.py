@@ -109,19 +109,6 @@ def test_content_in_parts_and_neutral_fields_are_accepted(client):
     assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
 
 
-def test_an_answer_can_be_sent_back_as_it_came(client):
-    first = chat(client).choices[0].message
-    again = [*HELLO, {"role": "assistant", "content": first.content}, *HELLO]
-    assert chat(client, messages=[*HELLO, first, *HELLO]).choices[0].message == chat(client, messages=again).choices[0].message
-    with pytest.raises(openai.BadRequestError, match="messages.0.name is not supported here"):
-        chat(client, messages=[{**HELLO[0], "name": "me"}])
-
-
-def test_without_a_length_the_context_is_filled(client, models):
-    filled = complete(client, "The cat " * 240, max_tokens=None)
-    assert filled.usage.total_tokens == CONTEXT and filled.choices[0].finish_reason == "length"
-
-
 def test_the_server_limits_how_far_a_prompt_is_continued(prepared):
     assert ServeOptions().max_tokens == 4096
     with serving([tiny_model(prepared.tokenizer)], max_tokens=7) as (url, _), \
@@ -207,13 +194,6 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
         with pytest.raises(openai.BadRequestError, match="tiny cannot answer chats: .*; use /v1/completions"):
             chat(client)
         assert complete(client).choices[0].text
-
-
-def test_both_models_answer_at_once_and_differently(client):
-    first, second = (chat(client, model=name, stream=True, max_tokens=100) for name in ("tiny", "other"))
-    pairs = [*zip(first, second)]
-    assert len(pairs) > 10, "neither waits for the other"
-    assert chat(client).choices[0].message.content != chat(client, model="other").choices[0].message.content
 
 
 def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):

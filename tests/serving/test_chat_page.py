@@ -239,14 +239,6 @@ def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
     page.sees("Hello, world", "Hello, world")
 
 
-def test_of_two_models_both_are_asked(chat, stub):
-    stub.models = [model("sft"), model("dpo")]
-    page = chat()
-    page.say("Hi")
-    page.sees("sft", "dpo", where=".answer h2")
-    page.sees("Hello, world", "Hello, world")
-
-
 def test_a_reload_keeps_the_conversation(chat, stub):
     page = chat()
     page.fill("[name=temperature]", "0.3")
@@ -267,19 +259,6 @@ def test_a_reload_keeps_the_conversation(chat, stub):
     assert page.input_value("#text") == "a draft" and page.input_value("[name=temperature]") == "0.3"
     page.do("answer")
     page.sees("Hello, world", "Hello, world")
-
-
-def test_two_tabs_are_apart(chat, stub):
-    first = chat()
-    first.asks("Hi")
-    second = chat(beside=first)
-    second.wait_for_selector("#composer:visible")
-    second.sees(where=".said .text")
-    second.say("Other")
-    second.sees("Hello, world")
-    first.reload()
-    first.sees("Hi", where=".said .text")
-    assert second.evaluate("localStorage.length") == 0
 
 
 @pytest.mark.parametrize("fault, text, sentence", [
