@@ -14,15 +14,7 @@ from factories import new_model, write_jsonl
 from checkpoint.huggingface import save_model_folder
 from common.errors import DataError
 from config import ModelConfig
-from hellaswag_utils import (
-    ChoiceSet,
-    Task,
-    batches_of,
-    ending_logprobs,
-    evaluate_batches,
-    prepare_task,
-    read_items,
-)
+from hellaswag_utils import Task, batches_of, ending_logprobs, evaluate_batches, prepare_task, read_items
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -233,13 +225,6 @@ def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
         batches = batches_of(tasks, budget)
         assert sorted(index for batch in batches for index in batch) == list(range(len(tasks)))
         assert all(len(batch) == 1 or max(len(tasks[index].tokens_T) for index in batch) * len(batch) <= budget for batch in batches)
-
-
-def test_answers_give_accuracy_and_its_error():
-    correct_N2 = np.array([[True, True]] * 4 + [[False, True]] + [[False, False]] * 5)
-    assert ChoiceSet("arc", "ARC", [], 0.3, "").metrics(correct_N2) == {
-        "arc_acc": 0.4, "arc_acc_norm": 0.5, "arc_n": 10, "arc_chance": 0.3,
-        "arc_stderr": pytest.approx(np.std([1] * 4 + [0] * 6, ddof=1) / np.sqrt(10))}
 
 
 @pytest.fixture(scope="module")

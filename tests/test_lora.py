@@ -86,24 +86,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("besides", [dict(lora_train_head=True, lora_train_embeddings=True), ROWS])
-def test_at_birth_the_model_is_its_base_to_the_bit(besides, dtype):
-    config = shape(tie_embeddings=False)
-    before = base_model(config, dtype)
-    after = adapted(config, besides, dtype, grown=False)
-    x = torch.randn(3, 5, 64, dtype=dtype)
-    for old, new in zip(before.layers, after.layers):
-        assert torch.equal(old.attention.wq(x), new.attention.wq(x))
-        assert torch.equal(old.feed_forward.w3(x), new.feed_forward.w3(x))
-    with torch.no_grad():
-        expected = before.logits(tokens())
-        assert torch.equal(after.logits(tokens()), expected)
-        with lora.disable_adapters(after):
-            assert torch.equal(after.logits(tokens()), expected)
-    assert all(factor.any() for name, factor in after.named_parameters() if name.endswith("lora_A"))
-
-
 def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
     model = adapted(shape(), ROWS, torch.bfloat16)
     with torch.no_grad():
@@ -133,20 +115,6 @@ def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
     learned = "rows" if besides is ROWS else "weight"
     assert {name for name in learn(model) if "lora" not in name} == (
         {f"tok_embeddings.{learned}"} if tied else {f"tok_embeddings.{learned}", f"output.{learned}"})
-
-
-@pytest.mark.parametrize("tied, changes, whole", [
-    (True, {}, set()), (True, dict(lora_train_head=True), {"tok_embeddings.weight"}),
-    (True, dict(lora_train_embeddings=True), {"tok_embeddings.weight"}), (False, dict(lora_train_head=True), {"output.weight"}),
-    (False, dict(lora_train_embeddings=True), {"tok_embeddings.weight"})])
-def test_only_what_was_asked_for_learns(tied, changes, whole):
-    model = adapted(shape(tie_embeddings=tied), changes | dict(lora_target_modules="wv,w1"))
-    assert all(gradient.any() for gradient in learn(model).values())
-    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert trained == whole | {f"layers.{layer}.{part}.lora_{factor}" for layer in range(2)
-                               for part in ("attention.wv", "feed_forward.w1") for factor in "AB"}
-    assert lora.adapter_state_dict(model).keys() == trained
-    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if name not in trained)
 
 
 def test_dropout_is_on_the_adapters_branch_only():
@@ -503,15 +471,6 @@ def test_adapters_whose_tensors_do_not_fit_their_configuration_are_refused(chang
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):
         peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
-
-
-def test_adapters_of_another_rank_or_of_other_layers_are_refused(tokenizer, tmp_path):
-    folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    state = peft_format.load_adapter_folder(folder, shape(), padded(VOCAB)).state
-    for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
-                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
-        with pytest.raises(CheckpointError, match=match):
-            lora.load_adapter_state_dict(adapted(shape(), changes), state)
 
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():

@@ -15,11 +15,7 @@ from fused.attention import compute_cu_seqlens
 from fused.head import IGNORE_INDEX, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
-from model import (
-    SHARED_PREFIX,
-    Transformer,
-    padded,
-)
+from model import SHARED_PREFIX, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}

@@ -354,22 +354,6 @@ def test_of_a_checkpoint_that_is_a_link_the_link_goes_and_its_target_stays(tmp_p
         store.verify(elsewhere / f"step-0000000{step}")
 
 
-def test_locate_takes_names_and_paths(tmp_path, capsys):
-    run = tmp_path / "run"
-    first, second = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
-    elsewhere = tmp_path / "elsewhere"
-    assert store.locate("step-00000001", run) == first
-    assert store.locate(str(first), elsewhere) == first
-    assert store.locate(str(run), elsewhere) == second
-    assert store.locate(str(run / "checkpoints"), elsewhere) == second
-    (second / "config.json").unlink()
-    assert store.locate(str(run), elsewhere) == first
-    error = capsys.readouterr().err
-    assert error.startswith("warning: skipping a checkpoint: ") and "step-00000002/config.json is missing" in error
-    with pytest.raises(CheckpointError, match="no checkpoint 'step-00000009'"):
-        store.locate("step-00000009", run)
-
-
 def test_locate_takes_the_name_of_a_run_of_the_same_folder(tmp_path, monkeypatch):
     first = save(tmp_path / "runs" / "first" / "checkpoints", 1)
     monkeypatch.chdir(tmp_path)

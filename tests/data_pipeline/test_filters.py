@@ -12,13 +12,7 @@ from factories import write_jsonl
 from common.errors import DataError
 from data_pipeline import filters
 from data_pipeline import prepare as preparation
-from data_pipeline.filters import (
-    HASHES,
-    EvaluationItems,
-    NearDuplicates,
-    signature_of,
-    words_of,
-)
+from data_pipeline.filters import HASHES, EvaluationItems, NearDuplicates, signature_of, words_of
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import MANIFEST
 from data_pipeline.sources import Source

@@ -104,18 +104,6 @@ def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype
     assert kernel_order(purpose, capability, dtype, head) == order
 
 
-def test_a_backend_that_is_named_keeps_to_its_kernels_but_for_masks_of_evaluation():
-    assert kernel_order("causal", HOPPER, BF16, 64, backend="flash") == ("flash-3", "flash")
-    assert kernel_order("documents", AMPERE, BF16, 64, backend="flash") == ("flash-2", "varlen")
-    assert kernel_order("documents", HOPPER, BF16, 64, backend="cudnn") == ("cudnn", "cudnn-expanded")
-    for backend in ("flash", "cudnn"):
-        assert kernel_order("mask", HOPPER, BF16, 64, backend=backend) == ("efficient", "math")
-        assert kernel_order("causal", HOPPER, FP32, 64, backend=backend) == () == kernel_order("causal", None, BF16, 64,
-                                                                                             backend=backend)
-    for backend in ("sdpa", "math"):
-        assert {kernel_order(purpose, HOPPER, FP32, 64, backend=backend) for purpose in ORDERS} == {(backend,)}
-
-
 def test_what_is_not_deterministic_is_left_out_where_it_must_be():
     assert kernel_order("causal", HOPPER, BF16, 64, True) == ("flash-3", "flash", "efficient", "math")
     assert kernel_order("causal", HOPPER, BF16, 64, True, "cudnn") == ()

@@ -79,18 +79,6 @@ def test_matrices_decay_and_norms_do_not(kind):
     assert decays == {name: 0.5 if parameter.ndim == 2 else 0.0 for name, parameter in model.named_parameters()}
 
 
-def test_frozen_parameters_are_left_out():
-    model = make_model()
-    model.tok_embeddings.weight.requires_grad_(False)
-    before = model.tok_embeddings.weight.detach().clone()
-    optimizer = Optimizer(model, OptimConfig())
-    train_loop(model, optimizer, range(2))
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters()), "gradients take no memory then"
-    assert torch.equal(model.tok_embeddings.weight, before)
-    assert not any(name.startswith("tok_embeddings") for name in optimizer.state_tensors())
-
-
 def test_the_state_of_other_parameters_is_not_taken():
     optimizer = Optimizer(make_model(), OptimConfig())
     train_loop(other := make_model(), source := Optimizer(other, OptimConfig()), range(1))

@@ -26,13 +26,7 @@ from fused.head import IGNORE_INDEX
 from learn import stored as stored_outputs
 from learn.objectives import Distillation
 from learn.stored import OutputStore, TeacherRows, top_k_logprobs, with_teacher
-from learn.teacher import (
-    HFTeacher,
-    LlamaTeacher,
-    find_teacher,
-    load_teacher,
-    teacher_facts,
-)
+from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher, teacher_facts
 from model import Transformer
 from parallel.ranks import Interrupted, Ranks, RunContext, start_ranks, stop_ranks
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken

@@ -267,17 +267,6 @@ def test_a_reading_has_means_and_extremes():
     assert nothing.watts == 1 and all(map(math.isnan, nothing[1:]))
 
 
-def test_a_driver_that_is_missing_is_one_note(tmp_path):
-    notes: list[str] = []
-    sampler = sampler_of(UnreadableError("no driver"), tmp_path, notes=notes)
-    sampler.thread.join(60)
-    sampler.begin(1)
-    sampler.mark(time.time(), "data", 1)
-    sampler.end()
-    sampler.stop()
-    assert notes == ["Power is not measured: no driver"] and not (tmp_path / "power.csv").exists()
-
-
 def test_a_driver_that_hangs_does_not_hang_the_run(tmp_path, monkeypatch, no_hang):
     monkeypatch.setattr(power, "STOP_SECONDS", 0.05)
     answers = threading.Event()

@@ -8,13 +8,7 @@ import pytest
 from commands import listening
 
 from parallel import process
-from parallel.process import (
-    LOOPBACK,
-    interface_towards,
-    listen_at,
-    loopback_interface,
-    restrict_interface,
-)
+from parallel.process import LOOPBACK, interface_towards, listen_at, loopback_interface, restrict_interface
 
 
 def test_one_address_is_listened_at_and_the_first_that_can_be_had():

@@ -111,12 +111,6 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-def test_lines_of_our_own_assets_fit_a_window():
-    chat = ASSETS.parents[1] / "serving" / "assets"
-    for path in (path for folder in (ASSETS, chat) for path in folder.iterdir() if not path.name.startswith("uPlot")):
-        assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 110, path.name
-
-
 def luminance(color: str) -> float:
     """Source: WCAG 2.2, relative luminance."""
     parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]

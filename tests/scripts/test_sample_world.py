@@ -79,14 +79,6 @@ def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_stor
     assert rivals > COUNT / 4, "too few items that need more than having read the names"
 
 
-def test_labels_and_changed_facts_are_spread_evenly(some_items):
-    labels = Counter(item["label"] for item in some_items)
-    assert all(labels[label] / COUNT == CHANCE for label in range(4))
-    kinds = Counter(item["source_id"] for item in some_items)
-    assert set(kinds) == {f"sample~{kind}" for kind in ("hero", "friend", "colour", "thing", "place")}
-    assert min(kinds.values()) > 0.1 * COUNT
-
-
 BASELINES = {
     "longest": lambda endings, counts: [len(ending) for ending in endings],
     "shortest": lambda endings, counts: [-len(ending) for ending in endings],

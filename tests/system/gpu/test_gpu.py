@@ -127,20 +127,6 @@ def test_values_are_those_of_a_cpu_in_float32(device, dtype, apart):
 
 @on_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_values_of_documents_in_a_row_are_those_of_each_alone(device, dtype):
-    """Varlen kernels on CUDA, a mask elsewhere; compared with rows of one document."""
-    model, ids, numbers = model_on(device, dtype), tokens(), documents()
-    with torch.no_grad():
-        packed = model(ids[:, :-1].to(device), ids[:, 1:].to(device), numbers)
-        for row in range(ROWS):
-            for number in numbers[row].unique():
-                at = (numbers[row] == number).nonzero().flatten()
-                alone = model(ids[row:row + 1, at].to(device), ids[row:row + 1, at + 1].to(device))
-                assert (packed[row, at.to(device)] - alone[0]).abs().max() <= APART[dtype] * alone.abs().max()
-
-
-@on_both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chunk", [64, 0])
 def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype, chunk):
     model = model_on(device, dtype, head_chunk_tokens=chunk)

@@ -7,15 +7,7 @@ import faults
 import pytest
 import torch
 from commands import WORLD, listening
-from factories import (
-    TinyRun,
-    a_step,
-    assert_same_run,
-    furthest,
-    run_ranks,
-    uneven_batches,
-    without_clocks,
-)
+from factories import TinyRun, a_step, assert_same_run, furthest, run_ranks, uneven_batches, without_clocks
 
 import train
 from common.errors import DataError
