@@ -549,12 +549,6 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
 
 
-def test_quantisation_without_its_library_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(SettingsError, match="LORA_BASE_QUANTIZATION=nf4 needs bitsandbytes: .*pip install"):
-        adapted(shape(), dict(lora_base_quantization="nf4"))
-
-
 @few_bits
 def test_quantisation_without_a_kernel_is_refused(monkeypatch):
     def missing(*arguments):

@@ -127,25 +127,6 @@ def test_held_out_facts_are_never_trained_on():
     assert not trained & held_out
 
 
-def test_a_question_is_answered_in_its_story():
-    for record in world.questions(500, 5, held_out=True):
-        user, assistant = record["messages"]
-        story, question = user["content"].split("\n\n")
-        assert (user["role"], assistant["role"]) == ("user", "assistant")
-        assert question.endswith("?")
-        values = {value for pool in world.POOLS.values() for value in pool} & set(re.findall(r"\w+", assistant["content"]))
-        assert values and values <= set(re.findall(r"\w+", story))
-
-
-def test_pairs_prefer_the_kind_epilogue_and_say_nothing_by_their_length():
-    pairs = list(world.preferences(COUNT, 7, held_out=True))
-    longer = sum((len(pair["chosen"]) > len(pair["rejected"])) + 0.5 * (len(pair["chosen"]) == len(pair["rejected"])) for pair in pairs)
-    assert abs(longer / COUNT - 0.5) < 0.1
-    beginnings = {kind: {re.match(r"{hero} (\w+)", way)[1] for way in ways} for kind, ways in (("kind", world.KIND), ("unkind", world.UNKIND))}
-    assert all(pair["chosen"].split()[1] in beginnings["kind"] for pair in pairs)
-    assert all(pair["rejected"].split()[1] in beginnings["unkind"] for pair in pairs)
-
-
 def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
