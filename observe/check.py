@@ -30,16 +30,8 @@ from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
-from learn import objectives
-from learn.cost import (
-    FLOAT32,
-    MemoryEstimate,
-    StepFlops,
-    Work,
-    estimate_memory,
-    moment_count,
-    parameter_count,
-)
+from learn import cost, objectives
+from learn.cost import MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
 from learn.optim import Optimizer
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
@@ -577,8 +569,8 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
         work, rows = flops.read(map(inputs.rows, indices.reshape(-1, size))), len(indices)
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))
 
-    trained = trained_bytes(model) // FLOAT32
-    stored = FLOAT32 * (trained + moment_count(config, trained))
+    trained = trained_bytes(model) // cost.FLOAT32
+    stored = cost.FLOAT32 * (trained + cost.moment_count(config, trained))
     return StepPlan(parameter_count(config, vocab_size), needed, computed, stored), described
 
 
