@@ -1,7 +1,7 @@
 """Train every combination of some settings, each with several seeds, and compare the results.
 
-    python scripts/sweep.py --vary LEARNING_RATE=1e-3,3e-3 --seeds 3 --preset sample
-    python scripts/sweep.py --vary DEPTH=2,4 --vary WEIGHT_DECAY=0,0.1 --name shape
+    ./paddock sweep --vary LEARNING_RATE=1e-3,3e-3 --seeds 3 --preset sample
+    ./paddock sweep --vary DEPTH=2,4 --vary WEIGHT_DECAY=0,0.1 --name shape
 
 All other flags are train.py's. Runs are trained one after another, or one on each GPU if there are several,
 in OUTPUT_DIR/NAME. The same command resumes an interrupted sweep. At the end, a table and a report show the
@@ -46,8 +46,8 @@ class Trial(NamedTuple):
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """Return the sweep's own flags, and train.py's."""
-    parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
-                           usage="%(prog)s --vary NAME=VALUE,VALUE [--seeds N] [settings as for train.py]")
+    parser = CommandParser(__doc__, "./paddock train --help lists the settings.", allow_abbrev=False,
+                           usage="%(prog)s --vary NAME=VALUES [--seeds N] [settings]")
     parser.add_argument("--vary", metavar="NAME=VALUES", action="append", default=[],
                         help="a setting and its values, separated by commas; may be repeated")
     parser.add_argument("--seeds", metavar="N", default=1,

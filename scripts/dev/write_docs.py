@@ -35,6 +35,10 @@ known one.
 `scripts/launch.py` does not. `${HOME}` is expanded. `PYTORCH_ALLOC_CONF` is `expandable_segments:True`
 unless you set it.
 
+A setting that you do not give takes its value from what is known: a resumed run keeps the values that it
+recorded, the stages sft and dpo have their own learning rate, batch and length (`EPOCHS`), and
+`TOKENIZER_PATH` comes from the prepared data or the start checkpoint. The run prints each of these values.
+
 The last column shows what happens if a run resumes with another value. A *safe* setting can change freely.
 A *curve* setting changes the loss curve from there on and causes a warning. Changing a *fixed* setting is an
 error unless `ALLOW_RESUME_MISMATCH` lists it, because it would make a different run."""
