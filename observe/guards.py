@@ -21,7 +21,6 @@ from parallel.ranks import collective
 from run.life import Run, StepResult, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
-TENSORS_SHOWN = 20
 CHUNK_WORDS = 2**22  # of a tensor, that a checksum multiplies at a time
 KEPT_BYTES = 2**30  # of gradients in a dump
 
@@ -219,23 +218,22 @@ def replay_command(run: Run) -> str:
     return command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
 
 
-def banner(reports: list[dict]) -> list[str]:
+def banner(reports: list[dict], advice: str) -> list[str]:
     """Return the lines to print when a step was not finite, from the reports of all ranks."""
     culprits = [report["rank"] for report in reports if not report["finite"]]
     first = reports[culprits[0] if culprits else 0]
     source = f"from rank {', '.join(map(str, culprits))}" if culprits else "and finite when computed again"
-    lines = ["=" * 100,
-             f"NON-FINITE in step {first['step']}, {source}: the update was skipped.",
-             f"loss {first['loss']}, gradient norm {first['grad_norm']}, "
-             f"rows of rank {first['rank']}: {first['rows']}"]
+    # The tensor with the smallest share says most about the cause.
+    tensors = sorted(first["tensors"], key=lambda entry: entry["non_finite"] / math.prod(entry["shape"]))
+    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
+              for entry in tensors]
     if first["first_bad_module"]:
-        lines.append(f"first module with a non-finite output: {first['first_bad_module']}")
-    for entry in first["tensors"][:TENSORS_SHOWN]:
-        lines.append(f"  {entry['kind']} {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} "
-                     f"non-finite, first values {', '.join(entry['first_values'])}")
-    if (more := len(first["tensors"]) - TENSORS_SHOWN) > 0:
-        lines.append(f"  ... and {more} more, all in the dump")
-    return [*lines, "=" * 100]
+        places.insert(0, f"output of {first['first_bad_module']}")
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return [f"{advice[0].upper()}{advice[1:]}.",
+            f"NON-FINITE in step {first['step']}, {source}: the update was skipped. Loss "
+            f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}.",
+            f"Where: {(places or ['nothing that is left'])[0]}{more}."]
 
 
 @collective
@@ -247,16 +245,16 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     gradients has mixed those of all ranks.
     """
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
-    for line in banner(reports):
-        run.log.info(line)
     if ranks := [str(report["rank"]) for report in reports if not report["finite"]]:
         where = f"was not finite on rank {', '.join(ranks)}"
         presets = ",".join(filter(None, (run.config.preset, "stable")))
-        advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true to name the first bad module"
+        advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true for details"
     else:
         where = ("was not finite, but is finite on every rank when computed again: a transient fault, most "
                  "likely of the hardware or the network")
         advice = "resume with the same command; if it happens again, find the machine that causes it"
+    for line in banner(reports, advice):
+        run.log.info(line)
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
                          "its rows (rank-*.json), and its tokens and non-finite gradients "
                          f"(rank-*.safetensors). Examine it with {replay_command(run)}, or {advice}")

@@ -191,3 +191,16 @@ def make_model() -> Transformer:
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
               {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}
+
+
+def test_the_banner_is_three_short_lines_with_the_advice_first():
+    healthy = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}
+    assert guards.banner([healthy, REPORT], "try a lower LEARNING_RATE") == [
+        "Try a lower LEARNING_RATE.", "NON-FINITE in step 7, from rank 1: the update was skipped. Loss nan, |g| nan.",
+        "Where: output of layers.0.feed_forward.w2 and 1 more."]
+    # A transient fault: finite on every rank when computed again. The tensor with the smallest share is named.
+    embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
+    again = {**REPORT, "finite": True, "first_bad_module": None, "tensors": [embeddings, *REPORT["tensors"] * 49]}
+    _, what, where = guards.banner([again, {**again, "rank": 1}], "resume")
+    assert "finite when computed again" in what and where == "Where: gradient norm.weight (2 of 64) and 49 more."
+    assert guards.banner([healthy], "resume")[2] == "Where: nothing that is left."
