@@ -42,11 +42,15 @@ and saves a model folder, from which training can continue."""
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:
-    """Return the flags, with the preset of the sample if they, .env and the environment name no data."""
-    flags, presets = read_flags(argv), peek(argv)[0].get("preset", "").split(",")
+    """Return the flags, with the preset of the sample if they, .env and the environment name no data, and no
+    run to resume.
+    """
+    flags, values = read_flags(argv), peek(argv)[0]
+    presets = values.get("preset", "").split(",")
+    run = Path(values.get("output_dir", "runs"), values.get("run_name", ""), "checkpoints")
     data = [name for name, _ in KINDS.values() if name.lower() in flags.layer.values or os.environ.get(name)]
     has_own = data or names_source or flags.config_files or flags.env_file or os.path.exists(".env")
-    if has_own or "sample" in presets:
+    if has_own or "sample" in presets or values.get("run_name") and run.exists():
         return argv
     return [*argv, "--preset", ",".join(["sample", *filter(None, presets)])]
 
