@@ -46,8 +46,7 @@ from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
 from parallel.fsdp import average_vectors, finite_gradients, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
-from run.life import Run, StepResult, how_to_resume, record_settings, save_checkpoint, start_writing
-from run.log import console_line
+from run.life import Run, StepResult, ending, how_to_resume, record_settings, save_checkpoint, start_writing
 from run.start import open_run
 from run.trackers import abandoning_trackers
 
@@ -139,7 +138,9 @@ def train_loop(run: Run, measured: Measurements) -> int:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run)
-        log.info(f"Stopped by a signal; {progress.step} steps are saved. To resume: {how_to_resume(run)}.")
+        stopped = f"Stopped by a signal; {progress.step} steps are saved."
+        log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
+        log.ending = ending(run, stopped)
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
@@ -253,7 +254,7 @@ def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, fl
                "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, **measured,
                "peak_memory_bytes": peak_memory_bytes(run.ranks.device)}
     seconds_left = (config.max_steps - progress.step) * measured["step_seconds"]
-    run.log.info(console_line(progress.step, config.max_steps, metrics, seconds_left))
+    run.log.progress(progress.step, metrics, seconds_left)
     return metrics
 
 

@@ -6,6 +6,7 @@ import select
 import shlex
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -32,6 +33,17 @@ EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended
 CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
                       r"\ud800-\udfff]")
 
+WIDTH = 79  # columns of a line on a terminal, but for paths and commands, which are copied
+DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
+# A word with the spaces before it: long ones are divided, also before each wide letter, but not a path or
+# what no-break spaces hold together.
+WORD = re.compile(r" *(?:[^ \u2e80-\U0010ffff]*[/\xa0][^ \u2e80-\U0010ffff]*|"
+                  r"[^ \u2e80-\U0010ffff]{1,70}|.)")
+# What stands before the text of a line, and in which color a warning or a failure begins.
+HEAD = re.compile(r"(?:\[\w+\] )?(?: *(?:\S+ )?\S+  +| *)")
+ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
+RECOMMENDED: set[str] = set()  # what `command` returned
+
 
 def without_passwords(text: str) -> str:
     """Return the text with user, password and query of every URL in it replaced by ***."""
@@ -50,15 +62,52 @@ def is_url(text: str) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) is not None
 
 
-def print_safely(text: str, stream: TextIO) -> Optional[OSError]:
-    """Write one or several lines in a single write, with control characters escaped.
+def obeys_escapes(stream: TextIO) -> bool:
+    """Whether a stream is a terminal with more than plain text."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def paint(text: str, color: int, stream: TextIO) -> str:
+    """Return a printable text in a color, if the stream shows colors and NO_COLOR is not set."""
+    plain = os.environ.get("NO_COLOR") or not obeys_escapes(stream)
+    return text if plain else f"\x1b[{color}m{text}\x1b[0m"
+
+
+def columns(text: str) -> int:
+    """Return the columns that a printable text takes on a terminal, at most."""
+    letters = re.sub(r"\x1b\[\d+m", "", text)
+    return len(letters) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in letters)
+
+
+def lay_out(line: str, stream: TextIO) -> str:
+    """Return a printable line as the stream shows it: on a terminal within WIDTH, with a hanging indent."""
+    if not stream.isatty():
+        return line
+    if not "±".encode(stream.encoding or "ascii", "ignore"):
+        line = line.replace("±", "+/-")
+    for whole in sorted(RECOMMENDED, key=len, reverse=True):
+        line = line.replace(whole, whole.replace(" ", "\xa0"))
+    head, lines = HEAD.match(line)[0], [""]
+    hanging = " " * min(20, columns(head) if head.strip() else len(head) + 2)
+    for word in WORD.findall(line.expandtabs().rstrip()):
+        if columns(lines[-1] + word) > WIDTH and lines[-1].rstrip() not in ("", head.rstrip()):
+            lines.append(hanging)
+            word = word.lstrip(" ")
+        lines[-1] += word
+    text = "\n".join(lines).replace("\xa0", " ")
+    return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), text)
+
+
+def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optional[OSError]:
+    """Write one or several lines in a single write, laid out, with control characters escaped.
 
     Returns the error if that failed, as with a full disk or a pipe without a reader. The stream then leads to
     /dev/null, so that later lines, and the flush when the process ends, do not fail too.
     """
     try:
         # One write, because print() writes the line end separately and lines of several ranks would mix.
-        stream.write("\n".join(map(printable, text.split("\n"))) + "\n")
+        lines = text.split("\n") if is_printable else map(printable, text.split("\n"))
+        stream.write("".join(f"{lay_out(line, stream)}\n" for line in lines))
         stream.flush()
     except OSError as error:
         _redirect_to_devnull(stream)
@@ -105,7 +154,9 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
         start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
     words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
     elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
-    return f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
+    line = f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
+    RECOMMENDED.add(line)
+    return line
 
 
 def pip_install(package: str) -> str:
@@ -115,9 +166,10 @@ def pip_install(package: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", "install", package])
 
 
-def show(*lines: str) -> None:
-    """Print lines to stdout in a single write, with control characters escaped."""
-    print("\n".join(map(printable, lines)), flush=True)
+def show(*lines: str, wraps: bool = False) -> None:
+    """Print lines to stdout in a single write, with control characters escaped; sentences may be laid out."""
+    lines = [*map(printable, lines)]
+    print("\n".join([lay_out(line, sys.stdout) for line in lines] if wraps else lines), flush=True)
 
 
 def show_part(text: str) -> None:

@@ -30,6 +30,7 @@ from model import Transformer
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 from run.life import Run
+from run.log import evaluation_columns
 
 ANSWERS_AT_ONCE = 16  # in one batch, whatever the number of ranks: sums of other batches round otherwise
 TEXTS_KEPT = 4  # in a line of evaluations.jsonl
@@ -104,7 +105,8 @@ def evaluate(run: Run) -> None:
             _, first = run.log.history.first.get("val_loss", (0, loss))
             is_best = progress.note_validation(loss, config.early_stopping_skip_steps)
             best = " | best so far" if is_best and loss <= first else ""
-        run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}")
+        run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
+                     evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be the "
                          "best")

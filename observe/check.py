@@ -39,7 +39,7 @@ from observe.phases import Phases
 from parallel.ranks import Ranks, collective
 from run.card import device_name, trained_count
 from run.folder import has_run
-from run.life import Inputs, Run, trained_bytes
+from run.life import Inputs, Run, ending, trained_bytes
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import Loaded
@@ -148,8 +148,10 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
 
     `phases` began with this process, after `first_step`; `latest` are the metrics after the last step.
     """
-    config, progress, info = run.config, run.progress, run.log.info
-    took = f" in {duration(time.perf_counter() - phases.started)}"
+    config, progress = run.config, run.progress
+    info = partial(run.log.info, shown="")  # instead, a terminal shows the results in one line
+    results = [f"in {duration(time.perf_counter() - phases.started)}"]
+    took = f" {results[0]}"
     if first_step:
         took = f"; this start took {progress.step - first_step:,} of them{took}"
     info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
@@ -166,6 +168,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
+        results.append(f"loss {since[5:]}{latest['val_loss']:.4f}")
     for name, title, _, chance, _ in run.inputs.choice_sets:
         if f"{name}_acc" in latest:
             acc, acc_norm, n, stderr = (
@@ -173,6 +176,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
             since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
             info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
                  f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
+            results.append(f"{title} {since[5:]}{100 * acc:.1f} % ± {100 * stderr:.1f}")
 
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
@@ -187,6 +191,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         info(f"Evaluate it:     {command('scripts/evaluate.py', run.saved)}")
     script = f"scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py"
     info(f"Your own data:   {command(script, '--help')}")
+    run.log.ending = ending(run, ", ".join([*(results[1:] or [f"{progress.step:,} steps"]), results[0]]))
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
@@ -324,7 +329,7 @@ class Check:
     def line(self, name: str, text: str, mark: str = "ok") -> None:
         """Print an entry."""
         for part in text.splitlines():
-            show(f"  {mark:<4}  {name}: {part}")
+            show(f"  {mark:<4}  {name}: {part}", wraps=True)
 
     def messages(self, name: str, source: Loaded | Start) -> None:
         """Print the notes and the warnings of the settings, or of the start."""

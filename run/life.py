@@ -5,6 +5,7 @@ import math
 import shlex
 import shutil
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from checkpoint.tensors import LazyTensor, write_tensors
 from common import __version__
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
+from common.text import DIM, ROOT, command, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, parts_of, validation_batches
 from hellaswag_utils import ChoiceSet
@@ -37,6 +39,7 @@ from run import folder as run_folder
 from run.card import BackgroundReport, commit, device_name, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
+from settings.load import peek
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,26 @@ def how_to_resume(run: Run) -> str:
     return "the same command" + (f" with {' '.join(flags)}{plain}" if flags else "")
 
 
+def ending(run: Run, result: str) -> list[str]:
+    """The last lines on a terminal, if it is one: the result, and what shows, uses and resumes the run."""
+    config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
+    if not sys.stdout.isatty():
+        return []
+    if folder.absolute().parent != Path(Config.model_fields["output_dir"].default).absolute():
+        flags += ["--output-dir", folder.parent]
+    if config.resume != "auto":
+        flags += ["--resume", "auto"]
+    if run.progress.step >= config.max_steps:
+        has_epochs = "epochs" in peek([])[0]  # of .env or the environment, and MAX_STEPS excludes them
+        flags += (["--epochs", str(2 * config.epochs)] if has_epochs else
+                  ["--max-steps", str(2 * config.max_steps)])
+    use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
+    train = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
+    lines = {"result": printable(result), "report": command("scripts/report.py", folder),
+             "use it": command(use, folder), "resume": command(train, *flags)}
+    return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
+
+
 @collective
 def record_settings(run: Run) -> None:
     """Write the settings of the steps that this process takes."""
@@ -281,7 +304,10 @@ def write_report(run: Run, wait_seconds: float = 0) -> None:
         if not wait_seconds:
             run.report.start(run.folder, run.log.warn)
         elif run.report.finish(run.folder, wait_seconds, run.log.warn):
-            run.log.info(f"Look at the run: {run.folder.absolute() / REPORT}, in a browser")
+            if run.log.ending:
+                run.log.ending[1] += f"\xa0\xa0(wrote\xa0{REPORT})"  # on the same line
+            run.log.info(f"Look at the run: {run.folder.absolute() / REPORT}, in a browser",
+                         "" if run.log.ending else None)
 
 
 # --------------------------------------------------------------------------------------- checkpoints

@@ -20,7 +20,7 @@ from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common import files
 from common.errors import CheckpointError
 from common.files import plain
-from common.text import duration, once, print_safely, printable
+from common.text import DIM, GREEN, WIDTH, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
 from run.trackers import TensorBoard, Tracker, Trackio, Wandb
@@ -30,6 +30,11 @@ EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$") 
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 REPORT = "report.html"
+# What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
+COLUMNS = {"train_loss": ("loss", 4, 7), "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
+           "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
+           "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
+SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
 disk_errors = partial(files.disk_errors, failure=CheckpointError,
@@ -186,12 +191,14 @@ class RunLog:
     def __init__(self, config: Config, rank: int, device_type: str):
         self.config, self.rank = config, rank
         self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
+        self.shown_prefix = f"{self.prefix} " * (config.world_size > 1)  # on a terminal
         self.on_console = rank == 0 or config.log_all_ranks
         self.file = LineFile(self.warn)
         self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
+        self.ending: list[str] = []  # what a terminal shows last
         self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
         self.divergence = Divergence()  # of rank 0; a resumed run fills it from the ledger
 
@@ -249,15 +256,20 @@ class RunLog:
             self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
             self._start_trackers(step, "")
 
-    def info(self, text: str) -> None:
-        self._write(f"{self.prefix} {text}", sys.stdout)
+    def info(self, text: str, shown: Optional[str] = None) -> None:
+        """Log a line. A terminal shows `shown` instead, of printable lines, if it is given."""
+        self._write(text, sys.stdout, shown)
 
     def warn(self, text: str) -> None:
-        self._write(f"{self.prefix} warning: {text}", sys.stderr)
+        self._write(f"warning: {text}", sys.stderr)
 
-    def _write(self, line: str, console: TextIO) -> None:
-        line = printable(line)
-        error = print_safely(line, console) if self.on_console else None
+    def _write(self, text: str, console: TextIO, shown: Optional[str] = None) -> None:
+        text = printable(text)
+        line = lines = f"{self.prefix} {text}"
+        if console.isatty():
+            shown = [text] if shown is None else shown.splitlines()
+            lines = "\n".join(f"{self.shown_prefix}{part}" for part in shown)
+        error = print_safely(lines, console, True) if self.on_console and lines else None
         self.file.write(line)
         if error:
             self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
@@ -294,6 +306,11 @@ class RunLog:
                  if isinstance(value, str)}
         self.append("events", {"time": time.time(), "step": step, "event": event, **facts, **texts})
 
+    def progress(self, step: int, metrics: Mapping[str, Any], seconds_left: float) -> None:
+        """Print the line of a logged step."""
+        facts = (step, self.config.max_steps, metrics, seconds_left)
+        self.info(console_line(*facts), step_columns(*facts, WIDTH - len(self.shown_prefix)))
+
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
@@ -303,6 +320,8 @@ class RunLog:
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
+        if self.ending and self.on_console:
+            print_safely("\n".join(f"{self.shown_prefix}{line}" for line in self.ending), sys.stdout, True)
         if (report := self.run_dir / REPORT).is_file():
             self._send("report", report)
         for tracker in self.trackers:
@@ -322,3 +341,44 @@ def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_lef
     if "mfu" in metrics:
         parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
     return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])
+
+
+def fixed(value: float, decimals: int, width: int) -> str:
+    """Return a number in a column, with an exponent if it has no place or only zeros otherwise."""
+    text = f"{value:.{decimals}f}"
+    if len(text) > width or value and not float(text):
+        text = f"{value:.{max(0, width - 6 - (value < 0))}e}"
+    return f"{text:<{width}}"
+
+
+def cells_line(cells: Mapping[str, str]) -> str:
+    """Return cells by their labels as a line for a terminal, which is not divided within a cell."""
+    painted = (cell.replace(label, paint(label, DIM, sys.stdout), 1) for label, cell in cells.items())
+    return "  " + "  ".join(re.sub(r"(?<=\S) ", "\xa0", cell) for cell in painted)
+
+
+def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_left: float, room: int
+                 ) -> str:
+    """Return a logged step as a line for a terminal: columns of fixed widths, as many as have room."""
+    speed, hours = metrics["tokens_per_second"], seconds_left / 3600
+    unit, scale = ("", 1) if speed < 9_999.5 else ("k", 1e3) if speed < 999_500 else ("M", 1e6)
+    size = f"{speed / scale:,.{int(unit != '' and speed < 99.95 * scale)}f}{unit}"
+    left = duration(seconds_left) if hours < 1 else f"{hours:.1f} h" if hours < 9.95 else f"{hours:.0f} h"
+    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}", "%": f"{100 * step // max_steps:>3}%"}
+    cells |= {label: f"{label} {fixed(metrics[name], decimals, width)}"
+              for name, (label, decimals, width) in COLUMNS.items() if name in metrics}
+    cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(10)}
+    for label in ("%", "lr", "MFU", "|g|", "ce", "margin"):  # in the order in which they can be missed
+        if sum(2 + len(cell) for cell in cells.values()) > room:
+            cells.pop(label, None)
+    return cells_line(cells)
+
+
+def evaluation_columns(step: int, max_steps: int, title: str, summary: str, is_best: bool = False) -> str:
+    """Return an evaluation as a line for a terminal, from its summary `Name: value | Name: value`."""
+    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}"}
+    for cell in (printable(title), *summary.split(" | ")):
+        name, _, value = cell.partition(": ")
+        label = SHORT.get(name, name.lower() if value else name)
+        cells[label] = f"{label} {value.replace('+-', '±')}".rstrip()
+    return cells_line(cells) + is_best * f"  {paint('best', GREEN, sys.stdout)}"

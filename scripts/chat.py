@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,7 +29,7 @@ from common.command_line import SEED, TEMPERATURE, CommandParser, add_sampling_f
 from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.files import disk_errors
 from common.http_server import KEY_VARIABLE
-from common.text import print_safely, printable, show_part
+from common.text import DIM, obeys_escapes, paint, print_safely, printable, show_part
 
 ANSWER_SHARE = 4  # of the context at least this part is left for an answer
 SEEDS = 2**32
@@ -97,16 +97,9 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def obeys_escapes(stream: TextIO) -> bool:
-    """Whether a stream is a terminal with more than plain text."""
-    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-
-
 def styled(text: str) -> str:
     """Return lines as they are shown on stderr: dim, if it is a terminal that can show that."""
-    lines = "\n".join(map(printable, text.split("\n")))
-    plain = os.environ.get("NO_COLOR") or not obeys_escapes(sys.stderr)
-    return lines if plain else f"\x1b[2m{lines}\x1b[0m"
+    return paint("\n".join(map(printable, text.split("\n"))), DIM, sys.stderr)
 
 
 def note(text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_600, 6_710, 26_800
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_615, 6_710, 26_980
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -19,7 +19,7 @@ BUDGETS = {
     "tokenizer.py": 500,
     "train.py": 280,
     "checkpoint/": 1830,
-    "common/": 960,
+    "common/": 1005,
     "data_pipeline/": 2990,
     "debug/": 730,
     "evaluation/": 470,
@@ -29,11 +29,11 @@ BUDGETS = {
     "observe/": 2230,
     "parallel/": 1260,
     "report/": 1370,
-    "run/": 2290,
+    "run/": 2380,
     "scripts/": 6710,
     "serving/": 780,
     "settings/": 860,
-    "tests/": 26750,
+    "tests/": 26980,
 }
 
 

@@ -43,11 +43,11 @@ def wait_for(path: Path) -> None:
 def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its_path(tiny_run, monkeypatch):
     starts, there, start, info = [], [], BackgroundReport.start, RunLog.info
 
-    def record(self, text: str) -> None:
+    def record(self, text: str, shown=None) -> None:
         if text.startswith("Look at the run: "):
             page = Path(text.removeprefix("Look at the run: ").removesuffix(", in a browser"))
             there.append(page.is_file() and "6 of 6 steps" in page.read_text())
-        info(self, text)
+        info(self, text, shown)
 
     monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
         starts.append(folder), start(self, folder, *rest, **named)))

@@ -1,0 +1,215 @@
+"""What a terminal shows of a run; files and pipes get the lines that tools read."""
+
+import io
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import TINY, argv_of
+
+from common.text import DIM, RECOMMENDED, WIDTH, columns, command, lay_out, paint, print_safely, printable
+from config import Config
+from run.log import RunLog, console_line, evaluation_columns, step_columns
+
+COLOR = re.compile(r"\x1b\[\d+m")
+USUAL = {"train_loss": 0.8496, "learning_rate": 6.2e-3, "grad_norm": 0.33, "tokens_per_second": 2158}
+PAIRS = {"reward_accuracy": 0.613, "reward_margin": 0.124}
+
+
+class Screen(io.StringIO):
+    """A terminal that keeps what it shows."""
+
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    """A terminal without colors."""
+    stream = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    return stream
+
+
+# The columns
+
+
+def test_a_step_has_the_columns_that_the_documents_show(screen):
+    line = step_columns(100, 120, USUAL, 37, WIDTH)
+    assert lay_out(line, screen) == "  100/120   83%  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:37 left"
+
+
+@pytest.mark.parametrize("prefix", ["", "[GPU0] ", "[GPU127] "])
+@pytest.mark.parametrize("others", [{}, {"mfu": 0.4123}, PAIRS, {"cross_entropy": 1.5, "divergence": 0.25}, PAIRS | {"mfu": 1.0}])
+@pytest.mark.parametrize("max_steps", [6, 1200, 20_000, 1_000_000])
+def test_extreme_values_stay_in_their_columns(max_steps, others, prefix, screen):
+    extremes = [USUAL, {"train_loss": 1e-9, "learning_rate": 0.0, "grad_norm": 1e-9, "tokens_per_second": 0.2},
+                {"train_loss": 12345.678, "learning_rate": 9.99e-10, "grad_norm": 98765.4, "tokens_per_second": 10e6},
+                {"train_loss": -1234.5, "learning_rate": 1.0, "grad_norm": 99.994, "tokens_per_second": 9_999.6},
+                {"train_loss": float("nan"), "learning_rate": 1e-3, "grad_norm": float("inf"), "tokens_per_second": 999_499.0}]
+    extremes += [{**USUAL, **dict.fromkeys(others, 1e-9)}, {**USUAL, **dict.fromkeys(others, 1.0), **({"reward_margin": -123.456} if "reward_margin" in others else {})}]
+    places = set()
+    for metrics in extremes:
+        for step, seconds in ((max_steps // 7, 360_000), (max_steps, 0), (max_steps // 2, 3599.9), (max_steps - 1, 35_999)):
+            line = lay_out(prefix + step_columns(step, max_steps, {**others, **metrics}, seconds, WIDTH - len(prefix)), screen)
+            assert columns(line) <= WIDTH and "\n" not in line, line
+            assert f"{step}/{max_steps}" in line and "loss" in line and "tok/s" in line and line.endswith(" left")
+            places.add(tuple((found[0], found.start()) for found in re.finditer(r"loss|lr|\|g\||acc|margin|ce|div|MFU|tok/s|%", line)))
+    assert len(places) == 1, "a column moves"
+
+
+@pytest.mark.parametrize("value, shown", [(1e-9, "1.0e-09"), (12345.678, "1.2e+04"), (11.76214, "11.7621"), (0.0, "0.0000"),
+                                          (float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5000")])
+def test_a_loss_has_four_decimals_or_an_exponent(value, shown, screen):
+    assert f"  loss {shown} " in lay_out(step_columns(1, 6, {**USUAL, "train_loss": value}, 5, WIDTH), screen)
+
+
+@pytest.mark.parametrize("title, summary", [
+    ("Validation", "Loss: 0.4979 +- 0.0081 | Perplexity: 128256.6452 | Bits per byte: 0.1856"),
+    ("Validation", "Loss: 0.6931 +- 0.0001 | Perplexity: 1.0000 | Bits per byte: 0.0001 | Reward margin: -0.0123 | Reward accuracy: 0.5000 "
+                   "| Reward chosen: -12.3456 | Reward rejected: -123.4567 | Logprob chosen: -1234.5678 | Logprob rejected: -9.0000"),
+    ("HellaSwag", "Acc: 92.20% +- 1.20 | Acc norm: 100.00% | N: 10042 | Chance: 25.00%"),
+    ("a set with a rather long name of its own", "Acc: 92.20% +- 1.20 | Acc norm: 92.40% | N: 500 | Chance: 25.00%"),
+    ("Generation", "Exact match: 1.00% +- 0.20 | ROUGE-L: 33.00 +- 1.10 | BLEU: 12.00 | N: 100")])
+def test_an_evaluation_is_divided_between_cells_and_keeps_every_number(title, summary, screen):
+    lines = lay_out(evaluation_columns(100, 120, title, summary), screen).split("\n")
+    assert all(columns(line) <= WIDTH for line in lines) and lines[0].startswith("  100/120  ")
+    assert re.findall(r"-?\d+\.?\d*%?", " ".join(lines))[2:] == re.findall(r"(?<!\+)-?\d+\.?\d*%?", summary.replace("+- ", ""))
+    assert all(line.startswith(" " * 11 + line.strip()[0]) for line in lines[1:]), "below the first cell"
+    assert not any(line.endswith((" ±", "loss", "margin", "norm", "chosen")) for line in lines)
+
+
+# Sentences
+
+
+def test_sentences_wrap_with_a_hanging_indent_and_lose_no_word(screen):
+    text = "  ok    memory: " + "about 0.05 GiB a device, " * 9
+    shown = lay_out(text, screen).split("\n")
+    assert len(shown) > 2 and all(len(line) <= WIDTH for line in shown) and " ".join(shown).split() == text.split()
+    assert all(line.startswith(" " * 8 + line.strip()[0]) for line in shown[1:])
+    assert lay_out("Model: " + "word " * 30, screen).split("\n")[1].startswith("  word")
+    assert lay_out("short", screen) == "short" and lay_out(text, io.StringIO()) == text
+
+
+def test_paths_and_commands_are_not_divided_and_wide_letters_count_twice(screen, monkeypatch):
+    path, wide = "/scratch/" + "long-name" * 12, "漢字" * 60
+    monkeypatch.chdir(ROOT)
+    recommended = command("scripts/generate.py", "a b", "--prompt", "c " * 30)
+    try:
+        shown = lay_out(f"Look at {path} and then run this: {recommended}, and continue.", screen)
+    finally:
+        RECOMMENDED.discard(recommended)
+    assert f"  {path}\n" in shown and recommended in shown
+    lines = lay_out(f"Sample: {wide} {'z' * 200}", screen).split("\n")
+    assert "".join("".join(lines).split()) == f"Sample:{wide}{'z' * 200}"
+    assert all(columns(line) <= WIDTH for line in lines) and columns("漢a") == 3
+
+
+@pytest.mark.parametrize("encoding, shown", [("utf-8", "1 ± 2"), ("latin-1", "1 ± 2"), ("ascii", "1 +/- 2")])
+def test_plus_minus_is_spelt_where_a_terminal_lacks_it(encoding, shown, screen):
+    screen.encoding = encoding
+    assert lay_out("1 ± 2", screen) == shown
+
+
+@pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False),
+                                              ({"TERM": "xterm", "NO_COLOR": ""}, True), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
+def test_colors_are_for_terminals_whose_user_wants_them(environ, colored, screen, monkeypatch):
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert paint("a", DIM, screen) == ("\x1b[2ma\x1b[0m" if colored else "a") and paint("a", DIM, io.StringIO()) == "a"
+    print_safely("warning: w\x1b[31m\nerror: e\n  FAIL  data: d\nan error: none", screen)
+    expected = "\x1b[33mwarning:\x1b[0m w\\x1b[31m\n\x1b[31merror:\x1b[0m e\n\x1b[31m  FAIL \x1b[0m data: d\nan error: none\n"
+    assert screen.getvalue() == (expected if colored else COLOR.sub("", expected))
+
+
+@pytest.mark.parametrize("world_size, prefix", [(1, ""), (2, "[CPU0] ")])
+def test_several_ranks_keep_their_prefix_and_the_file_has_the_whole_line(world_size, prefix, screen, tmp_path, monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, screen)
+    log = RunLog(Config(world_size=world_size, total_batch_size=2**20), 0, "cpu")
+    log.open(tmp_path)
+    log.info(console_line(5, 6, USUAL, 5), step_columns(5, 6, USUAL, 5, WIDTH - len(log.shown_prefix)))
+    log.info("in the file alone", shown="")
+    log.warn("careful")
+    log.ending = ["result   r", "report   p"]
+    log.close()
+    assert screen.getvalue() == (f"{prefix}  5/6{'' if prefix else '   83%'}  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:05 left\n"
+                                 f"{prefix}warning: careful\n{prefix}result   r\n{prefix}report   p\n")
+    assert (tmp_path / "log" / "rank-0.txt").read_text() == (
+        f"[CPU0] {console_line(5, 6, USUAL, 5)}\n[CPU0] in the file alone\n[CPU0] warning: careful\n")
+
+
+# A run
+
+
+def on_terminal(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str]:
+    """Run a command on a pseudo-terminal of 80 columns; returns its exit code and what it shows."""
+    ours, theirs = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | environ
+    process = subprocess.Popen(arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    pieces = []
+    try:
+        while piece := os.read(ours, 1 << 16):
+            pieces.append(piece)
+    except OSError:  # Linux: the other side is closed
+        pass
+    os.close(ours)
+    return process.wait(), b"".join(pieces).decode().replace("\r\n", "\n")
+
+
+def assert_fits(shown: str) -> None:
+    ending = re.compile(r"(report|use it|resume) {3}")
+    assert [line for line in COLOR.sub("", shown).split("\n") if columns(line) > WIDTH and not ending.match(line)] == []
+
+
+def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_work(prepared, tmp_path):
+    for path in (prepared.shards, prepared.tokenizer, prepared.items):
+        (tmp_path / path.name).symlink_to(path)
+    settings = {**TINY, "PRETRAIN_DATA_PATH": prepared.shards.name, "TOKENIZER_PATH": "tokenizer.model",
+                "HELLASWAG_PATH": "items.jsonl", "OUTPUT_DIR": "runs", "MAX_STEPS": 4, "REPORT": "true", "SAMPLE_EVERY": 4}
+    start = [sys.executable, str(ROOT / "train.py"), *argv_of(settings)]
+
+    code, checked = on_terminal(tmp_path, *start, "--check", TERM="xterm", NO_COLOR="1")
+    assert code == 0 and "\x1b" not in checked
+    assert_fits(checked)
+    assert re.search(r"^  ok    data: .*\n        \S", checked, re.M), "a hanging indent"
+
+    code, plain = on_terminal(tmp_path, *start, TERM="xterm", NO_COLOR="1")
+    assert code == 0 and "\x1b" not in plain and "[CPU0]" not in plain
+    assert_fits(plain)
+    log = (tmp_path / "runs" / "run" / "log" / "rank-0.txt").read_text()
+    steps = re.findall(r"^\[CPU0\] Step \[(\d)/4\] \| Loss: (\S+) \| LR: (\S)\.(\d)", log, re.M)
+    assert len(steps) == 4 and steps == re.findall(r"^  (\d)/4 +\d+%  loss (\S+) +lr (\S)\.(\d)e.* left$", plain, re.M)
+    assert "[4/4] | Loss" in log and "Finished 4 steps" in log and "report.html, in a browser" in log
+    validations = re.findall(r"Validation \[\d/4\] \| Loss: (\S+) \+- (\S+) \| Perplexity: (\S+)", log)
+    assert len(validations) == 3 and validations == re.findall(r"  val  loss (\S+) ± (\S+)  ppl (\S+)  ", plain)
+
+    # The end is four lines: the results, and commands.
+    *_, result, report, use, resume = plain.strip().split("\n")
+    (loss,), (share,) = (re.findall(pattern, log) for pattern in (r"Validation loss from (\S+ to \d\.\d{4})", r"HellaSwag: from (.* %) \("))
+    assert result.startswith(f"result   loss {loss}, HellaSwag {share} ±")
+    assert report.startswith("report   ") and report.endswith("scripts/report.py runs/run  (wrote report.html)")
+    assert use.startswith("use it   ") and use.endswith("scripts/generate.py runs/run")
+    assert resume.endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
+    code, colored = on_terminal(tmp_path, "bash", "-c", resume.removeprefix("resume   "), TERM="xterm")
+    assert code == 0 and re.search(r"^  8/8 +100%  loss ", COLOR.sub("", colored), re.M), colored
+    assert_fits(colored)
+    assert "\x1b[2mloss\x1b[0m" in colored and "\x1b" not in COLOR.sub("", colored)
+    assert subprocess.run(shlex.split(report.removeprefix("report   ").partition("  ")[0]), cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+
+    piped = subprocess.run([*start, "--run-name=piped"], cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "TERM": "xterm"})
+    assert piped.stdout == (tmp_path / "runs" / "piped" / "log" / "rank-0.txt").read_text() and "\x1b" not in piped.stdout + piped.stderr
+    assert all(line.startswith("[CPU0] ") for line in piped.stdout.splitlines())
+    assert printable("use it") not in piped.stdout
