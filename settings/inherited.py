@@ -1,6 +1,7 @@
 """Values of settings that nobody gives, from files: the run to resume, the prepared data, or the start."""
 
 import json
+import re
 from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from config import MODEL_SETTINGS, START_FROM, Config
 from settings.derived import settings_of_depth
 
 STATE = "trainer_state.json"  # of a checkpoint
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # not a file
 # Settings that hold for one start: names and places, the hardware, and measurements. The model's shape, which
 # FFN_DIM and others spell in several ways, is adopted with the checkpoint itself.
 FOR_ONE_START = {
@@ -28,7 +30,10 @@ def recorded_settings(config: Config, given: Container[str]) -> tuple[str, dict[
         return "", {}
     named = config.resume != "auto"
     folder = Path(config.resume) if named else Path(config.output_dir) / config.run_name
-    for state in (folder / STATE, *sorted(folder.glob(f"checkpoints/step-*/{STATE}"), reverse=True)):
+    states = [folder / STATE]
+    with suppress(OSError):  # a name that is too long
+        states += sorted(folder.glob(f"checkpoints/step-*/{STATE}"), reverse=True)
+    for state in states:
         try:
             saved = {**json.loads(read_text(state))["settings"]}
         except (OSError, ValueError, KeyError, TypeError):
@@ -56,7 +61,9 @@ def find_tokenizer(config: Config) -> Optional[str]:
             sets.append(data / json.loads(read_text(data / "mixture.json"))["sources"][0]["set"])
         for folder in sets:
             with suppress(*wrong):
-                return json.loads(read_text(folder / "manifest.json"))["tokenizer"]
+                named = json.loads(read_text(folder / "manifest.json"))["tokenizer"]
+                if Path(named).exists() or HUB_NAME.fullmatch(named):
+                    return named
     if start is None:
         return None
     places = [Path(start), Path(config.output_dir) / start]

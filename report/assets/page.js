@@ -225,7 +225,8 @@ function comparison() {
   const head = ["measure", "step", "first", "second", "items", "first value", "second value", "difference",
     "p"];
   const overSeeds = configurations.map(({name, runs, results: [first], difference, p}) => [
-    name, whole(runs.length), first && format(first.mean) + (first.stderr ? ` ± ${format(first.stderr, {}, 2)}` : ""),
+    name, whole(runs.length),
+    first && format(first.mean) + (first.stderr ? ` ± ${format(first.stderr, {}, 2)}` : ""),
     difference === null ? "–" : format(difference), p === null ? "–" : format(p, {}, 2)]);
   const values = differing.map((each) => [each.name, ...each.values.map(text)]);
   return [box(
@@ -233,7 +234,8 @@ function comparison() {
       h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence))),
       tests.length > 0 && h("details", {}, h("summary", {}, "In numbers"),
         table("Paired tests on the same items", head, numbers))],
-    overSeeds.length > 0 && table("Over seeds, ± standard error; p by paired t-tests with Holm's correction",
+    overSeeds.length > 0 && table(
+      "Over seeds, ± standard error; p by paired t-tests with Holm's correction",
       ["configuration", "runs", results[0]?.name ?? "result", "against the first", "p"], overSeeds),
     results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
     values.length ? table("Settings that differ", ["setting", ...names], values)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_615, 6_710, 26_980
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_630, 6_700, 26_980
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -19,7 +19,7 @@ BUDGETS = {
     "tokenizer.py": 500,
     "train.py": 280,
     "checkpoint/": 1830,
-    "common/": 1005,
+    "common/": 1010,
     "data_pipeline/": 2990,
     "debug/": 730,
     "evaluation/": 470,
@@ -30,9 +30,9 @@ BUDGETS = {
     "parallel/": 1260,
     "report/": 1370,
     "run/": 2380,
-    "scripts/": 6710,
+    "scripts/": 6700,
     "serving/": 780,
-    "settings/": 860,
+    "settings/": 870,
     "tests/": 26980,
 }
 

@@ -90,6 +90,8 @@ def test_each_stage_starts_from_its_own_checkpoint():
 def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     Path("data/one").mkdir(parents=True)
     Path("data/mix").mkdir()
+    assert load("--check", "--world-size", 2, "--pretrain-data-path", "data/one").config.tokenizer_path is None
+    Path("of-the-data").touch()
     Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": "of-the-data"}))
     Path("data/mix/mixture.json").write_text(json.dumps({"sources": [{"label": "a", "set": "../one"}]}))
     for path in ("data/one", "data/mix"):
