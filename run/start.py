@@ -21,7 +21,7 @@ from checkpoint import huggingface, peft, store
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
-from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules
+from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules, shape_rules
 from dataloaders import (
     MixedRows,
     Rows,
@@ -198,7 +198,9 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
     if found is None:
         found = Found(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
     if found.folder is None:
-        return Start(loaded.config, None, False, {}, [], found.warnings)
+        if conflicts := [*shape_rules(loaded.config)]:  # left out before, if the settings name this very run
+            raise SettingsError(*conflicts)
+        return Start(decide_compile(loaded.config, loaded), None, False, {}, [], found.warnings)
     folder = found_by_rank0(lambda: found.folder, ranks)
     start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
 
@@ -236,6 +238,10 @@ def locate(config: Config, run_dir: Path) -> Found:
     named, newest, warnings = config.named_checkpoint, None, []
     if config.resume != "never":
         newest, warnings = store.newest_verified(run_dir / "checkpoints")
+    # A .env for all stages names this run, which has no checkpoint yet, as the start of the next stage.
+    if named and newest is None and config.resume == "auto" and not [*run_dir.glob("*.safetensors")]:
+        is_this = any(place.absolute() == run_dir.absolute() for place in store.places(named, run_dir))
+        named = None if is_this else named
     if newest is None:
         if named is None and config.training_stage == "sft" and not (
                 config.random_init or config.distillation_enabled):

@@ -432,3 +432,14 @@ def test_every_file_has_the_permissions_that_the_user_asks_for(mask, tmp_path):
     assert {"optimizer.safetensors", "adapter_model.safetensors", "rows.bin", "rank-0.safetensors"} <= {
         path.name for path in files}
     assert [str(path) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask] == []
+
+
+def test_one_env_names_the_checkpoints_of_all_stages(stages, tmp_path, capsys):
+    """The first stage is the start of the second, and does not exist yet when it is trained."""
+    runs = tmp_path / "runs"
+    named = {"PRETRAIN_CHECKPOINT": runs / "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
+    base = stages.run("distilled", runs, **UNMEASURED | named, DISTILLATION_ENABLED=False, RUN_NAME="base")
+    assert base.train(DIM=30) == 2 and base.train(MAX_STEPS=1) == 0 and base.train(MAX_STEPS=2) == 0
+    for mode, name, start in (("sft", "chat", base.checkpoint(2)), ("orpo", "preferred", runs / "chat" / "checkpoints")):
+        run = stages.run(mode, runs, **UNMEASURED | named, MAX_STEPS=1, RUN_NAME=name)
+        assert run.train() == 0 and f"weights from {start}" in capsys.readouterr().out
