@@ -240,8 +240,8 @@ def locate(config: Config, run_dir: Path) -> Found:
         newest, warnings = store.newest_verified(run_dir / "checkpoints")
     # A .env for all stages names this run, which has no checkpoint yet, as the start of the next stage.
     if named and newest is None and config.resume == "auto" and not [*run_dir.glob("*.safetensors")]:
-        is_this = any(place.absolute() == run_dir.absolute() for place in store.places(named, run_dir))
-        named = None if is_this else named
+        places = Path(named).expanduser(), run_dir.parent / named
+        named = None if run_dir.absolute() in [place.absolute() for place in places] else named
     if newest is None:
         if named is None and config.training_stage == "sft" and not (
                 config.random_init or config.distillation_enabled):
