@@ -302,7 +302,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     if not splits["train"]["documents"]:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, filters)
     return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {}),
-            **({"cut_from_each": TAIL} if fraction is None else {"held_out": fraction})}
+            **({"cut_from_each": TAIL} if fraction is None else
+               {"held_out": fraction} if options.validation_fraction is None else {})}
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:

@@ -48,6 +48,8 @@ INTENDED = [
     (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start"),
     (r", continued: .*(settings|configs|log)", "settings that are not given are kept from the run")]
 
+# Settings that the reference does not record, or with another default.
+NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION)": (null|0.005),')
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
@@ -127,7 +129,9 @@ class Side(NamedTuple):
 
     def read(self, path: Path) -> Optional[str]:
         """Return the text of a file, without paths that differ; None if there is no such file."""
-        return self.without_paths(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        return self.without_paths(re.sub(NEW_SETTINGS, "", path.read_text()))
 
 
 def training_command(folder: Path, case: str, **changes: Any) -> list[str]:
@@ -183,7 +187,7 @@ def prepare_flags(kind: str, workers: int = 1, shard_tokens: int = 2000) -> list
     script, source, _ = KINDS[kind]
     return [f"scripts/{script}", source, f"--output=data/{kind}", f"--preparation-workers={workers}",
             "--tokenizer-path=tokenizer.model", "--validation-fraction=0.1",
-            f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}", "--validation-fraction=0.005"]
+            f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}"]
 
 
 def prepare(side: Side, kind: str, **options: Any) -> Facts:
@@ -193,9 +197,14 @@ def prepare(side: Side, kind: str, **options: Any) -> Facts:
     named = re.search(rf"^{setting}=(.+)$", output, re.MULTILINE)
     if code or not named:
         return {"failed": f"exit code {code}: {output}"}
-    (side.folder / f"{kind}.prepared").write_text(named[1])
-    return {"folder": named[1], "files": files_of(side.folder / "data" / kind, sha256),
-            "manifest": side.read(side.folder / named[1] / "manifest.json")}
+    # Later versions name it by a link with the name of its source.
+    folder = str((side.folder / named[1]).resolve().relative_to(side.folder.resolve()))
+    for link in (side.folder / "data" / kind).iterdir():
+        if link.is_symlink():
+            link.unlink()
+    (side.folder / f"{kind}.prepared").write_text(folder)
+    return {"folder": folder, "files": files_of(side.folder / "data" / kind, sha256),
+            "manifest": side.read(side.folder / folder / "manifest.json")}
 
 
 def new_folder(side: Side, name: str) -> Side:
