@@ -30,7 +30,7 @@ from serving.guard import ApiError, Guard
 
 ASSETS = Path(__file__).parent / "assets"
 STYLE = join_assets("base.css", ASSETS / "chat.css")
-SCRIPT = join_assets("elements.js", ASSETS / "chat.js")
+SCRIPT = join_assets("elements.js", ASSETS / "conversations.js", ASSETS / "chat.js")
 # Trusted types forbid the page to set text as HTML, should its script ever try.
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; script-src {csp_hash(SCRIPT)}; style-src {csp_hash(STYLE)}; img-src data:; "

@@ -2,6 +2,7 @@
    What people, models and the server write is set as text, never as HTML. */
 
 const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // of this tab alone, kept over a reload
+const KEPT = "paddock-conversation-";  // before the id of each conversation that this browser keeps
 const DEFAULTS = {system: "", temperature: "0.8", top_p: "0.95", top_k: "0", min_p: "0",
   repetition_penalty: "1", max_tokens: "512", seed: "", stop: ""};
 const SILENCE = 3000;  // milliseconds without a token before the page says so
@@ -11,21 +12,19 @@ const UNCLEAR = "The server sent something that this page does not understand.";
 const LOST = "The connection was lost before the answer was complete.";
 const RELOADED = "The page was reloaded before the answer was complete.";
 
-// A turn is {text, answers: [answer, answer]}, with one answer of each column that was asked:
-// {model, text, state: "running" | "done" | "stopped" | "failed", error, finish, tokens, speed, seed,
-// from: the first turn that the model was told, total: tokens with the prompt, isEnd: of a continued text}.
-const chat = {models: ["", null], panel: innerWidth > 1100, fields: {}, turns: [], draft: "",
-  ...JSON.parse(sessionStorage.getItem(STORE))};
+const newId = () => `${Date.now()}-${Math.random()}`;
+const chat = {models: ["", null], panel: false, drawer: false, fields: {}, turns: [], draft: "",
+  id: newId(), at: Date.now(), ...JSON.parse(sessionStorage.getItem(STORE))};
 const running = new Map();  // answer -> {stopper, since: when it last wrote}
 let served = [], key = sessionStorage.getItem(KEY_STORE), wantsKey = false;
 let editing = null, copied = null, notice = null, follows = true;
+let library = null;  // the conversations that are kept, once they were read
 
 const modelOf = (column) => served.find(({id}) => id === chat.models[column]);
 const columns = () => [0, 1].filter(modelOf);
 const isRunning = () => running.size > 0;
 const newSeed = () => Number(chat.fields.seed || Math.floor(Math.random() * 1e6));
 const say = (words, label, act) => { notice = words && {words, label, act}; };
-
 // ------------------------------------------------------------------------------------------------ the server
 
 /** An error that the server tells, as a sentence. */
@@ -42,7 +41,6 @@ async function ask(path, body, signal) {
   const headers = {};
   if (body) headers["Content-Type"] = "application/json";
   if (key) headers.Authorization = `Bearer ${key}`;
-  const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
   const response = await fetch(path, {method: body ? "POST" : "GET", headers, signal, cache: "no-store",
     credentials: "omit", redirect: "error", body: body && JSON.stringify(body, wellFormed)});
   if (response.ok) return response;
@@ -68,18 +66,17 @@ async function* events(body) {
 }
 
 /** Path and body of the request for an answer; a column knows only what itself was asked and said. */
-function requestOf(turn, column, {seed, from}) {
-  const {system, stop, ...numbers} = chat.fields, {id, chat: hasTemplate} = modelOf(column);
+function requestOf(turn, column, reply) {
+  const {system: _, stop, ...numbers} = chat.fields, {id, chat: hasTemplate} = modelOf(column);
   const sampling = Object.entries(numbers).filter(([, value]) => value !== "");
   const body = {model: id, stream: true, stream_options: {include_usage: true},
-    ...Object.fromEntries(sampling.map(([name, value]) => [name, Number(value)])), seed};
+    ...Object.fromEntries(sampling.map(([name, value]) => [name, Number(value)])),
+    seed: reply.seed};
   if (stopStrings().length) body.stop = stopStrings();
-  const told = chat.turns.slice(from, chat.turns.indexOf(turn))
-    .map(({text, answers}) => [text, answers[column]]).filter(([, said]) => said?.text || said?.finish);
+  const index = chat.turns.indexOf(turn);
+  const told = toldBefore(chat.turns, index, column, reply.from);
   if (!hasTemplate) return ["v1/completions", {...body, prompt: joined(told, turn.text)}];
-  const past = told.flatMap(([text, said]) => [["user", text], ["assistant", said.text]]);
-  const messages = [["system", system], ...past, ["user", turn.text]].slice(system.trim() ? 0 : 1);
-  return ["v1/chat/completions", {...body, messages: messages.map(([role, content]) => ({role, content}))}];
+  return ["v1/chat/completions", {...body, messages: asked(chat.turns, index, column, reply)}];
 }
 
 /** One text of what was written in turns. Where the model has ended it, the next turn begins a new one. */
@@ -101,7 +98,7 @@ function stopStrings() {
 
 /** Ask for an answer. While the context is too small, the older half of what is told is left out. */
 async function askToAnswer(turn, column, reply, signal) {
-  const index = chat.turns.indexOf(turn), before = chat.turns[index - 1]?.answers[column];
+  const index = chat.turns.indexOf(turn), before = index && saidIn(chat.turns[index - 1], column);
   const halve = () => { reply.from += Math.ceil((index - reply.from) / 2); };
   reply.from = before?.from ?? 0;
   if (!before?.isEnd && before?.total > 0.75 * modelOf(column).context_length) halve();
@@ -115,13 +112,17 @@ async function askToAnswer(turn, column, reply, signal) {
   }
 }
 
-/** Have a column answer a turn. Until something is written, an earlier answer is not given up. */
+/** Have a column answer a turn. What it has answered before becomes an earlier version. */
 async function answer(turn, column, seed) {
-  const reply = {model: chat.models[column], text: "", state: "running", seed}, before = turn.answers[column];
+  const {chat: isChat, id: model} = modelOf(column), system = isChat ? chat.fields.system : "";
+  const reply = {model, text: "", state: "running", seed, system, isText: !isChat};
+  const before = turn.answers[column], versions = versionsOf(turn, column).filter(({text}) => text);
   const stopper = new AbortController(), work = {stopper, since: Date.now()};
-  const isChat = modelOf(column).chat;
   let first = null, last = null, reason = UNREACHABLE;
+  turn.versions ??= [];
+  turn.versions[column] = {before: versions, after: []};
   turn.answers[column] = reply;
+  turn.better = null;
   running.set(reply, work);
   follows = true;
   redraw();
@@ -148,7 +149,10 @@ async function answer(turn, column, seed) {
   } catch (error) {
     reply.state = stopper.signal.aborted ? "stopped" : "failed";
     if (reply.state === "failed") reply.error = reasonOf(error, reason);
-    if (!reply.text && before?.text) Object.assign(reply, before, {state: reply.state, error: reply.error});
+    if (!reply.text && before?.text) {
+      Object.assign(reply, before, {state: reply.state, error: reply.error});
+      versions.splice(versions.indexOf(before), 1);
+    }
   }
   running.delete(reply);
   byId("announced").textContent = `${reply.model}: ${reply.text} ${statusOf(reply)}`;
@@ -181,10 +185,28 @@ async function loadModels() {
 
 // -------------------------------------------------------------------------------------------------- the page
 
-function button(action, label, place = {}) {
-  const waits = isRunning() && ["answer", "edit"].includes(action);
-  return h("button", {type: "button", "data-do": action, "data-turn": place.turn, "data-column": place.column,
-    "aria-disabled": waits && "true"}, label);
+function button(action, label, place = {}, attributes = {}) {
+  const waits = isRunning() && ["answer", "edit", "version", "better"].includes(action);
+  const data = Object.entries(place).map(([name, value]) => [`data-${name}`, value]);
+  return h("button", {type: "button", "data-do": action, ...Object.fromEntries(data),
+    "aria-disabled": waits && "true", ...attributes}, label);
+}
+
+/** Buttons that go through the versions of an answer and judge it. */
+function judgement(turn, index, column, place) {
+  const reply = turn.answers[column], all = versionsOf(turn, column), at = all.indexOf(reply);
+  const isLast = index === chat.turns.length - 1;
+  const step = (by, label, name) => button("version", label, {...place, by},
+    {"aria-label": name, ...(all[at + by] ? {} : {"aria-disabled": "true"})});
+  const mark = (name, label) => button("mark", label, {...place, mark: name},
+    {"aria-pressed": String(reply.mark === name)});
+  return [
+    isLast && all.length > 1 && h("span", {class: "versions"}, step(-1, "‹", "Earlier version"),
+      `${at + 1}/${all.length}`, step(1, "›", "Later version")),
+    !reply.isText && [mark("good", "Good"), mark("bad", "Bad")],
+    isLast && columns().length > 1 && areComparable(chat.turns, index)
+      && button("better", "Better", place, {"aria-pressed": String(turn.better === column),
+        title: "Good, and the other one bad. Both models go on from this answer."})];
 }
 
 /** What stands below an answer: how far it is, how it ended, what it took. */
@@ -199,9 +221,9 @@ function statusOf(reply) {
   return [!text && "Empty answer", finish === "length" && "Cut off: the limit of tokens is reached",
     isEnd && "The model ended the text; a new one begins",
     from && `Without the first ${from > 1 ? `${from} messages` : "message"}: the context is full`,
-    tokens !== undefined && `${tokens} token${tokens === 1 ? "" : "s"}`,
+    tokens !== undefined && many(tokens, "token"),
     speed && `${speed.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`,
-    `seed ${seed}`].filter(Boolean).join(" · ");
+    seed !== undefined && `seed ${seed}`].filter(Boolean).join(" · ");
 }
 
 /** The name of a model without the folders that all models lie in. */
@@ -222,7 +244,8 @@ function answerElement(turn, index, column) {
     h("div", {class: "actions"},
       h("p", {class: `status ${reply?.state}`}, reply ? statusOf(reply) : "Was not asked"),
       index === chat.turns.length - 1 && button("answer", again, place),
-      reply?.text && button("copy", copied === reply ? "Copied" : "Copy", place)));
+      reply?.text && button("copy", copied === reply ? "Copied" : "Copy", place),
+      reply?.text && reply.state !== "running" && judgement(turn, index, column, place)));
 }
 
 function turnElement(turn, index) {
@@ -266,12 +289,32 @@ function draw() {
   fill(byId("mode"), [...new Set(chosen)].filter((model) => !model.chat).map(({id}) => h("span", {},
     h("bdi", {}, id), " cannot chat: it continues your text, without a system prompt. ")));
   fill(byId("notice"), notice && [notice.words, " ", notice.label && button("notice", notice.label)]);
-  byId("panel").hidden = !chat.panel;
-  document.querySelector("[data-do=toggle]").setAttribute("aria-expanded", chat.panel);
+  for (const place of ["panel", "drawer"]) {
+    byId(place).hidden = !chat[place];
+    document.querySelector(`[aria-controls=${place}]`).setAttribute("aria-expanded", chat[place]);
+  }
+  if (chat.drawer) drawKept();
   // Not `disabled`, which would take away the focus.
   document.querySelector("[data-do=stop]").setAttribute("aria-disabled", !isRunning());
   byId("send").setAttribute("aria-disabled", isRunning());
   if (follows) main.scrollTop = main.scrollHeight;
+}
+
+/** The conversations that this browser keeps, the newest first. */
+function kept() {
+  const names = Object.keys(localStorage).filter((name) => name.startsWith(KEPT));
+  library ??= names.map((name) => ({id: name.slice(KEPT.length), ...JSON.parse(localStorage[name])}))
+    .sort((one, other) => other.at - one.at);
+  return library;
+}
+
+function drawKept() {
+  const all = kept(), pairs = all.flatMap(pairsOf).length;
+  fill(byId("kept"), all.map(({id, turns}) => h("li", {},
+    button("open", turns[0].text.trim().slice(0, 200), {id}, {"aria-current": id === chat.id && "true"}),
+    button("delete", "×", {id}, {"aria-label": `Delete ${turns[0].text.slice(0, 60)}`, title: "Delete"}))));
+  fill(byId("kept-note"), `${many(pairs, "preference pair")} so far. A pair is a good and a bad answer `
+    + "to the same messages.");
 }
 
 function redraw() {
@@ -279,14 +322,56 @@ function redraw() {
 }
 
 function save() {
+  const {id, at, turns} = chat;
   try {
     sessionStorage.setItem(STORE, JSON.stringify(chat));
+    if (turns.length) localStorage.setItem(KEPT + id, JSON.stringify({at, turns}));
+    library = null;
   } catch {
-    say("This conversation is too long to be kept over a reload.");
+    say("The browser has no room left for this conversation. Export and delete older ones.");
   }
 }
 
+// ------------------------------------------------------------------------------------------- training data
+
+/** Save records as a file, and tell how to train on it. */
+function exportAs(name, command, records) {
+  const lines = [...new Set(records.map((record) => `${JSON.stringify(record, wellFormed)}\n`))];
+  if (!lines.length) return say(`There is nothing to export. ${byId("files-note").textContent}`);
+  const url = URL.createObjectURL(new Blob(lines, {type: "application/jsonl"}));
+  h("a", {href: url, download: name}).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+  say(`${many(lines.length, "line")} saved in ${name}. To train on them: ${command} ${name}`);
+}
+
+async function importFile(file) {
+  let count = 0, bad = 0;
+  for (const line of (await file.text()).split("\n").filter((each) => each.trim())) {
+    try {
+      const turns = turnsOf(JSON.parse(line));
+      localStorage.setItem(KEPT + newId(), JSON.stringify({at: Date.now(), turns}));
+      count += 1;
+    } catch (error) {
+      if (error.name === "QuotaExceededError") {
+        return say(`The browser has no room left: ${many(count, "conversation")} imported.`);
+      }
+      bad += 1;
+    }
+  }
+  say(`${many(count, "conversation")} imported.${bad ? ` Not a chat or a pair: ${many(bad, "line")}.` : ""}`);
+}
+
 // ------------------------------------------------------------------------------------------- what people do
+
+/** Show another conversation; the one before can be brought back. */
+function openConversation({id, at, turns}, words) {
+  const before = {id: chat.id, at: chat.at, turns: chat.turns};
+  running.forEach(({stopper}) => stopper.abort());
+  save();
+  [chat.id, chat.at, chat.turns, editing, follows] = [id, at, turns, null, true];
+  say(before.turns.length > 0 && words, "Undo", () => openConversation(before));
+  save();
+}
 
 /** Go on from these turns; what they replace can be brought back. */
 function replaceTurns(turns, words) {
@@ -306,11 +391,11 @@ function send(text, earlier = chat.turns) {
     byId("panel").reportValidity();
     return false;
   }
-  if (matchMedia("(max-width: 760px)").matches) chat.panel = false;  // it hides the conversation
+  if (matchMedia("(max-width: 760px)").matches) chat.panel = chat.drawer = false;  // they hide it
   const turn = {text, answers: []}, seed = newSeed();
   if (earlier === chat.turns) say(null);
   else replaceTurns(earlier, "The conversation goes on from the edited message.");
-  chat.turns = [...earlier, turn];
+  [chat.turns, chat.at] = [[...earlier, turn], Date.now()];
   columns().forEach((column) => answer(turn, column, seed));
   save();
   return true;
@@ -341,8 +426,46 @@ function setFields(fields) {
 }
 
 const ACTIONS = {
-  reset() { replaceTurns([], "The conversation was cleared."); byId("text").focus(); },
-  toggle() { chat.panel = !chat.panel; },
+  reset() {
+    openConversation({id: newId(), at: Date.now(), turns: []}, "The last one is kept under Conversations.");
+    byId("text").focus();
+  },
+  toggle(_, element) {
+    const place = element.getAttribute("aria-controls"), isOpen = !chat[place];
+    if (matchMedia("(max-width: 1100px)").matches) chat.panel = chat.drawer = false;
+    chat[place] = isOpen;
+  },
+  open({id}) {
+    openConversation(kept().find((each) => each.id === id));
+    if (matchMedia("(max-width: 760px)").matches) chat.drawer = false;
+  },
+  delete({id}) {
+    const gone = kept().find((each) => each.id === id);
+    if (id === chat.id) openConversation({id: newId(), at: Date.now(), turns: []});
+    localStorage.removeItem(KEPT + id);
+    library = null;
+    say("The conversation was deleted.", "Undo", () => openConversation(gone));
+  },
+  chats() { exportAs("chats.jsonl", "./paddock prepare chats", kept().flatMap(chatsOf)); },
+  pairs() { exportAs("preferences.jsonl", "./paddock prepare pairs", kept().flatMap(pairsOf)); },
+  import() { byId("file").click(); },
+  version({turn, column, by}) {
+    const {answers, versions} = chat.turns[turn], {before, after} = versions[column];
+    if (by < 0) after.unshift(answers[column]);
+    else before.push(answers[column]);
+    answers[column] = by < 0 ? before.pop() : after.shift();
+  },
+  mark({turn, column, mark}) {
+    const reply = chat.turns[turn].answers[column];
+    reply.mark = reply.mark === mark ? undefined : mark;
+  },
+  better({turn, column}) {
+    const its = chat.turns[turn], isBetter = its.better !== Number(column);
+    its.better = isBetter ? Number(column) : null;
+    its.answers.forEach((reply, each) => {
+      reply.mark = isBetter ? (each === its.better ? "good" : "bad") : undefined;
+    });
+  },
   defaults() { setFields(DEFAULTS); },
   stop() { running.forEach(({stopper}) => stopper.abort()); },
   notice() { notice.act(); byId("text").focus(); },
@@ -395,6 +518,13 @@ byId("main").addEventListener("scroll", ({target}) => {
   follows = below < 2 || (below < 40 && target.scrollTop > (target.before ?? 0));
   target.before = target.scrollTop;
 });
+byId("file").addEventListener("change", async ({target}) => {
+  await importFile(target.files[0]);
+  target.value = "";  // so that the same file can be chosen again
+  library = null;
+  redraw();
+});
+addEventListener("storage", () => { library = null; redraw(); });  // of another tab
 addEventListener("resize", redraw);
 addEventListener("pagehide", save);
 setInterval(() => isRunning() && redraw(), 1000);  // the seconds of waiting

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import re
 from contextlib import contextmanager
 
@@ -9,6 +10,7 @@ import pytest
 from factories import wait_until
 from stub_server import StubServer, model
 
+from data_pipeline.chats import chats_of, pair_of
 from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
@@ -27,7 +29,7 @@ def test_the_policy_allows_this_script_and_style_and_nothing_else():
 def test_the_page_names_no_other_place():
     elements = re.sub(r"<script.*?</script>", "", PAGE, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
-    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", PAGE)
+    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|cookie", PAGE)
 
 
 class Chat:
@@ -69,6 +71,25 @@ class Chat:
         wait_until(lambda: found.append(["", *self.page.locator(".status").all_text_contents()][nth]) or re.search(pattern, found[-1]),
                    lambda: f"{found[-1]!r} does not match {pattern!r}", 10)
         return found[-1]
+
+    def exported(self, action: str) -> list[dict]:
+        """The lines of a file that the page saves."""
+        with self.page.expect_download() as download:
+            self.do(action)
+        return [json.loads(line) for line in download.value.path().read_text().splitlines()]
+
+    def import_lines(self, *records) -> None:
+        text = "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+        self.page.set_input_files("#file", {"name": "x.jsonl", "mimeType": "", "buffer": text.encode()})
+
+    def toggle(self, place: str) -> None:
+        self.page.locator(f"[aria-controls={place}]").click()
+
+    def set(self, name: str, value: str) -> None:
+        """Fill in a field of the settings, which are closed at first."""
+        if self.page.locator("#panel").is_hidden():
+            self.toggle("panel")
+        self.page.fill(f"[name={name}]", value)
 
     def finishes(self) -> None:
         wait_until(lambda: self.page.evaluate("running.size") == 0)
@@ -134,8 +155,8 @@ def real_server(prepared):
 def test_the_page_of_the_real_server(chat, real_server):
     url, batchers = real_server
     page = chat(url=url)
-    page.fill("[name=temperature]", "0")
-    page.fill("[name=max_tokens]", "8")
+    page.set("temperature", "0")
+    page.set("max_tokens", "8")
     page.say("Hello")
     for nth in (1, 2):
         page.reads("^Cut off: the limit of tokens is reached · 8 tokens", nth)
@@ -144,7 +165,7 @@ def test_the_page_of_the_real_server(chat, real_server):
     page.do("answer")
     page.finishes()
     page.sees(first, second)
-    page.fill("[name=max_tokens]", "")
+    page.set("max_tokens", "")
     page.say("More")
     wait_until(lambda: page.locator(".answer .text").nth(2).text_content())
     page.do("stop")  # 4,096 tokens would be written
@@ -185,7 +206,7 @@ def test_stop_keeps_what_was_written_and_cancels_the_request(chat, stub, how):
 
 def test_the_last_answer_is_written_again(chat, stub):
     page = chat()
-    page.fill("[name=seed]", "7")
+    page.set("seed", "7")
     page.say("Hi")
     page.reads("seed 7")
     page.say("More")
@@ -232,7 +253,6 @@ def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
     left, right = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
     assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
     page.set_viewport_size({"width": 390, "height": 800})
-    page.do("toggle")
     above, below = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
     assert above["x"] == below["x"] and above["y"] + above["height"] < below["y"]
     page.locator("#model-1").select_option("")
@@ -241,7 +261,7 @@ def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
 
 def test_a_reload_keeps_the_conversation(chat, stub):
     page = chat()
-    page.fill("[name=temperature]", "0.3")
+    page.set("temperature", "0.3")
     page.say("Hi")
     status = page.reads("seed")
     with held(stub, 1):
@@ -259,6 +279,137 @@ def test_a_reload_keeps_the_conversation(chat, stub):
     assert page.input_value("#text") == "a draft" and page.input_value("[name=temperature]") == "0.3"
     page.do("answer")
     page.sees("Hello, world", "Hello, world")
+
+
+def test_the_versions_of_an_answer_are_kept_and_the_shown_one_is_continued(chat, stub):
+    page = chat()
+    for text in ("First", "Second", "Third"):
+        stub.pieces = [text]
+        page.say("Hi") if text == "First" else page.do("answer")
+        page.sees(text)
+        page.reads("1 token ")
+    page.do("version")
+    page.sees("Second")
+    assert page.inner_text(".versions").split() == ["‹", "2/3", "›"]
+    page.reload()
+    page.do("version")
+    page.sees("First")
+    assert page.get_attribute("[data-by='-1']", "aria-disabled") == "true"
+    stub.refuses = 429
+    page.do("answer")
+    page.reads("Refused")
+    assert page.inner_text(".versions").split()[1] == "3/3", "an answer that failed is not a version"
+    stub.refuses = None
+    page.do("version")
+    page.sees("Third")
+    page.say("More")
+    page.sees("Third", "Third")
+    assert stub.requests[-1]["messages"] == messages("Hi", "Third", "More") and page.locator(".versions").count() == 0
+
+
+def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, stub):
+    page = chat()
+    page.set("system", "Be kind.")
+    stub.pieces = ["Fine \ud83d"]
+    page.say("Hi")
+    page.reads("seed")
+    page.locator("[data-mark=good]").click()
+    page.say("More")
+    for text in ("A", "B", " A "):
+        stub.pieces = [text]
+        page.reads("seed")
+        page.do("answer")
+        page.sees("Fine \ud83d", text)
+        page.locator("[data-mark=bad]" if text == "B" else "[data-mark=good]").last.click()
+    page.locator("[data-mark=bad]").last.click()  # " A " is bad too
+    page.toggle("drawer")
+    page.sees("1 preference pair so far. A pair is a good and a bad answer to the same messages.", where="#kept-note")
+    asked = [{"role": "system", "content": "Be kind."}, *messages("Hi", "Fine \ufffd", "More")]
+    line, = page.exported("pairs")
+    example = pair_of("line 1", line)
+    assert (example.messages, example.answers) == (asked, ("A", "B"))
+    page.sees("1 line saved in preferences.jsonl. To train on them: ./paddock prepare pairs preferences.jsonl ", where="#notice")
+    line, = page.exported("chats")
+    assert chats_of("line 1", line)[0].messages == asked[:-1], "what follows a bad answer is not learned"
+
+
+def test_a_chat_for_training_ends_before_an_answer_that_was_cut_off(chat, stub):
+    page = chat()
+    page.asks("One")
+    stub.finish = "length"
+    page.say("Two")
+    page.reads("^Cut off")
+    page.toggle("drawer")
+    assert page.exported("chats") == [{"messages": messages("One", "Hello, world")}]
+    page.locator("[data-mark=good]").last.click()
+    assert page.exported("chats") == [{"messages": messages("One", "Hello, world", "Two", "Hello, world")}]
+    page.do("pairs")
+    wait_until(lambda: "nothing to export" in page.inner_text("#notice"))
+
+
+def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub):
+    stub.models = [model("sft"), model("dpo")]
+    page = chat()
+    page.say("One")
+    page.reads("seed", 1)
+    page.reads("seed", 2)
+    page.evaluate("chat.turns[0].answers[1].text = 'Good day'; redraw()")
+    page.do("better", 1)
+    assert page.locator("[aria-pressed=true]").all_inner_texts() == ["Bad", "Good", "Better"]
+    page.say("Two")
+    page.reads("seed", 3)
+    page.reads("seed", 4)
+    assert [body["messages"] for body in stub.requests[2:]] == [messages("One", "Good day", "Two")] * 2
+    page.toggle("drawer")
+    line, = page.exported("pairs")
+    assert pair_of("line 1", line).answers == ("Good day", "Hello, world")
+    page.do("reset")
+    page.say("One")
+    page.reads("seed", 2)
+    page.evaluate("chat.turns[0].answers[1].text = 'Good day'; redraw()")
+    page.say("Two")
+    page.reads("seed", 4)
+    assert page.locator("[data-do=better]").count() == 0, "the models were asked different things"
+
+
+def test_conversations_are_kept_in_the_browser_until_they_are_deleted(chat, stub):
+    page = chat()
+    page.asks("One")
+    page.do("reset")
+    page.say("Two")
+    page.reads("seed")
+    other = chat(beside=page)
+    other.toggle("drawer")
+    other.sees("Two", "One", where="[data-do=open]")
+    other.do("open", 1)
+    other.sees("Hello, world")
+    other.say("More")
+    other.reads("seed", 2)
+    assert stub.requests[-1]["messages"] == messages("One", "Hello, world", "More")
+    other.sees("One", "Two", where="[data-do=open]")
+    other.do("delete")
+    other.sees()
+    other.sees("Two", where="[data-do=open]")
+    other.do("notice")
+    other.sees("Hello, world", "Hello, world")
+    page.toggle("drawer")
+    page.sees("One", "Two", where="[data-do=open]")
+
+
+def test_exported_files_are_imported_and_wrong_lines_counted(chat, stub):
+    page = chat()
+    pair = {"prompt": [{"role": "system", "content": "Be kind."}, *messages("Hi", "Ho", "What?")],
+            "chosen": [{"role": "assistant", "content": "Good"}], "rejected": [{"role": "assistant", "content": "Bad"}]}
+    chats = {"messages": messages("Who?", "Me")}
+    wrong = ["{", "null", {"messages": []}, {"messages": [{"role": "tool", "content": "x"}]}, {"prompt": "x"},
+             {"messages": [{"role": "user", "content": 1}]}, {"messages": [{"role": "assistant", "content": "x"}]}]
+    page.import_lines(pair, chats, "", *wrong)
+    page.sees("2 conversations imported. Not a chat or a pair: 7 lines. ", where="#notice")
+    page.toggle("drawer")
+    assert page.exported("pairs") == [pair]
+    assert chats in page.exported("chats")
+    page.locator("[data-do=open]", has_text="Hi").click()
+    page.sees("Ho", "Good")
 
 
 @pytest.mark.parametrize("fault, text, sentence", [
@@ -355,12 +506,12 @@ def test_a_model_without_a_template_is_continued(chat, stub):
     stub.models = [model("base", chat=False)]
     page = chat()
     page.sees("base cannot chat: it continues your text, without a system prompt. ", where="#mode")
-    page.fill("[name=system]", "Be kind.")
-    page.fill("[name=stop]", "\\n\\n\nEnd")
+    page.set("system", "Be kind.")
+    page.set("stop", "\\n\\n\nEnd")
     page.asks("Once", "and then")
     assert stub.requests[1]["path"] == "/v1/completions" and "messages" not in stub.requests[1]
     assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
-    page.fill("[name=stop]", "")
+    page.set("stop", "")
     page.do("answer")
     page.reads("^The model ended the text; a new one begins · 3 tokens")
     page.say("Anew")
@@ -370,20 +521,19 @@ def test_a_model_without_a_template_is_continued(chat, stub):
 
 def test_the_settings_are_sent_and_their_ranges_held(chat, stub):
     page = chat(390)
-    page.do("toggle")
-    page.fill("[name=system]", "Be kind.")
-    page.fill("[name=max_tokens]", "")
-    page.fill("[name=top_p]", "1.5")
-    page.do("toggle")
+    page.set("system", "Be kind.")
+    page.set("max_tokens", "")
+    page.set("top_p", "1.5")
+    page.toggle("panel")
     page.say("Hi")
     assert page.focus() == "INPUT" and page.evaluate("document.activeElement.name") == "top_p" and not stub.requests
-    page.fill("[name=top_p]", "0.5")
+    page.set("top_p", "0.5")
     page.press("#text", "Enter")
     page.sees("Hello, world")
     request = stub.requests[0]
     assert request["messages"] == [{"role": "system", "content": "Be kind."}, *messages("Hi")]
     assert request["top_p"] == 0.5 and "max_tokens" not in request and "stop" not in request
-    page.do("toggle")
+    page.toggle("panel")
     page.do("defaults")
     assert page.input_value("[name=system]") == "" and page.input_value("[name=max_tokens]") == "512"
 
@@ -502,11 +652,11 @@ def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
     for _ in range(2):
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate("document.documentElement.scrollHeight") == 800  # what scrolls is the conversation
-        for each in ("#send", "#text", "[data-do=toggle]"):
+        for each in ("#send", "#text", "[aria-controls=panel]"):
             box = page.locator(each).bounding_box()
             assert 0 <= box["x"] and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 800
         overflowing = "[...document.querySelectorAll('main, main *, #panel')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
         assert page.evaluate(f"{overflowing}.map(e => e.className || e.id)") == []
-        page.do("toggle")
+        page.toggle("panel")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
     assert dark == (scheme == "dark")
