@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_630, 6_700, 27_000
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_690, 6_700, 27_250
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -24,16 +24,16 @@ BUDGETS = {
     "debug/": 730,
     "evaluation/": 470,
     "fused/": 550,
-    "inference/": 720,
+    "inference/": 740,
     "learn/": 1760,
     "observe/": 2230,
     "parallel/": 1260,
     "report/": 1370,
     "run/": 2380,
     "scripts/": 6700,
-    "serving/": 780,
+    "serving/": 820,
     "settings/": 870,
-    "tests/": 27000,
+    "tests/": 27250,
 }
 
 
