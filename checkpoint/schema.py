@@ -197,6 +197,58 @@ class EvaluationLine(Line):
 
 SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,
            "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine}
+# The metrics of metrics.jsonl, with unit and meaning; NAME is an evaluation. docs/metrics.md shows them.
+METRICS: dict[str, tuple[str, str]] = {
+    "step": ("", "number of the step, from 1"),
+    "time": ("s", "Unix time when the line was written"),
+    "train_loss": ("nats", "mean loss of the step: per target; with preferences, per pair"),
+    "counted": ("", "targets or pairs in the step, over which the loss is averaged"),
+    "learning_rate": ("", "learning rate of the step"),
+    "grad_norm": ("", "L2 norm of all gradients, before clipping"),
+    "tokens_seen": ("tokens", "tokens of all rows so far, including padding"),
+    "tokens_per_second": ("tokens/s", "`TOTAL_BATCH_SIZE` / `step_seconds`"),
+    "step_seconds": ("s", "mean time of a step since the last line, without evaluations and saves"),
+    "data_seconds forward_seconds backward_seconds optimizer_seconds communication_seconds": (
+        "s", "mean time of a step in each phase; `communication`, with several ranks, is waiting for others"),
+    "evaluation_seconds save_seconds": ("s", "time of evaluations and saves since the last line"),
+    "peak_memory_bytes": ("bytes", "highest use by rank 0 so far: allocated GPU memory, or resident memory"),
+    "mfu hfu": ("", "needed and computed FLOPs per second, as a share of the GPUs' dense bf16 peak (below)"),
+    "power_watts": ("W", "power of all GPUs together; on a CPU, of its packages where RAPL can be read"),
+    "joules_per_token": ("J", "`power_watts` / `tokens_per_second`"),
+    "gpu_utilization": ("%", "mean utilization of all GPUs, from NVML"),
+    "gpu_memory_bytes": ("bytes", "highest memory use of all GPUs"),
+    "gpu_temperature_celsius": ("°C", "highest temperature of all GPUs"),
+    "gpu_clock_mhz": ("MHz", "lowest SM clock of all GPUs"),
+    "gpu_throttled": ("", "share of power samples with a reason for a lower clock other than idleness"),
+    "reward_margin": ("", "`reward_chosen` - `reward_rejected`: 0 at the start of DPO, and should rise"),
+    "reward_accuracy": ("", "share of pairs with a margin above 0; ORPO: whose chosen answer is likelier"),
+    "reward_chosen reward_rejected": (
+        "", "DPO: gain over the reference x `DPO_BETA`; SimPO: log-probability a token x `SIMPO_BETA`"),
+    "logprob_chosen logprob_rejected": ("nats", "log-probability of the whole answer"),
+    "log_odds_ratio nll_chosen": ("nats", "the two terms of ORPO: odds ratio, and loss of the chosen answer"),
+    "divergence cross_entropy": ("nats", "the two terms of distillation; the second needs no teacher"),
+    "val_loss val_loss_stderr": ("nats", "validation loss; its standard error, over blocks of rows"),
+    "val_perplexity": ("", "exp(cross-entropy) of all targets; with preferences, of the chosen answers"),
+    "val_bits_per_byte": ("bits", "the same cross-entropy per byte of text: comparable between tokenizers"),
+    "NAME_acc NAME_acc_norm": ("", "share of right answers, by log-probability, and by that per character"),
+    "NAME_n NAME_stderr NAME_chance": ("", "number of items; standard error of `NAME_acc`; guessing's score"),
+    "generation_exact_match generation_rouge_l generation_bleu": (
+        "", "generated answers compared with the reference answers, 0 to 1"),
+    "generation_exact_match_stderr generation_rouge_l_stderr": ("", "their standard errors"),
+}
+# The events of events.jsonl, with their fields besides time, step and event.
+EVENTS = {
+    "start": "a process starts training after `step`: `world_size`, `device`, `host`, `torch`, `paddock`, "
+             "`seconds` since its launch, `previous_step` and `previous_time` (last line of metrics.jsonl)",
+    "end": "the process ends: `reason`; missing after a kill -9",
+    "save": "a checkpoint was written: `seconds`, `checkpoint`",
+    "evaluation": "an evaluation took `seconds`: `what`",
+    "slow rank": "a rank is slower than the others: `rank`, `phase`, `ratio`, `host`",
+    "slow rank ended": "it no longer is: `rank`, `phase`",
+    "throttled": "GPUs lower their clock: `ranks`, `cause`",
+    "divergence": "the loss stays far above its initial value: `text`",
+    "no gradient": "the gradient norm stays exactly 0: `text`",
+}
 
 
 def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:

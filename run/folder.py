@@ -27,8 +27,24 @@ from run.log import REPORT, disk_errors
 LOCK = "run.lock"
 DATA = "data.json"  # what a run on a mixture reads of each source
 # What a run writes, as patterns. The checkpoints move first: from then on the run counts as moved aside.
-OWN = ("checkpoints", *(f"{log}{bad}" for log in SCHEMAS for bad in ("", ".bad")), "config.json",
-       DATA, SEGMENTS, "log", "debug", "tensorboard", REPORT, "power*.csv", "profile")
+FILES = {
+    "checkpoints": "one folder per checkpoint, such as `step-00000200`",
+    "config.json": "current settings, without secrets",
+    SEGMENTS: "`step-*.json`: settings from that step on, one file per start with other settings",
+    "metrics.jsonl": "one line per logged step: [metrics](metrics.md)",
+    "ledger.jsonl": "one line per step: checksum of its rows, loss, gradient norm, whether weights changed",
+    "events.jsonl": "time of each start, end, save and evaluation, and problems: [events](metrics.md#events)",
+    "evaluations.jsonl": "results of every evaluation, item by item",
+    "samples.jsonl": "generated samples",
+    DATA: "for a mixture: documents, tokens, share and passes of each source",
+    REPORT: "the run on one page",
+    "log": "`rank-0.txt`: console output; after a hang, the stacks of every rank",
+    "power*.csv": "power, memory, temperature and clocks of each GPU, once per second",
+    "profile": "traces of torch.profiler",
+    "debug": "rows, tokens and gradients of a non-finite step",
+    "tensorboard": "event files, with `TENSORBOARD_ENABLED`",
+}
+OWN = (*FILES, *(f"{log}.bad" for log in SCHEMAS))
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ import torch
 
 import train
 from checkpoint import huggingface, store
+from checkpoint.schema import METRICS
 from checkpoint.tensors import read_all
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -247,7 +249,11 @@ class TinyRun:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def metrics(self) -> list[dict]:
-        return self.lines("metrics")
+        """The lines of metrics.jsonl; METRICS describes each of their names."""
+        lines, known = self.lines("metrics"), " ".join(METRICS).replace("NAME", "*").split()
+        for name in {name.removeprefix("val_") for line in lines for name in line}:
+            assert any(fnmatch(name, pattern.removeprefix("val_")) for pattern in known), f"METRICS does not describe {name}"
+        return lines
 
     def column(self, name: str) -> dict[int, Any]:
         return {line["step"]: line[name] for line in self.metrics() if name in line}

@@ -1,4 +1,4 @@
-"""Write .env.example, docs/settings.md and the reading order of docs/architecture.md; or docs/gpu.md.
+"""Write .env.example and the generated tables of the documents; or docs/gpu.md.
 
     python scripts/dev/write_docs.py
     python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl
@@ -6,7 +6,7 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from checkpoint.schema import EVENTS, METRICS  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import DataError, run_script  # noqa: E402
-from scripts.gpu.suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402
+from common.errors import DataError, PaddockError, run_script  # noqa: E402
+from common.text import EXIT_UNREAD  # noqa: E402
+from parallel.process import EXIT_PREEMPTED  # noqa: E402
+from run.folder import FILES  # noqa: E402
+from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
 from settings.load import describe_settings  # noqa: E402
-
-SETTINGS_HEAD = """# Settings
-
-Generated from `config.py` by `python scripts/dev/write_docs.py`.
-
-`MAX_STEPS` in `.env` and the environment is `--max-steps` as a flag and `max_steps` in JSON (`--config
-FILE.json`). Later sources override earlier ones: defaults, `DEPTH`, `.env`, preset, JSON, environment,
-flags. A preset named in `.env` itself (`PRESET=`) has lower priority than the rest of `.env`. A run prints
-what a preset overrides and what comes from the environment. Presets are `.env` files in `settings/presets/`
-and can be combined: `--preset llama3.2-1b,stable`. An unknown name is an error that suggests the nearest
-known one.
-
-`.env` can also set variables of libraries (`HF_HOME`, `WANDB_MODE`, `NCCL_DEBUG`, `CUDA_VISIBLE_DEVICES`,
-`OMP_NUM_THREADS`, ...); the environment overrides them. torchrun sets `OMP_NUM_THREADS=1` for several ranks,
-`scripts/launch.py` does not. `${HOME}` is expanded. `PYTORCH_ALLOC_CONF` is `expandable_segments:True`
-unless you set it.
-
-A setting that you do not give takes its value from what is known: a resumed run keeps the values that it
-recorded, the stages sft and dpo have their own learning rate, batch and length (`EPOCHS`), and
-`TOKENIZER_PATH` comes from the prepared data or the start checkpoint. The run prints each of these values.
-
-The last column shows what happens if a run resumes with another value. A *safe* setting can change freely.
-A *curve* setting changes the loss curve from there on and causes a warning. Changing a *fixed* setting is an
-error unless `ALLOW_RESUME_MISMATCH` lists it, because it would make a different run."""
 
 
 def env_example() -> str:
@@ -57,59 +37,78 @@ def env_example() -> str:
     return "\n".join(lines) + "\n"
 
 
-def settings_page() -> str:
-    """Return the text of docs/settings.md: a table of settings for each section."""
-    lines = [SETTINGS_HEAD]
+def table(*heading: str, rows: Iterable[Iterable[Any]]) -> list[str]:
+    """The lines of a table, between empty lines."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (heading, *rows)]
+    return ["", lines[0], "|" + "---|" * len(heading), *lines[1:], ""]
+
+
+def settings_tables() -> Iterator[str]:
+    """The lines of a table of settings for each section."""
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        lines += ["", f"## {section}", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
-        lines += [f"| `{name}` | {f'`{default}`' if default else ''} | {cell(meaning)} | {on_resume} |"
-                  for _, name, default, meaning, on_resume in settings]
-    return "\n".join(lines) + "\n"
+        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume)
+                for _, name, default, meaning, on_resume in settings)
+        yield from ("", f"## {section}", *table("setting", "default", "meaning", "on resume", rows=rows)[:-1])
+    yield ""
+
+
+def exit_codes() -> list[tuple[int, str]]:
+    """The exit codes with their meanings, those of errors from common/errors.py."""
+    meanings = {0: ["Finished, or nothing to do."], 1: ["An unexpected error."],
+                130: ["A command other than training was interrupted by Ctrl-C."],
+                EXIT_UNREAD: ["The reader of the output is gone, as with `head`."],
+                EXIT_PREEMPTED: ["Training was stopped by a signal; its state is saved if it took steps."]}
+    for error in PaddockError.__subclasses__():
+        meanings.setdefault(error.exit_code, []).append(error.__doc__)
+    return [(code, " ".join(sentences)) for code, sentences in sorted(meanings.items())]
 
 
 CHAPTERS = ("train", "model", "dataloaders", "tokenizer", "data_preparation_utils", "model_utils", "lora",
             "hellaswag_utils", "config")
-BEGIN, END = "<!-- lines -->\n", "<!-- /lines -->"
 
 
-def with_reading_order(page: str) -> str:
-    """Return docs/architecture.md with its table of files and their lines, rounded to 50, as they are now."""
-    def lines_of(files: Iterable[Path]) -> int:
-        return 50 * round(sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) / 50)
+def reading_order() -> list[tuple[str, str]]:
+    """The files in reading order, with their lines rounded to 50."""
+    def lines_of(*files: Path) -> str:
+        return f"{50 * round(sum(len(file.read_text('utf-8').splitlines()) for file in files) / 50):,}"
 
-    chapters = [ROOT / f"{name}.py" for name in CHAPTERS]
-    packages = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "scripts")
-    rows = [(f"{number}. `{path.name}`", [path]) for number, path in enumerate(chapters, 1)]
-    rows += [("**chapters**", chapters)]
-    rows += [(f"`{folder.name}/`: {', '.join(f'`{file.stem}`' for file in sorted(folder.glob('[!_]*.py')))}",
-              folder.glob("*.py")) for folder in packages]
-    rows += [("**packages**", [file for folder in packages for file in folder.glob("*.py")])]
-    table = "".join(f"| {name} | {lines_of(files):,} |\n" for name, files in rows)
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}| read | lines |\n|---|---|\n{table}{END}{rest.partition(END)[2]}"
+    chapters, all_files = [ROOT / f"{name}.py" for name in CHAPTERS], []
+    rows = [(f"{number}. `{path.name}`", lines_of(path)) for number, path in enumerate(chapters, 1)]
+    rows += [("**chapters**", lines_of(*chapters))]
+    for folder in sorted({path.parent for path in ROOT.glob("*/__init__.py")} - {ROOT / "scripts"}):
+        files = sorted(folder.glob("*.py"))
+        names = ", ".join(f"`{file.stem}`" for file in files if file.stem[0] != "_")
+        rows, all_files = [*rows, (f"`{folder.name}/`: {names}", lines_of(*files))], [*all_files, *files]
+    return [*rows, ("**packages**", lines_of(*all_files))]
+
+
+def generated() -> dict[str, str]:
+    """The text of .env.example and of each page with generated tables, which stand between comments."""
+    metrics = ((", ".join(f"`{name}`" for name in names.split()), *facts) for names, facts in METRICS.items())
+    events, files = ([(f"`{name}`", meaning) for name, meaning in facts.items()] for facts in (EVENTS, FILES))
+    pages = {"architecture": {"lines": table("read", "lines", rows=reading_order())},
+             "settings": {"settings": settings_tables()},
+             "metrics": {"metrics": table("metric", "unit", "meaning", rows=metrics),
+                         "events": table("event", "meaning and fields", rows=events)},
+             "files": {"files": table("in `runs/NAME/`", "content", rows=files),
+                       "exit codes": table("code", "meaning", rows=exit_codes())}}
+    parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.what) for part in PARTS)
+    pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts)}
+    texts = {f"docs/{page}.md": with_tables(page, tables) for page, tables in pages.items()}
+    return {".env.example": env_example(), **texts}
+
+
+def with_tables(page: str, tables: dict[str, Iterable[str]]) -> str:
+    """The text of a page of docs/ with these lines between the comments that have their names."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for name, lines in tables.items():
+        (before, _), (_, after) = (text.split(f"<!-- {mark}{name} -->") for mark in ("", "/"))
+        text = "\n".join((f"{before}<!-- {name} -->", *lines, f"<!-- /{name} -->{after}"))
+    return text
 
 
 def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. After the suite has run on one, this page
-lists the device, the versions, the commit, the errors, and every measurement."""
-HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--parts` also
-accepts names. Each part is a process with a time limit, and a failure does not stop the others.
-`bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
-
-
-def gpu_page(records: list[dict[str, Any]]) -> str:
-    """Return the text of docs/gpu.md: what the suite found last, if it has been run, and how to run it."""
-    lines = ["# GPU suite", "", *(found(records) if records else [NEVER_RUN]), "",
-             "## How to run it", "", "```",
-             *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
-             "python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl",
-             "```", "", HOW_IT_RUNS, "",
-             "| part | group | time limit | content |", "|---|---|---|---|",
-             *(f"| {part.name} | {part.group} | {part.seconds:.0f} s | {part.what} |" for part in PARTS)]
-    return "\n".join(lines) + "\n"
 
 
 def found(records: list[dict[str, Any]]) -> list[str]:
@@ -129,14 +128,13 @@ def found(records: list[dict[str, Any]]) -> list[str]:
         raise DataError(f"--gpu-results: these are results of {device}, and docs/gpu.md is about a GPU; give "
                         "those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
-    lines = ["Results of `scripts/gpu_suite.sh`.", "", *table_of(machine, ("", "")), "", "## Parts", "",
-             "| part | result | s | error |", "|---|---|---|---|"]
-    for record in shown:
-        error = cell(record["error"] or "")
-        lines.append(f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {error} |")
+    rows = ((record["part"], verdict(record), f"{record['seconds']:.0f}", cell(record["error"] or ""))
+            for record in shown)
+    lines = ["", "Results of `scripts/gpu_suite.sh`.", *table_of(machine, ("", "")),
+             "## Parts", *table("part", "result", "s", "error", rows=rows)]
     for record in shown:
         if record["figures"]:
-            lines += ["", f"## {record['part']}", *figures_of(record["figures"])]
+            lines += [f"## {record['part']}", *figures_of(record["figures"])]
     return lines
 
 
@@ -151,23 +149,21 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
         fitting = next((known for known in by_columns if set(columns) <= set(known)), columns)
         by_columns.setdefault(fitting, []).append((name, value))
     for columns, rows in by_columns.items():
-        lines += ["", f"| | {' | '.join(map(cell, columns))} |", "|---|" + "---|" * len(columns)]
-        lines += [f"| {cell(name)} | {' | '.join(written(value.get(column, '')) for column in columns)} |"
-                  for name, value in rows]
+        cells = [[cell(name), *(written(value.get(key, "")) for key in columns)] for name, value in rows]
+        lines += table("", *map(cell, columns), rows=cells)
     if single := {name: value for name, value in figures.items() if not isinstance(value, dict)}:
-        lines += ["", *table_of(single, ("figure", "value"))]
+        lines += table_of(single, ("figure", "value"))
     for name, value in several:
-        if rows := value.get("profile"):
-            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |",
-                      "|---|---|---|---|"]
-            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} "
-                      f"| `{cell(row['name'])}` |" for row in rows]
+        if profile := value.get("profile"):
+            rows = [(f"{row['ms']:.3f}", f"{100 * row['share']:.1f} %", row["calls"],
+                     f"`{cell(row['name'])}`") for row in profile]
+            lines += [f"The profiler's first rows, {name}, a step:",
+                      *table("ms", "share", "calls", "", rows=rows)]
     return lines
 
 
 def table_of(values: dict[str, Any], heading: tuple[str, str]) -> list[str]:
-    rows = (f"| {cell(name)} | {written(value)} |" for name, value in values.items())
-    return [f"| {' | '.join(heading)} |", "|---|---|", *rows]
+    return table(*heading, rows=((cell(name), written(value)) for name, value in values.items()))
 
 
 def written(value: Any) -> str:
@@ -186,12 +182,10 @@ def main() -> None:
             records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise DataError(f"--gpu-results {results} cannot be read: {error}") from error
-        (ROOT / "docs" / "gpu.md").write_text(gpu_page(records), encoding="utf-8")
-        return
-    (ROOT / ".env.example").write_text(env_example(), encoding="utf-8")
-    (ROOT / "docs" / "settings.md").write_text(settings_page(), encoding="utf-8")
-    architecture = ROOT / "docs" / "architecture.md"
-    architecture.write_text(with_reading_order(architecture.read_text(encoding="utf-8")), encoding="utf-8")
+        page = with_tables("gpu", {"results": found(records)})
+        (ROOT / "docs" / "gpu.md").write_text(page, encoding="utf-8")
+    for path, text in generated().items():
+        (ROOT / path).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_690, 6_700, 27_250
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_760, 6_700, 27_250
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -18,7 +18,7 @@ BUDGETS = {
     "model_utils.py": 370,
     "tokenizer.py": 500,
     "train.py": 280,
-    "checkpoint/": 1830,
+    "checkpoint/": 1880,
     "common/": 1010,
     "data_pipeline/": 2990,
     "debug/": 730,
@@ -29,7 +29,7 @@ BUDGETS = {
     "observe/": 2230,
     "parallel/": 1260,
     "report/": 1370,
-    "run/": 2380,
+    "run/": 2400,
     "scripts/": 6700,
     "serving/": 820,
     "settings/": 870,

@@ -41,9 +41,8 @@ def test_every_setting_in_an_example_exists(page):
 
 def test_every_page_is_in_the_site_but_the_log():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    groups = {title: entry for item in site["nav"] for title, entry in item.items()}
-    assert list(groups) == ["Home", "Tutorials", "How-to", "Reference", "Internals"]
-    shown = [groups.pop("Home"), *(page for group in groups.values() for item in group for page in item.values())]
+    assert [title for entry in site["nav"] for title in entry] == ["Home", "Tutorials", "How-to", "Reference", "Internals"]
+    shown = re.findall(r"[\w/-]+\.md", str(site["nav"]))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert len(shown) == len(set(shown)) and set(shown) == pages - {"log.md"}
 
