@@ -105,6 +105,7 @@ class Curve:
     def __init__(self):
         self.kept, self.width = Points(*np.empty((5, 0))), 1
         self.recent = np.empty(0)  # the newest values, at most RECENT_LINES
+        self.first: Optional[float] = None
         self.lowest: Optional[tuple[float, int]] = None  # the lowest value, and its step
         self.newest: Optional[tuple[float, int]] = None  # the newest value, and its step
 
@@ -115,6 +116,7 @@ class Curve:
         if is_known.any():
             place = np.nanargmin(y)
             self.lowest = min(filter(None, (self.lowest, (y[place].item(), int(x[place])))))
+            self.first = y[is_known][0].item() if self.first is None else self.first
             self.newest = y[is_known][-1].item(), int(x[is_known][-1])
         self.recent = np.concatenate((self.recent, y[is_known]))[-RECENT_LINES:]
         added = Points(x, y, y, y, is_known.astype(np.float64))

@@ -31,11 +31,11 @@ from checkpoint.schema import (
 )
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
-from common.text import duration
 from config import Config
 from report.curves import Curve, as_json, rounded
 from report.goodput import KILLED, Process, clock_steps, elapsed, goodput
 from report.power import PowerTrace
+from report.verdict import health, learning, time_text
 from settings.load import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
@@ -296,14 +296,17 @@ class RunReader:
         curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()}
         recent = {name: rounded(np.median(self.curves[name].recent)) for name in SPEEDS if self.value(name)}
         best = self.curves["val_loss"].lowest if "val_loss" in self.curves else None
-        alarms = self.alarms()[-max(10, round(MOST_ALARMS * share)):]
+        alarms, time_spent = self.alarms(), goodput(self.processes)
+        kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
+        verdict = [*learning(self.curves, state, kinds, self.settings.get("HELLASWAG_NAME", "HellaSwag")),
+                   health(state, kinds, time_spent["interruptions"] if time_spent else [])]
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
-        return {"name": self.name, "state": state, "sentence": sentence, "step": step,
+        return {"name": self.name, "state": state, "sentence": sentence, "verdict": verdict, "step": step,
                 "max_steps": max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
                 "recent": recent, "best": best, "failure": self.failure() if state == "failed" else None,
                 "samples": self.chosen_samples(max(4, round(MOST_SAMPLES * share))), "settings": settings,
-                "segments": self.segments, "sources": self.sources, "goodput": goodput(self.processes),
-                "alarms": alarms, "power": self.power.data(share)}
+                "segments": self.segments, "sources": self.sources, "goodput": time_spent,
+                "alarms": alarms[-max(10, round(MOST_ALARMS * share)):], "power": self.power.data(share)}
 
     def value(self, name: str) -> Optional[float]:
         """The newest value of a curve; None if there is none."""
@@ -325,7 +328,7 @@ class RunReader:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} are done"
-            return "unknown", (f"no sign of life for {duration(silent)} after {done}; it ran on another "
+            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it ran on another "
                                "machine, where it may still be running")
         if reason == "finished" or (reason is None and step >= max_steps > 0):
             return "finished", f"finished after {done}"
@@ -364,7 +367,7 @@ class RunReader:
         if self.processes:
             start |= self.processes[-1].events[0]
             yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(self.processes[0].started))]
-            yield ["time", duration(elapsed(self.processes))]
+            yield ["time", time_text(elapsed(self.processes))]
         for label, name in (("device", "device"), ("host", "host"), ("ranks", "world_size"),
                             ("torch", "torch"), ("Paddock", "paddock")):
             if start.get(name):
@@ -416,5 +419,5 @@ class RunReader:
             alarms.append({"step": event["step"], "kind": kind, "text": str(text)})
         for step, seconds in clock_steps(self.processes):
             alarms.append({"step": step, "kind": "clock", "text": f"the clock stepped back by "
-                           f"{duration(seconds)}, and the time that passed meanwhile is not known"})
+                           f"{time_text(seconds)}, and the time that passed meanwhile is not known"})
         return sorted(alarms, key=lambda alarm: alarm["step"])

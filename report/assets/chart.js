@@ -11,6 +11,14 @@ function table(caption, head, rows) {
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 
+/** Like `h`, for drawings. */
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS(document.querySelector("svg").namespaceURI, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.flat());
+  return element;
+}
+
 const aside = (words) => h("span", {class: "hidden"}, words);  // for screen readers alone
 const swatch = (color, shape = "square") => h("span", {class: `swatch ${shape}`, style: `color: ${color}`});
 
@@ -28,13 +36,25 @@ function format(value, how = {}, digits = 4) {
 
 const whole = (value) => format(Math.round(value));
 
-/** Seconds as text: 0.25 s, 3 min 20 s, 2 h 5 min, 3 d 4 h. */
+/** A value and its error as [text, " ± text"], with the decimals that two digits of the error need. */
+function measured(value, error, how = {}) {
+  if (typeof value !== "number") return ["–", ""];
+  const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);
+  const usual = how.percent ? 1 : size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 4;
+  const precise = Math.min(6, Math.max(0, 1 - Math.floor(Math.log10(error * scale))));
+  const places = error && !how.percent ? precise : usual;
+  const say = (each) => (each * scale).toLocaleString("en", {minimumFractionDigits: places,
+    maximumFractionDigits: places});
+  return [say(value) + unit, error ? ` ± ${say(error)}` : ""];
+}
+
+/** Seconds as text: 0.25 s, 3 min 20 s, 2 h 05 min, 3 d 04 h. */
 function duration(seconds) {
   if (seconds < 60) return `${format(seconds, {}, seconds < 10 ? 2 : 3)} s`;
   const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
   const [[big, size], [small, part]] = units.slice(units.findIndex(([, one]) => seconds >= one));
-  const rest = Math.floor((seconds % size) / part);
-  return `${Math.floor(seconds / size)} ${big}${rest ? ` ${rest} ${small}` : ""}`;
+  const rest = String(Math.floor((seconds % size) / part)).padStart(2, "0");
+  return `${Math.floor(seconds / size)} ${big} ${rest} ${small}`;
 }
 
 const least = (values) => values.reduce((a, b) => (b < a ? b : a), Infinity);

@@ -22,10 +22,17 @@ const named = (run) => `${letter(run)} ${run.name}`.trim();
 const color = (index) => `var(--color-${index % 8})`;
 const runColor = (run) => color(report.runs.indexOf(run));
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
-const date = (seconds) => new Date(seconds * 1000).toLocaleString();
+const two = (number) => String(number).padStart(2, "0");
 const change = ({name, before, after}) => `${name} ${text(before)} → ${text(after)}`;
 const changes = (segment) => segment.changes.map(change).join(", ") || "nothing";
 const percent = (value) => format(value, {percent: true}, 3);
+
+/** A time as 2026-11-23 06:08, where the reader is. */
+function date(seconds) {
+  const at = new Date(seconds * 1000);
+  const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join("-");
+  return `${day} ${two(at.getHours())}:${two(at.getMinutes())}`;
+}
 
 /** The function from a step of the run to its place on the chosen axis; null where the run lacks it. */
 function axisOf(run) {
@@ -107,6 +114,7 @@ function drawCharts() {
   }
   const signs = new Set(group.marks.map(({sign}) => sign));
   fill(byId("key"), ["▲ resume.", "● alarm."].filter((words) => signs.has(words[0])).join(" "));
+  place.querySelector("figure:not([hidden])")?.after(byId("facts"));
   byId("charts").hidden = group.charts.every(({figure}) => figure.hidden);
 }
 
@@ -151,52 +159,89 @@ function drawPower() {
 const box = (...children) => h("div", {class: "box"}, children);
 const headOf = (run) => isSeveral() && h("h3", {}, swatch(runColor(run)), named(run));
 
-function tile(label, value, below) {
-  const note = h("dd", {}, h("small", {}, below));
-  return h("div", {}, h("dt", {}, label), h("dd", {class: "value"}, value), note);
+/** A curve in 60 by 20 pixels, without its first steep part. */
+function sparkline({x, y}) {
+  const points = x.map((at, i) => [at, y[i]]).filter(([, value]) => value !== null);
+  const recent = points.slice(points.length > 20 ? points.length >> 4 : 0);
+  const some = recent.filter((_, i) => (recent.length - 1 - i) % Math.ceil(recent.length / 60) === 0);
+  if (some.length < 2) return null;
+  const [[start], [end]] = [some[0], last(some)], values = some.map(([, value]) => value);
+  const low = least(values), high = Math.max(most(values), low + 1e-9 * Math.abs(low) + 1e-12);
+  const place = ([at, value]) => [1 + 58 * (at - start) / (end - start), 18 - 16 * (value - low) / (high - low)];
+  const path = some.map((point) => place(point).map((each) => each.toFixed(1)).join(",")).join("L");
+  return svg("svg", {class: "spark", width: 60, height: 20, "aria-hidden": "true"},
+    svg("path", {d: `M${path}`}));
+}
+
+function tile(label, [value, error = ""], below, curve) {
+  return h("div", {}, h("dt", {}, label),
+    h("dd", {class: "value"}, value, h("small", {}, error), curve && sparkline(curve)),
+    h("dd", {}, h("small", {}, below)));
 }
 
 /** The last of the validation loss or of an evaluation with its chance; null for other series. */
 function resultTile(run, chart, series) {
-  const values = known(run.curves[series.curve]?.y || []), isLoss = series.curve === "val_loss";
-  if (!values.length || !(isLoss || (series.error && typeof series.reference === "number"))) return null;
-  const error = last(run.curves[series.error]?.y || []), [best, at] = run.best || [];
-  const below = isLoss ? `best ${format(best)} at step ${whole(at)}`
+  const curve = run.curves[series.curve], isLoss = series.curve === "val_loss";
+  if (!known(curve?.y || []).length || !(isLoss || (series.error && series.reference))) return null;
+  const [best, at] = run.best || [];
+  const below = isLoss ? `lowest ${measured(best)[0]} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
-  return tile(isLoss ? "Validation loss" : `${chart.title}, ${series.label}`, format(last(values), chart),
-    (error ? `± ${format(error, chart, 2)}, ` : "") + below);
+  return tile(isLoss ? "Validation loss" : `Accuracy, ${series.label}`,
+    measured(last(curve.y), last(run.curves[series.error]?.y || []), chart), below, curve);
 }
 
-/** The figures that matter: validation, evaluations, the speed of late, goodput. */
+/** The figures that matter: validation, evaluations, the recent speed, goodput. */
 function tiles(run) {
-  const speed = (name, label, say) =>
-    name in run.recent && tile(label, say(run.recent[name]), "recent median");
+  const speed = (name, label, how) =>
+    name in run.recent && tile(label, measured(run.recent[name], 0, how), "recent median", run.curves[name]);
   const found = [
     ...report.charts.flatMap((chart) => chart.series.map((series) => resultTile(run, chart, series))),
-    speed("tokens_per_second", "Tokens per second", whole), speed("mfu", "MFU", percent),
-    run.goodput && tile("Goodput", percent(run.goodput.share), `of ${duration(run.goodput.seconds)}`),
+    speed("tokens_per_second", "Tokens per second"), speed("mfu", "MFU", {percent: true}),
+    run.goodput && tile("Goodput", measured(run.goodput.share, 0, {percent: true}),
+      `of ${duration(run.goodput.seconds)}`),
   ].filter(Boolean);
   return found.length > 0 && h("dl", {class: "tiles"}, found);
 }
 
-/** Why a run failed, what is left of it, and how to examine the step. */
-function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
-  const line = (label, value) => value && h("div", {}, h("dt", {}, label), h("dd", {}, value));
-  return h("div", {class: "failure", role: "alert"},
-    h("h3", {}, `✕ Failed ${where}`, steps > 0 && ` of ${whole(steps)}`), h("p", {}, reason),
-    h("dl", {}, line("saved", saved), line("examine the step with", command && h("code", {}, command))));
+function copyButton(words) {
+  return h("button", {type: "button", "data-copy": words}, "Copy");
 }
 
+/** Why a run failed, what is saved, and the command that examines the step. */
+function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
+  const [first, ...others] = reason.split(/(?<=\.) (?=\S)/), more = others.join(" ");
+  const what = (first[0].toUpperCase() + first.slice(1)).replace(/\.?$/, ".");
+  return h("div", {class: "failure", role: "alert"},
+    h("h3", {}, `✕ Failed ${where}`, steps > 0 && ` of ${whole(steps)}`),
+    h("p", {}, `${what} Saved: ${saved}.`),
+    command && h("p", {class: "command"}, "Examine the step with ", h("code", {}, command), " ",
+      copyButton(command)),
+    more && h("details", {}, h("summary", {}, "Full message"), h("p", {}, more)));
+}
+
+function verdict({verdict: sentences = [], sentence}) {
+  const isUsual = /^(finished|running|failed)/.test(sentence) || isSeveral();
+  const sign = {true: "✓", false: "✕", null: "•"}, kind = {true: "good", false: "bad", null: ""};
+  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([isGood, words]) =>
+    h("p", {class: kind[isGood]}, h("span", {"aria-hidden": "true"}, `${sign[isGood]} `), words)));
+}
+
+const timeLeft = ({eta_seconds: eta}) => (typeof eta === "number" ? `about ${duration(eta)} left` : "");
+
 function overview() {
-  const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
   const badge = (state) => h("span", {class: `badge ${state}`}, STATES[state]);
-  const left = ({eta_seconds: eta}) => typeof eta === "number" && `, about ${duration(eta)} left`;
-  return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: "card"},
+  const steps = (run) => [run.sentence, timeLeft(run)].filter(Boolean).join(", ");
+  return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
     isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run.state)),
-    run.failure ? failure(run) : h("p", {}, run.sentence, left(run)),
-    run.max_steps > 0
-      && h("progress", {max: run.max_steps, value: run.step, "aria-label": `Steps of ${run.name}`}),
-    tiles(run), run.facts.length > 0 && h("dl", {class: "facts"}, run.facts.map(fact)))));
+    run.failure ? [failure(run), alarmList([run])] : isSeveral() && h("p", {}, steps(run)),
+    verdict(run), tiles(run))));
+}
+
+/** Machine, versions and counts of each run, folded. */
+function facts() {
+  const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
+  return shown().filter((run) => run.facts.length).map((run) =>
+    [headOf(run), h("dl", {class: "facts"}, run.facts.map(fact))]);
 }
 
 /** A row of the results; the best cell is marked. */
@@ -208,8 +253,7 @@ function resultRow({name, better, cells, percent: isShare}) {
   return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map((cell) => {
     if (!cell) return "–";
     const isBest = better && given.length > 1 && cell.value === best;
-    const error = cell.stderr ? ` ± ${format(cell.stderr, how, 2)}` : "";
-    return h("span", {class: isBest && "best"}, format(cell.value, how), error, isBest && aside(" (best)"),
+    return h("span", {class: isBest && "best"}, measured(cell.value, cell.stderr, how), isBest && aside(" (best)"),
       !isSameStep && h("small", {}, ` at step ${whole(cell.step)}`));
   })];
 }
@@ -285,13 +329,16 @@ function time() {
       && table("Starts", ["from step", "ranks", "what changed"], run.segments.map(start))));
 }
 
-function alarms() {
-  const who = (name) => (isSeveral() ? [name] : []);
-  const rows = shown().flatMap((run) => run.alarms.map((alarm) =>
-    [whole(alarm.step), ...who(named(run)), alarm.kind, alarm.text]));
-  const head = ["step", ...who("run"), "kind", "what happened"];
-  return rows.length ? [box(table(`Alarms: ${rows.length}`, head, rows))] : [];
+function alarmList(runs) {
+  const items = runs.flatMap((run) => run.alarms.map(({step, kind, text: words}) => h("li", {},
+    h("b", {}, isSeveral() && `${named(run)}, `, `step ${whole(step)}, ${kind}: `), words)));
+  const title = `${items.length} alarm${items.length > 1 ? "s" : ""}`;
+  return items.length > 0
+    && box(h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": title}, h("ul", {}, items)));
 }
+
+/** The alarms that do not stand below the banner of a failed run. */
+const alarms = () => [alarmList(shown().filter((run) => !run.failure))].filter(Boolean);
 
 function sources() {
   const columns = {share: percent, tokens: whole, documents: whole, epochs: (value) => format(value, {}, 3)};
@@ -329,6 +376,9 @@ function refresh() {
     fill(byId(id).lastElementChild, found);
   }
   drawCharts();
+  const found = facts();
+  fill(byId("facts").lastElementChild, found);
+  byId("facts").hidden = !found.length;
   drawPower();
   const isShown = (run) => !view.away.has(run.name);
   const toggle = (run) => h("label", {},
@@ -345,14 +395,35 @@ function refresh() {
 /** The state of the runs and of the connection: the only words that a screen reader hears unasked. */
 function say(connection) {
   const line = byId("state"), count = (state) => report.runs.filter((run) => run.state === state).length;
-  const counts = Object.keys(STATES).filter(count).map((state) => `${count(state)} ${state}`).join(", ");
+  const states = Object.keys(STATES).filter(count), [run] = report.runs;
+  const said = isSeveral() ? states.map((state) => `${count(state)} ${state}`).join(", ") : STATES[run.state];
   line.dataset.connection = connection ?? line.dataset.connection ?? "";
-  const said = [isSeveral() ? counts : STATES[report.runs[0].state], line.dataset.connection];
-  fill(line, said.filter(Boolean).join(" · "));
+  line.className = states.length > 1 ? "" : states[0];
+  fill(line, [said, line.dataset.connection].filter(Boolean).join(" · "));
+  const done = run.max_steps > 0 && Math.floor(100 * run.step / run.max_steps);
+  const tab = isSeveral() ? said : `${STATES[run.state][0]}${done === false ? "" : ` ${done} %`}`;
+  setIcon(line.className);
+  document.title = `${tab} · ${report.title}`;
+}
+
+/** The icon of the browser's tab: a falling curve in the colour of the state. */
+function setIcon(state) {
+  const canvas = h("canvas", {width: 32, height: 32}), ctx = canvas.getContext("2d");
+  const inks = {failed: "var(--bad)", running: "var(--strong)", finished: "var(--color-2)"};
+  Object.assign(ctx, {fillStyle: ink(inks[state] || MUTED), strokeStyle: "white", lineWidth: 4});
+  ctx.fillRect(0, 0, 32, 32);
+  ctx.beginPath();
+  ctx.moveTo(6, 5);
+  ctx.quadraticCurveTo(8, 26, 27, 26);
+  ctx.stroke();
+  document.querySelector("link[rel=icon]").href = canvas.toDataURL();
 }
 
 function receive(data) {
   report = data;
+  const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
+  fill(byId("progress"), !isSeveral()
+    && [`step ${whole(run.step)}${all}`, timeLeft(run)].filter(Boolean).join(" · "));
   fill(byId("written"), `as of ${date(data.generated)}`);
   refresh();
   say();
@@ -389,6 +460,14 @@ byId("sample").addEventListener("input", ({target}) => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(byId("theme").value));
 addEventListener("beforeprint", () => setTheme("light"));
 addEventListener("afterprint", () => setTheme(byId("theme").value));
-byId("controls").hidden = false;
+byId("display").addEventListener("click", ({currentTarget: button}) => {
+  const isOpen = byId("controls").classList.toggle("open");
+  button.setAttribute("aria-expanded", String(isOpen));
+});
+addEventListener("click", ({target}) => {
+  const button = target.closest?.("[data-copy]");
+  if (button) navigator.clipboard.writeText(button.dataset.copy).then(() => fill(button, "Copied"));
+});
+byId("display").hidden = byId("controls").hidden = false;
 receive(JSON.parse(byId("report").textContent));
 if (document.body.dataset.live === "true") listen();

@@ -108,8 +108,8 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
     data = run.data(100)
     found = data["goodput"]
     assert parts(found) == {"steps": 60, "start-up": 1, "other": 1} and found["share"] == pytest.approx(60 / 62)
-    assert dict(data["facts"])["time"] == "1:02" and found["interruptions"][0]["away_seconds"] is None
-    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59:50, and the time that passed meanwhile "
+    assert dict(data["facts"])["time"] == "1 min 02 s" and found["interruptions"][0]["away_seconds"] is None
+    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59 min 50 s, and the time that passed meanwhile "
                                "is not known"}]
     times = data["curves"]["time"]["y"]
     assert times == sorted(times), "the page's axis of time"

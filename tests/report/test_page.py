@@ -27,7 +27,8 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
                "time": curve(STEPS, lambda step: 1.7e9 + step / 2), "data_seconds": curve(STEPS, lambda step: 0.01),
                "forward_seconds": curve(STEPS, lambda step: 0.2), "peak_memory_bytes": curve(STEPS, lambda step: 2**31),
                "tokens_per_second": curve(STEPS, lambda step: None if step == 500 else 8000 + step), "mfu": curve(STEPS, lambda step: 0.4)}
-    return {"name": name, "state": "running", "sentence": "step 1,000 of 2,000", "step": 1000, "max_steps": 2000, "eta_seconds": 500.0,
+    return {"name": name, "state": "running", "sentence": "running: step 1,000 of 2,000",
+            "verdict": [[True, "Learned a lot."], [None, "One alarm."]], "step": 1000, "max_steps": 2000, "eta_seconds": 500.0,
             "facts": [["device", "8 x a GPU"]], "curves": metrics,
             "samples": [{"step": step, "prompt": "Once", "text": f"Once {name} at {step}"} for step in (500, 1000)],
             "settings": [{"name": "LEARNING_RATE", "value": 0.1, "default": 0.2, "changed": True, "meaning": "The highest one."},
@@ -182,6 +183,9 @@ def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
         "Overview", "Comparison", "Charts", "Samples", "Power", "Time and interruptions", "Alarms", "Data", "Settings"]
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
     assert dark == (scheme == "dark")
+    assert page.locator("#display").is_visible() == (width == 390) != page.locator("#theme").is_visible()
+    if width == 390:
+        page.locator("#display").click()
     page.locator("#theme").select_option("light")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 245, 247)"
 
@@ -190,8 +194,8 @@ def test_everything_of_the_data_is_said(show):
     page = show(report(run(), run("second")))
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     text = page.inner_text("body")
-    for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "device", "8 x a GPU", "first is better by one", "2.5 ± 0.1", "SEED",
-                  "± 2 %, chance 25 %", "45 % ± 2 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
+    for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "Learned a lot.", "as of 2023-11-", "device", "8 x a GPU", "first is better by one", "2.50 ± 0.10", "SEED",
+                  "± 2.0", "chance 25 %", "45 % ± 2 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GPU 0", "GiB"):
         assert words in text, words
 
@@ -209,10 +213,25 @@ def test_a_failed_run_begins_with_its_failure(show):
                                                      "command": "./paddock replay runs/first --step 1001"}}
     page = show(report(failed), 390)
     text = page.inner_text("main")
-    assert [each for each in text.split("\n") if each][:6] == ["Overview", "✕ Failed in step 1,001 of 2,000", "step 1001 was not finite", "saved", "step-00001000",
-                                    "examine the step with"], "before all figures"
-    assert "./paddock replay runs/first --step 1001" in text
+    assert [each for each in text.split("\n") if each][:6] == [
+        "Overview", "✕ Failed in step 1,001 of 2,000", "Step 1001 was not finite. Saved: step-00001000.",
+        "Examine the step with ./paddock replay runs/first --step 1001 Copy", "step 700, loss spike: a loss of 9", "✓ Learned a lot."], "before all figures"
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.locator(".failure button").click()
+    assert page.evaluate("copied") == "./paddock replay runs/first --step 1001"
+    assert page.locator("#alarms").is_hidden(), "they stand below the banner"
     assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_the_first_screen_of_a_phone_has_the_verdict_the_tiles_and_the_loss(show):
+    page = show(report(run()), 390)
+    tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".verdict", ".tiles", "#chart-loss .plot")]
+    assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the chart of a screen of 844 pixels"
+    assert page.title() == "▶ 50 % · first" and page.inner_text("#progress") == "step 1,000 / 2,000 · about 8 min 20 s left"
+    assert page.get_attribute("link[rel=icon]", "href").startswith("data:image/png")
+    assert page.locator(".tiles svg").count() == 4, "sparklines of loss, accuracy and two speeds"
+    page = show(report(run("a" * 80)), 1440)
+    assert page.locator("header").bounding_box()["height"] == 44
 
 
 def test_a_logarithmic_axis_survives_zeros(show):
@@ -336,7 +355,7 @@ def test_the_cursor_on_the_power_names_the_phase(show):
 def test_an_update_keeps_zoom_focus_scroll_and_what_is_open(show):
     page = show(report(run()), live=True)
     page.locator("#settings summary").click()
-    page.locator("#chart-loss .plot").focus()
+    page.locator("#chart-speed .plot").focus()
     page.keyboard.press("+")
     before = "[groups.get('steps').zoom, scrollY, document.activeElement.id, document.querySelector('#settings details').open]"
     kept, later = page.evaluate(before), run()

@@ -114,7 +114,7 @@ def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
     assert read(folder).data()["runs"][0]["sentence"] == "running on another machine: 5 of 10 steps are done"
     os.utime(folder / "metrics.jsonl", (time.time() - 7200, time.time() - 7200))
     run, = read(folder).data()["runs"]
-    assert run["state"] == "unknown" and "no sign of life for 2:00:0" in run["sentence"]
+    assert run["state"] == "unknown" and "no sign of life for 2 h 00 min" in run["sentence"]
 
 
 def test_the_time_that_is_left_is_told_while_it_runs(folder):
