@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import duration, show  # noqa: E402
-from config import PLAIN_NAME  # noqa: E402
+from config import PLAIN_NAME, START_FROM  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from report.compare import by_configuration, results  # noqa: E402
 from report.page import Report  # noqa: E402
@@ -80,7 +80,10 @@ def list_trials(own: argparse.Namespace, flags: list[str]) -> tuple[Path, list[T
             trial = Trial(name, [*flags, *(f"--{setting.replace('_', '-')}={value}"
                                            for setting, value in chosen)])
             try:
-                load_config(trial.flags)
+                settings = load_config(trial.flags).config
+                for setting in (*START_FROM, "teacher_model"):  # a run's name means one beside the sweep
+                    if (named := getattr(settings, setting)) and (folder.parent / named).is_dir():
+                        trial.flags.append(f"--{setting.replace('_', '-')}={folder.parent / named}")
             except SettingsError as error:
                 problems += [line for line in str(error).splitlines() if line not in problems]
             trials.append(trial)
@@ -164,9 +167,11 @@ class Sweep:
 
 def show_table(folder: Path, trials: list[Trial]) -> None:
     """Print a line for each configuration, or for each run if there is one seed, and write the report."""
+    if not trials:
+        return
     report = Report([folder / trial.name for trial in trials])
     report.read()
-    measured = [*results(report.runs)] if report.runs else []
+    measured = [*results(report.runs)]
     if not measured:
         return
     rows = [("run", measured[0]["name"]), *((run.name, f"{cell['value']:.4f}" if cell else "-") for run, cell
@@ -199,7 +204,7 @@ def main() -> None:
     if sweep.received is not None:
         show("Stopped. Run the same command again to continue.")
         raise SystemExit(EXIT_PREEMPTED)
-    show_table(folder, [trial for trial in trials if trial.name not in sweep.failed])
+    show_table(folder, [trial for trial in trials if sweep.is_finished(trial)])
     if sweep.failed:
         codes = ", ".join(f"{name} (exit code {code})" for name, code in sweep.failed.items())
         raise PaddockError(f"{len(sweep.failed)} of {len(trials)} runs failed: {codes}")

@@ -3,9 +3,15 @@
 import os
 import re
 import signal
+from argparse import Namespace
+from pathlib import Path
 
 from commands import Command
 from factories import PATIENCE, TinyRun
+
+from checkpoint.store import locate
+from scripts.sweep import list_trials
+from settings.load import load_config
 
 
 def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
@@ -30,3 +36,15 @@ def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
         with Command(run, "scripts/sweep.py", *flags, *run.argv()) as command:
             assert command.wait() == 2 and reason in command.text()
     assert [*run.output_dir.glob("*/")] == []
+
+
+def test_a_start_is_named_as_in_a_single_run_and_a_missing_one_is_reported(prepared, whole, tmp_path):
+    run = whole.copy(tmp_path / "runs")
+    _, trials = list_trials(Namespace(vary=[("max_steps", ["1"])], seeds=2, name="seeds"),
+                            run.argv(PRETRAIN_CHECKPOINT=run.folder.name))
+    for trial in trials:
+        config = load_config(trial.flags).config
+        assert locate(config.pretrain_checkpoint, Path(config.output_dir) / config.run_name) == run.checkpoint(whole.steps_saved()[-1])
+    flags = run.argv(PRETRAIN_CHECKPOINT="missing")
+    with Command(run, "scripts/sweep.py", "--seeds", "2", "--name", "missing", *flags) as command:
+        assert command.wait(PATIENCE) == 1 and "(exit code 5)" in command.last_line()
