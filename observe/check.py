@@ -291,9 +291,11 @@ def check(loaded: Loaded) -> int:
     with suppress(PaddockError):  # the check of the data reports it
         loaded = decide_by_data(loaded)
     checked = Check(loaded)
-    checked.check_settings()
+    checked.line("settings", f"{len(loaded.sources)} given, all valid")
+    checked.messages("settings", loaded)
     checked.check_inputs()
     checked.check_start()
+    checked.check_hardware()
     checked.check_plan()
     if failures := len(checked.exit_codes):
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
@@ -345,26 +347,6 @@ class Check:
         except PaddockError as error:
             self.exit_codes += [] if optional else [error.exit_code]
             self.line(name, str(error), "warn" if optional else "FAIL")
-
-    def check_settings(self) -> None:
-        """Check the settings, and what they ask of the hardware."""
-        config = self.config
-        self.line("settings", f"{len(self.loaded.sources)} given, all valid")
-        self.messages("settings", self.loaded)
-        with self.entry("hardware"):
-            if config.device_memory:  # of a GPU that need not be here
-                device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
-                text = (f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
-                        f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
-                        f"{str(dtype).removeprefix('torch.')} over fp32 master weights, "
-                        f"{'eager' if not config.compile or config.debug else 'compiled'}")
-            else:
-                device = prepare_device(config)
-                dtype = model_utils.choose_dtype(config, device.type)
-                text = describe_hardware(config, device, dtype)
-            self.device, self.dtype = device, dtype
-            self.line("hardware", text)
-        self.line("batch", describe_batch(config))
 
     def check_inputs(self) -> None:
         """Check tokenizer, data and evaluations; a plan for another machine may do without them."""
@@ -439,6 +421,24 @@ class Check:
                 text = f"from the weights of {start.folder}, into {run_dir}"
             self.line("start", text)
             self.start, self.config = start, start.config
+
+    def check_hardware(self) -> None:
+        """Check what the settings, with those of the start, ask of the hardware."""
+        config = self.config
+        with self.entry("hardware"):
+            if config.device_memory:  # of a GPU that need not be here
+                device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
+                text = (f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
+                        f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
+                        f"{str(dtype).removeprefix('torch.')} over fp32 master weights, "
+                        f"{'eager' if not config.compile or config.debug else 'compiled'}")
+            else:
+                device = prepare_device(config)
+                dtype = model_utils.choose_dtype(config, device.type)
+                text = describe_hardware(config, device, dtype)
+            self.device, self.dtype = device, dtype
+            self.line("hardware", text)
+        self.line("batch", describe_batch(config))
 
     def check_plan(self) -> None:
         """Forecast a step, the length of the run, and what it needs of the machine."""

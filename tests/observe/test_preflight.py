@@ -211,6 +211,9 @@ def test_weights_of_another_run_start_anew(trained, tmp_path, capsys):
     changes = dict(OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
     checked = Checked(trained, capsys, **changes)
     assert checked.code == 0 and "schedule and step restart" in checked.text("ok") and list(tmp_path.iterdir()) == []
+    unset = trained.copy(tmp_path / "copy")
+    del unset.settings["COMPILE"]
+    assert "COMPILE=false" in Checked(unset, capsys, **changes).text("ok"), "as for the small model that it starts from"
 
 
 def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
