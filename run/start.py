@@ -596,7 +596,9 @@ def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray
     count, size = config.max_steps * config.rows_per_step, len(parts_of(rows)[source])
     if isinstance(rows, MixedRows):
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
-    return np.arange(size) if count >= size else np.sort(rows_at(np.arange(count), size, config.seed, source))
+    if count >= size:
+        return np.arange(size)
+    return np.sort(rows_at(np.arange(count), size, config.row_seed, source))
 
 
 @collective

@@ -1,16 +1,33 @@
-"""The settings that others decide where nothing sets them: by DEPTH, by the stage, by the size of the data.
+"""Settings that nobody set, in the order in which they are decided: by the run to resume, DEPTH, the start,
+the stage, and last, when a run opens it, the training data.
 
 DEPTH is one dial for the size of a pretraining run. Parameters are those of the blocks' matrices: the
-vocabulary is not known when settings are read. A resumed run keeps what it recorded. The batch does not
-depend on the number of ranks, so that a run can continue on another number.
+vocabulary is not known when settings are read. The batch does not depend on the number of ranks, so that a
+run can continue on another number.
 """
 
 import math
-from collections.abc import Container
-from typing import Any
+import os
+import re
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, Optional
 
-from config import Config
+from common.files import read_json
+from config import MODEL_SETTINGS, START_FROM, Config
+from settings.names import validate
 
+STATE = "trainer_state.json"  # of a checkpoint
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # not a file
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # a file without what is looked for
+# Settings that hold for one start: names and places, the hardware, and measurements. The model's shape, which
+# FFN_DIM and others spell in several ways, is adopted with the checkpoint itself.
+FOR_ONE_START = {
+    "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "epochs",
+    "keep_layers", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory", "debug",
+    "profile_steps", "power_steps", "memory_snapshot", *MODEL_SETTINGS}
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # of full fine-tuning, as in TRL's and axolotl's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5}
@@ -23,6 +40,48 @@ ACTIVATIONS = 3e8  # tokens x DIM x N_LAYERS of a micro-batch: about 7 GiB in bf
 MOST_ROWS = 256  # of a micro-batch
 
 
+def checkpoints_of(folder: Path) -> list[Path]:
+    """Return a folder, perhaps a model's, then the checkpoints in it if it is a run's, newest first."""
+    with suppress(OSError):  # a name that is too long
+        return [folder, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
+    return [folder]
+
+
+def saved_settings(checkpoint: Path) -> dict[str, Any]:
+    """Return the settings that a checkpoint recorded, which is not verified; empty if it cannot be read."""
+    with suppress(*UNREADABLE):
+        return {**read_json(checkpoint / STATE)["settings"]}
+    return {}
+
+
+def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint of the run to resume, and what it recorded of settings that are not given.
+
+    A new default of a later version therefore never changes or stops a run.
+    """
+    if config.resume == "never" or config.resume == "auto" and config.run_name is None:
+        return Path(), {}
+    named = config.resume != "auto"
+    folder = Path(config.resume) if named else Path(config.output_dir) / config.run_name
+    checkpoint = next(filter(saved_settings, checkpoints_of(folder)), folder)
+    saved = saved_settings(checkpoint)
+    if saved.get("TRAINING_STAGE") != config.training_stage and "training_stage" in given:
+        return Path(), {}
+
+    left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
+    if "depth" in given and config.depth != saved.get("DEPTH"):
+        same_stage = config.model_copy(update={"training_stage": saved.get("TRAINING_STAGE")})
+        left_out |= settings_of_depth(same_stage, ()).keys()
+    if named or any(name in given for name in START_FROM):
+        left_out |= {*START_FROM}
+    values = {name: saved[name.upper()] for name in Config.model_fields
+              if name.upper() in saved and name not in given and name not in left_out}
+    valid, invalid = validate({name: (value, str(checkpoint)) for name, value in values.items()})
+    # An equal value is not replaced: the run records 600 again, not 600.0.
+    return checkpoint, {name: value if value == getattr(valid, name) else getattr(valid, name)
+                        for name, value in values.items() if name not in invalid}
+
+
 def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     """Return the settings that config.depth decides and their values, without those in `given`.
 
@@ -30,7 +89,8 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     Source: Li et al. 2025 (arXiv:2503.04715) for the batch. The rate was measured at depths 1 to 4
     (docs/log.md), and falls with the width as muP has it (Yang et al. 2022, arXiv:2203.03466).
     """
-    assert config.depth is not None
+    if config.depth is None:
+        return {}
     chosen: dict[str, Any] = {}
 
     def choose(**values) -> None:
@@ -66,37 +126,74 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     return chosen
 
 
-def settings_of_stage(config: Config, given: Container[str]) -> tuple[dict[str, Any], list[str]]:
+def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]:
+    """Return the tokenizer of the prepared data or of the start, and the row length if the start limits it.
+
+    A model that was trained on short rows is not fine-tuned on longer ones unless that is asked for.
+    """
+    start, tokenizer, length = config.named_checkpoint, config.tokenizer_path, config.max_seq_len
+    places = [] if start is None else [Path(start), Path(config.output_dir) / start]
+    folders = [folder for place in places for folder in checkpoints_of(place)]
+    if tokenizer is None:
+        beside = (str(folder) for folder in folders if os.path.isfile(folder / "tokenizer.json"))
+        on_hub = [] if start is None or any(map(os.path.exists, places)) else [start.partition("@")[0]]
+        tokenizer = next(chain(tokenizers_of_data(config.data_path), beside, on_hub), None)
+    if config.training_stage in EPOCHS and "max_seq_len" not in decided:
+        length = min(length, next(filter(None, map(trained_row_length, folders)), length))
+    chosen = {"tokenizer_path": tokenizer, "max_seq_len": length}
+    return {name: value for name, value in chosen.items() if value != getattr(config, name)}
+
+
+def tokenizers_of_data(data_path: Optional[str]) -> Iterator[str]:
+    """Yield the tokenizers that prepared data names, if they can be found."""
+    data = Path(data_path or "")
+    sets = [data, *data.glob("*/")] if data_path else []
+    with suppress(*UNREADABLE):
+        sets.append(data / read_json(data / "mixture.json")["sources"][0]["set"])
+    for folder in sets:
+        with suppress(*UNREADABLE):
+            named = read_json(folder / "manifest.json")["tokenizer"]
+            if Path(named).exists() or HUB_NAME.fullmatch(named):
+                yield named
+
+
+def trained_row_length(model: Path) -> Optional[int]:
+    """Return the length of the rows that a checkpoint or model was trained on, if a file in it says it."""
+    length = saved_settings(model).get("MAX_SEQ_LEN")
+    with suppress(*UNREADABLE):
+        length = length or read_json(model / "config.json")["max_position_embeddings"]
+    return length if type(length) is int and length > 0 else None
+
+
+def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values that the stage decides, and the names of settings that follow from data or hardware.
 
-    Both without what is given. A batch that follows from the data is one row on each rank until that is read.
+    Both without what is decided. Until the data is read, a batch that follows from it is a row on each rank.
     """
     is_tuning = config.training_stage in EPOCHS and not (config.random_init or config.distillation_enabled)
     rates = LORA_RATES if config.lora_enabled else RATES
     chosen = {"learning_rate": rates[config.training_stage if is_tuning else "pretrain"]}
-    undecided = ["compile"] if config.depth is not None and not is_tuning else [
-        "compile", "total_batch_size", "micro_batch_size"]
-    if is_tuning and "max_steps" not in given and config.epochs is None:
+    undecided = ["compile"]
+    if is_tuning or config.depth is None:
+        undecided += ["total_batch_size", "micro_batch_size"]
+    if is_tuning or config.epochs:
+        undecided += ["warmup_steps"]
+    undecided = [name for name in undecided if name not in decided]
+    if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
     if config.epochs or "epochs" in chosen:
-        undecided.append("max_steps")
-    if is_tuning or config.epochs:
-        undecided.append("warmup_steps")
-    undecided = [name for name in undecided if name not in given]
+        undecided += ["max_steps"]
     if is_tuning and "total_batch_size" in undecided:
         rows = 1 if "micro_batch_size" in undecided else max(1, config.micro_batch_size)
         chosen["micro_batch_size"] = rows
         chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
-    return {name: value for name, value in chosen.items() if name not in given}, undecided
+    return {name: value for name, value in chosen.items() if name not in decided}, undecided
 
 
 def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[str, Any]:
-    """Return the settings among `names` that follow from the training data.
+    """Return the settings among `names` that follow from the number of training rows.
 
     A batch is small enough for some tens of steps in an epoch, and all ranks share it equally.
-
-    Args:
-        rows: of the training data.
     """
     chosen: dict[str, Any] = {}
     stage, ranks, batch_rows = config.training_stage, config.world_size, config.rows_per_step
@@ -117,19 +214,15 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
 
 
 def unequal_shares(config: Config, given: Container[str]) -> str:
-    """Return the message for a batch that config.depth chose and the ranks cannot share equally.
-
-    Args:
-        given: the settings that config.depth did not choose.
-    """
+    """Return the message for a batch that config.depth chose, and the ranks cannot share equally."""
     rows, ranks, size = config.rows_per_step, config.world_size, config.max_seq_len
     micro_batch = config.micro_batch_size if "micro_batch_size" in given else 1
     whole = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
     at_once = ranks * micro_batch
-    sizes = [f"TOTAL_BATCH_SIZE={count * at_once * size}" for count in (rows // at_once, -(-rows // at_once))
-             if count]
+    counts = filter(None, (rows // at_once, -(-rows // at_once)))
+    sizes = " or ".join(f"TOTAL_BATCH_SIZE={count * at_once * size}" for count in counts)
     fewer = next((n for n in range(ranks, 0, -1) if rows % (n * micro_batch) == 0), 0)
     resumed = f"; to resume a run that has steps, use {fewer} ranks" if fewer else ""
     return (f"DEPTH={config.depth} chose TOTAL_BATCH_SIZE={config.total_batch_size}, {rows} rows of "
             f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally{whole}; for a "
-            f"new run, set {' or '.join(sizes)}{resumed}")
+            f"new run, set {sizes}{resumed}")

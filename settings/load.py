@@ -1,8 +1,4 @@
-"""Reading settings: defaults < DEPTH < `.env` < preset < JSON file < environment < flags.
-
-A preset that `.env` itself names lies below `.env`. All mistakes in all layers are reported at once, each
-with its file and line. Nothing is read at import.
-"""
+"""Reading settings: `load_config` shows who decides each of them. Nothing is read at import."""
 
 import io
 import json
@@ -20,7 +16,6 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
-from pydantic import ValidationError
 
 from common.command_line import VERSION, filled
 from common.errors import SettingsError, run_script
@@ -28,21 +23,10 @@ from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
-from settings.derived import settings_of_depth, settings_of_stage, unequal_shares
-from settings.inherited import find_tokenizer, recorded_settings
-from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
+from settings import derived
+from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag, validate
 
 PRESETS_DIR = Path(__file__).parent / "presets"
-
-
-class Layer(NamedTuple):
-    """Settings from one place: name -> (value, where it was found); and the libraries' keys in `.env`."""
-
-    values: dict[str, tuple[Any, str]]
-    problems: list[str]
-    exports: Mapping[str, str] = {}
-
-
 # Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
          "eval_tasks": ","}
@@ -51,11 +35,17 @@ LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA"
     "|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS"
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
-OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-LOADER_FLAGS = ("env_file", "config", "check")
 # What --check may name, and what it prints then.
 FORECASTS = {"memory": "memory of a step, traced for any size without that memory, beside the forecast",
              "scaling": "bytes exchanged, step time and efficiency on 1 to 1,024 GPUs (docs/scaling.md)"}
+
+
+class Layer(NamedTuple):
+    """Settings from one place: name -> (value, where it was found); and the libraries' keys in `.env`."""
+
+    values: dict[str, tuple[Any, str]]
+    problems: list[str]
+    exports: Mapping[str, str] = {}
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -146,7 +136,8 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
     # a value such as -1e-3 for a flag.
     values, problems, config_files = {}, [], []
     env_file, check = None, False
-    known, arguments = (*Config.model_fields, *LOADER_FLAGS, "num_train_epochs"), [*argv]
+    known = (*Config.model_fields, "env_file", "config", "check", "num_train_epochs")
+    arguments = [*argv]
     while arguments:
         flag, has_value, value = arguments.pop(0).partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
@@ -195,25 +186,6 @@ def read_preset(names: str, where: str) -> Layer:
     return Layer(values, problems)
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A valid configuration, where each setting that is not at its default was found, and what to report."""
-
-    config: Config
-    sources: dict[str, str]
-    notes: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    check: bool = False
-    is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
-    undecided: tuple[str, ...] = ()  # settings that follow from data or hardware, which are not looked at yet
-    exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
-
-    def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
-        """Return this with values for the settings that no layer sets; the rules are not checked again."""
-        unset = {name: value for name, value in values.items() if name not in self.sources}
-        return replace(self, config=self.config.model_copy(update=unset))
-
-
 def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
     """Return all layers, the lowest first."""
     env_path = Path(flags.env_file or ".env")
@@ -243,9 +215,28 @@ def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     return values, {**exported(layers), **os.environ}
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A valid configuration, where each setting that is not at its default was found, and what to report."""
+
+    config: Config
+    sources: dict[str, str]
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    check: bool = False
+    is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
+    undecided: tuple[str, ...] = ()  # settings that follow from data or hardware, which are not looked at yet
+    exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
+
+    def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
+        """Return this with values for the settings that no layer sets; the rules are not checked again."""
+        unset = {name: value for name, value in values.items() if name not in self.sources}
+        return replace(self, config=self.config.model_copy(update=unset))
+
+
 def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *,
                 own_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
-    """Read all layers and return the configuration.
+    """Read all layers, decide what they leave open, and return the configuration.
 
     Args:
         argv: flags, without the program's name.
@@ -255,11 +246,22 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
+
+    # What somebody set.
     layers = read_layers(flags, environ)
     given = {name: pair for layer in layers for name, pair in layer.values.items()}
     config, invalid = validate(given)
 
-    config, merged, undecided, notes = complete_settings(config, given)
+    # What nobody set. Each decides only what is still open: the run to resume, DEPTH, the start, the stage.
+    checkpoint, recorded = derived.recorded_settings(config, given)
+    config = config.model_copy(update=recorded)
+    decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
+    by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
+    config = config.model_copy(update=by_depth)
+    by_start = derived.settings_of_start(config, decided)  # whose rows limit DEPTH's
+    config = config.model_copy(update=by_start)
+    by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
+    config = config.model_copy(update=by_stage)
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
         config = config.model_copy(update={"micro_batch_size": rows})
@@ -270,92 +272,72 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
-    if config.epochs and "max_steps" in merged and complete:
-        problems.append(f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one")
     if complete:
-        if "world_size" not in invalid:
-            problems += launch_problems(config, environ, flags.check)
-        if "distillation_enabled" not in invalid:
-            problems += unused_teacher(config, layers)
-        # A rule about a setting that is invalid in itself would only confuse.
-        invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
-        for message in rules(config):
-            if message in missing or invalid_names.search(message):
-                continue
-            if message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in merged.keys() - given:
-                message = unequal_shares(config, given)
-            problems.append(message)
+        found = (*launch_problems(config, environ, flags.check), *unused_teacher(config, layers),
+                 *conflicts(config, given, by_depth))
+        # What names a setting that is invalid in itself would only confuse.
+        confusing = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
+        problems += (message for message in found if message not in missing and not confusing.search(message))
     if problems:
         raise SettingsError(*problems)
+
+    sources = {name: where for name, (_, where) in given.items()}
+    sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
+    by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
+    notes = decisions(config, checkpoint, recorded, by_depth, by_start, by_stage)
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
-    sources = {name: where for name, (_, where) in merged.items()}
-    return Loaded(config, sources, (*notes, *surprises(layers, merged, environ)),
-                  (*misspelt_keys, *missing), flags.check, is_plan, undecided, exported(layers))
+    return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),
+                  flags.check, is_plan, tuple(undecided), exported(layers))
 
 
-class Completed(NamedTuple):
-    """The settings with what lies beneath all layers."""
-
-    config: Config
-    merged: dict[str, tuple[Any, str]]  # what is given, and what DEPTH decides
-    undecided: tuple[str, ...]  # as `Loaded.undecided`
-    notes: list[str]
-
-
-def complete_settings(config: Config, given: Mapping[str, tuple[Any, str]]) -> Completed:
-    """Complete what is given by what the run to resume recorded, or else by what other settings decide."""
-    checkpoint, recorded = recorded_settings(config, given)
-    merged, beneath, notes = dict(given), {name: (value, checkpoint) for name, value in recorded.items()}, []
-    if beneath:
-        config, invalid = validate(beneath | merged)
-        beneath = {name: pair for name, pair in beneath.items() if name not in invalid}
-        kept = assigned({name: value for name, (value, _) in beneath.items()})
-        notes += [f"Kept from {checkpoint}: {kept}"] if kept else []
-    if config.depth is not None and "depth" in given:
-        taken = {*beneath, *given, *({"max_steps"} if config.epochs else ())}
-        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, taken)
-        kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
-        others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
-        values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
-        notes.append(f"{where} sets {values or 'nothing'}{others}")
-        merged = {name: (value, where) for name, value in chosen.items()} | merged
-        config, _ = validate(beneath | merged)
-    undecided: list[str] = []
-    if not beneath or config.epochs:
-        chosen, undecided = settings_of_stage(config, beneath | merged)
-        config = config.model_copy(update=chosen)
-        if text := assigned({name: value for name, value in chosen.items() if name not in undecided}):
-            with_lora = " with LoRA" if config.lora_enabled else ""
-            notes.append(f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}")
-    if config.tokenizer_path is None and (found := find_tokenizer(config)):
-        config = config.model_copy(update={"tokenizer_path": found})
-        notes.append(f"TOKENIZER_PATH={found}, as the prepared data or the start has it")
+def decisions(config: Config, checkpoint: Path, recorded: Mapping[str, Any], by_depth: Mapping[str, Any],
+              by_start: Mapping[str, Any], by_stage: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was decided for settings that nobody set, in the order of `load_config`."""
+    if text := assigned(recorded):
+        yield f"Kept from {checkpoint}: {text}"
+    if by_depth:
+        others = [name.upper() for name in derived.settings_of_depth(config, ()) if name not in by_depth]
+        text = f"; not {', '.join(others)}, which are set elsewhere" if others else ""
+        yield f"DEPTH={config.depth} sets {assigned(by_depth, also_defaults=True)}{text}"
+    if text := assigned(by_stage):
+        with_lora = " with LoRA" if config.lora_enabled else ""
+        yield f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}"
+    if text := assigned(by_start, also_defaults=True):
+        yield f"From the prepared data or the start: {text}"
     if len(config.start_settings) > 1:
         first, *others = map(str.upper, config.start_settings)
-        notes.append(f"TRAINING_STAGE={config.training_stage} starts from {first}, not from "
-                     f"{' or '.join(others)}")
-    return Completed(config, merged, tuple(undecided), notes)
+        yield f"TRAINING_STAGE={config.training_stage} starts from {first}, not from {' or '.join(others)}"
 
 
-def assigned(values: Mapping[str, Any]) -> str:
-    """Return those values that are not the defaults, as NAME=value, NAME=value."""
+def assigned(values: Mapping[str, Any], also_defaults: bool = False) -> str:
+    """Return values, or those that are not the defaults, as NAME=value, NAME=value."""
     return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
-                     for name, value in values.items() if value != Config.model_fields[name].default)
+                     for name, value in values.items()
+                     if also_defaults or value != Config.model_fields[name].default)
 
 
-def surprises(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
+def conflicts(config: Config, given: Mapping[str, Any], by_depth: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the conflicts between settings."""
+    if config.epochs and "max_steps" in given:
+        yield f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one"
+    for message in rules(config):
+        is_of_depth = message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in by_depth
+        yield derived.unequal_shares(config, given) if is_of_depth else message
+
+
+def surprises(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
               environ: Mapping[str, str]) -> Iterator[str]:
     """Yield what a preset overrides, what the environment sets, and which variables libraries get."""
-    overridden = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
+    overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
                   if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
     if overridden:
         yield f"From the preset, which overrides .env: {', '.join(overridden)}"
-    given = [f"{name.upper()}={shortened(without_passwords(value))}"
-             for name, (value, where) in merged.items()
-             if where == "environment" and name not in (*SECRETS, "world_size")]  # torchrun sets the latter
-    if given:
-        yield f"From the environment: {', '.join(given)}"
+    in_environment = [f"{name.upper()}={shortened(without_passwords(value))}"
+                      for name, (value, where) in given.items()
+                      if where == "environment" and name not in (*SECRETS, "world_size")]  # set by torchrun
+    if in_environment:
+        yield f"From the environment: {', '.join(in_environment)}"
     for where, same in ((".env", True), ("the environment, which overrides .env", False)):
         names = [name for name, value in exported(layers).items()
                  if (environ.get(name, value) == value) is same]
@@ -390,38 +372,6 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
         yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; remove it"
 
 
-def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
-    """Return the configuration, with defaults in place of invalid values, and a message for each of those."""
-    nothing = ("", "none", "null")
-    values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing
-              else value for name, (value, _) in merged.items()}
-    invalid = {}
-    for name, value in values.items():
-        if isinstance(value, list):
-            invalid[name] = "expected one value, not a list"
-        elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which Python counts as 1
-            invalid[name] = "expected a number or text"
-        elif isinstance(value, str) and re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", value):
-            # No file name: of surrogates, os.fsencode takes only those that stand for undecodable bytes.
-            invalid[name] = "contains a NUL or an invalid character; remove it"
-
-    def build() -> Config:
-        return Config(**{name: value for name, value in values.items() if name not in invalid})
-
-    try:
-        config = build()
-    except ValidationError as error:
-        for detail in error.errors():
-            invalid[str(detail["loc"][0])] = detail["msg"][0].lower() + detail["msg"][1:]
-        config = build()
-    messages = {}
-    for name, message in invalid.items():
-        value, where = merged[name]
-        shown = "***" if name in SECRETS else shortened(str(value))
-        messages[name] = f"{where}: {name.upper()}={shown}: {message}"
-    return config, messages
-
-
 class SettingLine(NamedTuple):
     """A setting as in --help and docs/settings.md."""
 
@@ -435,12 +385,12 @@ class SettingLine(NamedTuple):
 def describe_settings() -> Iterator[SettingLine]:
     """Yield every setting, in order."""
     for section in SECTIONS:
+        title = section.__name__.removesuffix("Config")
         for name, info in section.model_fields.items():
             default = "" if info.default is None else str(info.default)
+            default = default.lower() if info.annotation is bool else default
             choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
             meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
-            default = default.lower() if info.annotation is bool else default
-            title = section.__name__.removesuffix("Config")
             yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
 
 

@@ -1,15 +1,19 @@
-"""Unknown names of settings, and which setting was probably meant."""
+"""Names and values of settings: which are valid, and which setting a wrong name probably means."""
 
 import difflib
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Optional
+from typing import Any, Optional
+
+from pydantic import ValidationError
 
 from common.text import printable
-from config import Config
+from config import SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
+OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 # What other trainers call these settings.
 FOREIGN_NAMES = {foreign: name for name, names in {
     "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
@@ -116,3 +120,35 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
         guess, value = name.removeprefix("no_"), " false"
     advice = f"did you mean --{guess.replace('_', '-')}{value}?" if guess else "--help lists every setting"
     return f"command line: unknown flag {shortened(flag)}; {advice}"
+
+
+def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
+    """Return the configuration, with defaults in place of invalid values, and a message for each of those."""
+    nothing = ("", "none", "null")
+    values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing
+              else value for name, (value, _) in merged.items()}
+    invalid = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            invalid[name] = "expected one value, not a list"
+        elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which Python counts as 1
+            invalid[name] = "expected a number or text"
+        elif isinstance(value, str) and re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", value):
+            # No file name: of surrogates, os.fsencode takes only those that stand for undecodable bytes.
+            invalid[name] = "contains a NUL or an invalid character; remove it"
+
+    def build() -> Config:
+        return Config(**{name: value for name, value in values.items() if name not in invalid})
+
+    try:
+        config = build()
+    except ValidationError as error:
+        for detail in error.errors():
+            invalid[str(detail["loc"][0])] = detail["msg"][0].lower() + detail["msg"][1:]
+        config = build()
+    messages = {}
+    for name, message in invalid.items():
+        value, where = merged[name]
+        shown = "***" if name in SECRETS else shortened(str(value))
+        messages[name] = f"{where}: {name.upper()}={shown}: {message}"
+    return config, messages

@@ -26,10 +26,13 @@ from safetensors.torch import load_file, save_file
 import train
 from checkpoint import store
 from checkpoint.huggingface import read_json
+from config import Config
+from dataloaders import RowOrder
 from debug.replay import replay
 from learn.optim import learning_rate
 from observe.guards import write_dump
 from run.adapters import base_of_adapters
+from run.start import rows_read
 from settings.load import Layer, load_config
 from tokenizer import load_tokenizer
 
@@ -443,3 +446,9 @@ def test_one_env_names_the_checkpoints_of_all_stages(stages, tmp_path, capsys):
     for mode, name, start in (("sft", "chat", base.checkpoint(2)), ("orpo", "preferred", runs / "chat" / "checkpoints")):
         run = stages.run(mode, runs, **UNMEASURED | named, MAX_STEPS=1, RUN_NAME=name)
         assert run.train() == 0 and f"weights from {start}" in capsys.readouterr().out
+
+
+def test_the_teacher_is_asked_for_the_rows_that_the_run_reads():
+    config, rows = Config(seed=1, data_seed=7, max_steps=2, total_batch_size=3 * 1024, micro_batch_size=3), range(1000)
+    order = RowOrder(len(rows), config.rows_per_step, config.micro_batch_size, config.row_seed, 0, 1, None)
+    assert sorted([*order.all_rows(0), *order.all_rows(1)]) == rows_read(config, rows, "train", 0).tolist()

@@ -102,3 +102,33 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     assert load(*start, "base").config.tokenizer_path == "runs/base/checkpoints/step-00000002"
     assert load(*start, "owner/model@main").config.tokenizer_path == "owner/model"
     assert load(*start, "base", "--tokenizer-path", "given").config.tokenizer_path == "given"
+
+
+def test_what_is_kept_is_recorded_again_without_a_change():
+    """Not as a setting would be read: 600 is not 600.0."""
+    save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
+    file = Path("runs/first/checkpoints/step-00000003/trainer_state.json")
+    for timeout in (600, 600.0):
+        recorded = json.loads(file.read_text())["settings"] | {"DISTRIBUTED_TIMEOUT": timeout}
+        file.write_text(json.dumps({"settings": recorded}))
+        assert json.dumps(load("--run-name", "first").config.public()) == json.dumps(recorded)
+
+
+def test_epochs_of_a_resumed_run_decide_its_steps_again():
+    save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", TOKENIZER_PATH="t", PRETRAIN_CHECKPOINT="base", MAX_STEPS=7)
+    longer = load("--run-name", "first", "--epochs", 6)
+    assert longer.undecided == ("max_steps",) and not any("MAX_STEPS" in note for note in longer.notes)
+
+
+@pytest.mark.parametrize("trained, flags, length", [
+    (256, SFT, 256), (256, DPO, 256), (2048, SFT, 1024), (256, [*SFT, "--max-seq-len", 512], 512), (256, [*SFT, "--depth", 16], 256),
+    (2048, [*SFT, "--depth", 16], 2048), ("256", SFT, 1024), (256, ["--pretrain-checkpoint", "base", *SFT[4:], "--run-name", "first"], 1024)])
+@pytest.mark.parametrize("file, name", [("trainer_state", "MAX_SEQ_LEN"), ("config", "max_position_embeddings")])
+def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(file, name, trained, flags, length):
+    save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", PRETRAIN_CHECKPOINT="base")  # of another run, which keeps its rows
+    for start in ("base", "chat"):
+        folder = Path(f"runs/{start}/checkpoints/step-00000002")
+        folder.mkdir(parents=True)
+        (folder / f"{file}.json").write_text(json.dumps({name: trained, "settings": {name: trained}}))
+    loaded = load(*flags)
+    assert loaded.config.max_seq_len == length and any("MAX_SEQ_LEN=256" in note for note in loaded.notes) == (length == 256)
