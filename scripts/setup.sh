@@ -13,8 +13,9 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
 export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before the cd that precedes this
 
 set_up() {
+    trap 'echo "Interrupted; the same command tries again" >&2; exit 130' INT  # pip catches Ctrl-C
     find_environment || make_environment .venv
-    local prefix file stamp wanted stamps=() missing=()
+    local prefix file stamp wanted list stamps=() missing=()
     prefix=$(python -c 'import sys; print(sys.prefix)')
     for file in "$@"; do
         stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch==' | cksum | tr -d ' ')
@@ -28,10 +29,11 @@ set_up() {
         # No requirement may replace it.
         wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')
     fi
-    echo "$wanted" > "${stamps[0]}.txt"
-    install -r "${stamps[0]}.txt" || { echo "error: ${missing[*]} could not be installed" >&2; exit 1; }
-    rm -f "${stamps[0]}.txt"
-    touch "${stamps[@]}"
+    list=$(mktemp -d)/requirements.txt
+    echo "$wanted" > "$list"
+    install -r "$list" || { echo "error: ${missing[*]} could not be installed; the same command tries again" >&2; exit 1; }
+    rm -r "${list%/*}"
+    touch "${stamps[@]}" 2> /dev/null || true  # another user's environment is checked each time
 }
 
 # --help prints the comment at the head of the script that sources this, --version the version.
@@ -61,7 +63,7 @@ find_environment() {
 }
 
 activate() {
-    [ -x "$1/bin/python" ] || return 1
+    [ -x "$1/bin/python" ] && [ -e "$1/bin/activate" ] || return 1  # venv writes activate last
     # shellcheck disable=SC1091
     source "$1/bin/activate"
 }
@@ -84,11 +86,12 @@ make_environment() {
     echo "Creating the environment $1 (once) ..."
     if has_torch "${python:-false}"; then options=(--system-site-packages); fi
     if [ -n "${PADDOCK_UV:-}" ]; then  # uv downloads Python too where it is missing or too old
-        uv venv --quiet --python "${python:->=3.10}" ${options[@]+"${options[@]}"} "$1" \
+        uv venv --quiet --allow-existing --python "${python:->=3.10}" ${options[@]+"${options[@]}"} "$1" \
             || { echo "error: uv could not make $1; install uv, or unset PADDOCK_UV" >&2; exit 1; }
     else
         [ -n "$python" ] || { echo "error: Paddock needs Python 3.10 or newer, and none is on the PATH; install it, or install uv and set PADDOCK_UV=1" >&2; exit 1; }
-        "$python" -m venv ${options[@]+"${options[@]}"} "$1"
+        "$python" -m venv ${options[@]+"${options[@]}"} "$1" \
+            || { echo "error: $python could not make the environment $PWD/$1; the folder must be writable, and $python needs venv and ensurepip (in Debian and Ubuntu: apt install python3-venv), or install uv and set PADDOCK_UV=1" >&2; exit 1; }
     fi
     activate "$1"
 }
@@ -105,16 +108,22 @@ install() {
 
 # Install a version of torch (2.13.0, or 2.12.* for its newest); the CPU build where no GPU can be used.
 install_torch() {
+    local errors
     if [ "$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null && [ ! -e /proc/driver/nvidia ]; then
         echo "There is no NVIDIA driver, so the CPU build of torch $1 is preferred (200 MB) ..."
         if command -v uv > /dev/null; then
             if uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
         fi
-        if [[ $1 != *\* ]] && install "torch==$1+cpu" 2> /dev/null; then return; fi
-        echo "pip's index may have no CPU build. A build with CUDA is 3.4 GB to download and 5.3 GB on the disk;"
-        echo "to avoid that, stop here (Ctrl-C), install uv (pip install uv), and start again."
+        if [[ $1 != *\* ]]; then
+            { errors=$(install "torch==$1+cpu" 2>&1 1>&3) && return; } 3>&1
+            # Only if the index answers and lacks this build; without a network or disk space, the larger one fails too.
+            [[ $errors == *"from versions: "[0-9]* || $errors == *"no version of torch"* ]] \
+                || { echo "$errors"$'\n'"error: torch $1 could not be installed; the same command tries again" >&2; exit 1; }
+        fi
+        echo "pip's index may have no CPU build. A build with CUDA is 3.4 GB to download and 5.3 GB on the disk."
+        command -v uv > /dev/null || echo "To avoid that, stop here (Ctrl-C), install uv (pip install uv), and start again."
     fi
-    install "torch==$1" || { echo "error: torch $1 could not be installed" >&2; exit 1; }
+    install "torch==$1" || { echo "error: torch $1 could not be installed; the same command tries again" >&2; exit 1; }
 }
 
 # A separate environment with a version of torch; 2.12 means the newest 2.12.x.

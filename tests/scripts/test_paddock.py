@@ -30,7 +30,7 @@ with open(os.environ["LOG"], "a") as log:
 for word in sys.argv:
     if word.startswith("torch=="):
         if word.endswith("+cpu") and "NO_CPU_BUILD" in os.environ:
-            sys.exit(1)
+            sys.exit(f"ERROR: {word} (from versions: {os.environ['NO_CPU_BUILD']})")
         info = os.path.join(os.path.dirname(os.path.dirname(__file__)), "torch.dist-info")
         os.makedirs(info)
         open(os.path.join(info, "METADATA"), "w").write("Name: torch\\nVersion: " + word[7:])
@@ -41,7 +41,7 @@ PYTHON3 = '''#!/bin/sh
 if [ "$2" = venv ]; then
     echo "[\\"venv\\", \\"$*\\", \\"$PWD\\", null]" >> "$LOG"
     for last; do :; done
-    exec cp -R "{template}" "$last"
+    mkdir -p "$last" && exec cp -R "{template}/." "$last"
 fi
 exec "{python}" "$@"
 '''
@@ -219,7 +219,7 @@ def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("a GPU is here")
     clone.add("uv", UV.format(fails=int(fails)))
-    said = clone.paddock("runs", NO_CPU_BUILD="1")
+    said = clone.paddock("runs", NO_CPU_BUILD="2.12.0, 2.13.0")
     [[_, uv, *_]] = clone.calls("uv")
     assert "--torch-backend=cpu torch==2.13.0" in uv
     wanted = [call[1][-1] for call in clone.calls("pip")]
@@ -229,6 +229,31 @@ def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
     clone.add("nvidia-smi", "#!/bin/sh\n")
     said = clone.paddock("runs")
     assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in said
+
+
+def test_a_set_up_that_failed_is_repeated(clone):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("a GPU is here")
+    # Without a network, or stopped there: the build with CUDA is not tried.
+    said = clone.paddock("train", code=1, NO_CPU_BUILD="none")
+    assert "error: torch 2.13.0 could not be installed" in said and "(from versions: none)" in said and len(clone.calls("pip")) == 1
+    # Stopped while .venv was made, which has neither pip nor an activate script.
+    (clone.root / ".venv" / "bin" / "activate").unlink()
+    shutil.rmtree(next(clone.root.glob(".venv/lib/python*/site-packages/pip")))
+    clone.paddock("train")
+    assert [call[0] for call in clone.calls()] == ["venv", "pip", "pip", "run.py"]
+    # Without ensurepip, or in a folder that is read-only.
+    shutil.rmtree(clone.root / ".venv")
+    clone.add("python3", PYTHON3.format(template="no such folder", python=sys.executable))
+    for _ in range(2):
+        assert "error: python3 could not make the environment" in clone.paddock("train", code=1)
+
+
+def test_ctrl_c_during_the_set_up_ends_it(clone):
+    stop = '#!/bin/sh\nkill -INT $PPID\nexit 1\n'  # as pip and uv do, it ends with an exit code
+    clone.add("uv", stop)
+    said = clone.paddock("train", code=130, PADDOCK_UV="1")
+    assert said.count("Interrupted") == 1 and "error" not in said and not (clone.root / ".venv").exists()
 
 
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):
