@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-# Id, title, unit, what holds of "log", "percent" and "stacked", and the curves with their labels.
+# Id, title, unit, what holds of "log", "falling", "percent" and "stacked", and the curves with their labels.
 KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
-    ("loss", "Loss", "nats", (), {"train_loss": "training", "val_loss": "validation"}),
-    ("bits-per-byte", "Bits per byte", "bits", (), {"val_bits_per_byte": "validation"}),
+    ("loss", "Loss", "nats", ("falling",), {"train_loss": "training", "val_loss": "validation"}),
+    ("bits-per-byte", "Bits per byte", "bits", ("falling",), {"val_bits_per_byte": "validation"}),
     ("accuracy", "Accuracy", "%", ("percent",), {}),  # of the tasks, see below
     ("generation", "Generated answers", "%", ("percent",), {
         "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
@@ -68,7 +68,7 @@ def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, A
                            "kind": "points" if is_rare else "line",
                            "reference": chance if curve in tasks else None})
         if series:
-            styles = {name: name in style for name in ("log", "percent", "stacked")}
+            styles = {name: name in style for name in ("log", "falling", "percent", "stacked")}
             made.append({"id": identity, "title": title, "unit": unit, **styles, "series": series})
 
     for identity, title, unit, style, curves in KNOWN:
@@ -140,6 +140,14 @@ class Curve:
         """At most so many points; the first and the last are single values."""
         kept = bucketed(self.kept, self.width) if self.width > 1 else self.kept
         return merged(kept, most, self.width)[1]
+
+    def as_json(self, most: int) -> dict[str, Any]:
+        """At most so many points as JSON; of a longer curve, half of them are `fine`: the last tenth."""
+        if len(self) <= most:
+            return as_json(self.points(most))
+        is_late = self.kept.x >= self.kept.x[-1] - np.ptp(self.kept.x) / 10
+        late = merged(Points(*(column[is_late] for column in self.kept)), most // 2, self.width)[1]
+        return as_json(self.points(most // 2)) | {"fine": as_json(late)}
 
 
 def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -129,6 +130,7 @@ LINES_AT_ONCE = 1000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"step", "counted"}
+STEP = re.compile(rb'{"step": ?(\d{1,15}),')
 RECENT_LINES = 50  # from which the time that is left is estimated
 
 
@@ -189,6 +191,17 @@ class RunReader:
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder} cannot be read: "
                                   f"{error.strerror or error}; check this path") from error
+
+    def range(self, low: int, high: int, most: int) -> dict[str, Any]:
+        """The curves of these steps alone, as JSON with at most so many points each."""
+        part = RunReader(self.folder, self.name)
+        log = part.logs["metrics"]
+        for line in log.new_lines():
+            step = STEP.match(line)
+            if (not step or low <= int(step[1]) <= high) and (entry := log.parse(line)):
+                part._add_metrics(entry)
+        part._fill_curves()
+        return {name: as_json(curve.points(most)) for name, curve in part.curves.items()}
 
     def signature(self) -> tuple:
         """What differs when the run has written something, or has ended."""
@@ -293,7 +306,7 @@ class RunReader:
         if state == "running" and len(self.recent) > 1:
             (first, began), (last, ended) = self.recent[0], self.recent[-1]
             eta = (max_steps - last) * (ended - began) / max(1, last - first)
-        curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()}
+        curves = {name: curve.as_json(most_points) for name, curve in self.curves.items()}
         recent = {name: rounded(np.median(self.curves[name].recent)) for name in SPEEDS if self.value(name)}
         best = self.curves["val_loss"].lowest if "val_loss" in self.curves else None
         alarms, time_spent = self.alarms(), goodput(self.processes)

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from common.errors import CheckpointError
@@ -21,6 +21,7 @@ HOST = "127.0.0.1"
 HOSTS = [HOST, "localhost"]  # any other name may be a site's that leads here (DNS rebinding)
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
+MOST_RAW = 2000  # points of each curve for a part of the axis
 
 
 class Live:
@@ -48,6 +49,16 @@ class Live:
         _, data = await asyncio.to_thread(self.current)
         return HTMLResponse(render(data, live=True), headers=HEADERS)
 
+    async def points(self, request: Request) -> Response:
+        """Answer with the curves of some steps of a run, in more detail than the page has."""
+        try:
+            run, low, high = (int(request.query_params[name]) for name in ("run", "low", "high"))
+            reader = self.report.runs[run]
+        except (KeyError, ValueError, IndexError):
+            return Response(status_code=400)
+        curves = await asyncio.to_thread(reader.range, low, high, MOST_RAW)
+        return JSONResponse(curves, headers=HEADERS)
+
     async def events(self, request: Request) -> Response:
         """Answer with the page's data, now and whenever it changes."""
         async def stream() -> AsyncIterator[str]:
@@ -71,7 +82,8 @@ def serve(report: Report, port: int) -> None:
     """Serve the page on a port (0: any free one) until Ctrl-C, and print its address."""
     live = Live(report)
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
-    app = Starlette(routes=[Route("/", live.page), Route("/events", live.events)], middleware=[hosts])
+    app = Starlette(routes=[Route("/", live.page), Route("/events", live.events),
+                            Route("/points", live.points)], middleware=[hosts])
     app.router.redirect_slashes = False
     with listen(HOST, port) as listening:
         # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.

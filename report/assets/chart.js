@@ -79,19 +79,24 @@ function interpolate({x, y}, step) {
   return y[i] + (y[j] - y[i]) * (step - x[i]) / (x[j] - x[i]);
 }
 
-/** Means weighted by exp(-distance / span) to both sides; a mean of the past alone would lag. */
+/** Lines fitted around each point with weights exp(-distance / span); a mean would bend towards the ends. */
 function smooth(x, y, span) {
-  const total = new Float64Array(y.length), weight = new Float64Array(y.length), order = [...y.keys()];
+  const sums = y.map(() => [0, 0, 0, 0, 0]), order = [...y.keys()].filter((i) => y[i] !== null);
   for (const way of [order, [...order].reverse()]) {
-    let sum = 0, count = 0, before = 0;
-    for (const i of way.filter((each) => y[each] !== null)) {
-      const decay = Math.exp(-Math.abs(x[i] - before) / span);
-      [sum, count, before] = [sum * decay + y[i], count * decay + 1, x[i]];
-      total[i] += sum;
-      weight[i] += count;
+    let kept = [0, 0, 0, 0, 0], before = x[way[0]];  // weights, times d, d², y, d·y; d: from the point
+    for (const i of way) {
+      const d = before - x[i], decay = Math.exp(-Math.abs(d) / span), [w, wd, wdd, wy, wdy] = kept;
+      kept = [w, wd + d * w, wdd + 2 * d * wd + d * d * w, wy, wdy + d * wy].map((sum) => sum * decay);
+      kept.forEach((sum, j) => { sums[i][j] += sum; });
+      [kept[0], kept[3], before] = [kept[0] + 1, kept[3] + y[i], x[i]];
     }
   }
-  return y.map((value, i) => (value === null ? null : (total[i] - value) / (weight[i] - 1)));
+  return y.map((value, i) => {
+    if (value === null) return null;
+    const [w, wd, wdd, wy, wdy] = [sums[i][0] + 1, sums[i][1], sums[i][2], sums[i][3] + value, sums[i][4]];
+    const spread = w * wdd - wd * wd;
+    return spread > 1e-9 * w * wdd ? (wdd * wy - wd * wdy) / spread : wy / w;
+  });
 }
 
 /** Whether a point averages values that differ. */
@@ -148,7 +153,7 @@ function logTicks(low, high) {
 const groups = new Map();
 
 function groupOf(name) {
-  if (!groups.has(name)) groups.set(name, {zoom: null, extent: [0, 1], marks: [], charts: []});
+  if (!groups.has(name)) groups.set(name, {zoom: null, extent: [0, 1], marks: [], charts: [], zoomed: []});
   return groups.get(name);
 }
 
@@ -177,7 +182,7 @@ function stroke(ctx, color, dash, ...points) {
     of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
-    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
+    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false, above: null});
     this.title = h("h3", {id: `title-${key}`});
     this.tools = h("span", {});
     this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
@@ -204,7 +209,9 @@ class Chart {
   update(chart, lines) {
     Object.assign(this, {chart, lines});
     this.findFloor();
-    this.isLog = (chart.log || false) !== this.isTurned && this.canBeLog();
+    const ends = lines.map(({y}) => last(y)).filter((value) => value > 0);
+    const isSteep = chart.falling && this.lowest > 0 && this.highest > 3 * most(ends);
+    this.isLog = (chart.log || isSteep || false) !== this.isTurned && this.canBeLog();
     this.figure.classList.toggle("wide", this.isWide);
     fill(this.title, `${chart.title} `, h("small", {}, chart.unit));
     fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
@@ -222,7 +229,7 @@ class Chart {
   findFloor() {
     const values = this.lines.flatMap(({y, low, high}) => known([...y, ...(low || []), ...(high || [])]));
     const high = most(values), low = Math.max(least(values.filter((value) => value > 0)), high * 1e-9);
-    Object.assign(this, {lowest: least(values), isSpread: high > 3 * low,
+    Object.assign(this, {lowest: least(values), highest: high, isSpread: high > 3 * low,
       floor: high > 0 ? Number(`1e${Math.ceil(Math.log10(low)) - 1}`) : null});
   }
 
@@ -291,7 +298,8 @@ class Chart {
         push(role, error ? edge(sign) : ends));
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
       if (isSmooth && !low) push("raw", y);
-      push("main", isSmooth ? this.smoothed(line, span * (end - start)) : y);
+      const means = low ? [...y.slice(0, -1), null] : y;  // the last value stands for itself alone
+      push("main", isSmooth ? this.smoothed({...line, y: means}, span * (end - start)) : means);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
   }
@@ -346,7 +354,7 @@ class Chart {
     }
     const isPointed = (i) => this.slots[i - 1].role === "main" && !chart.stacked;
     const point = (_, i) => isPointed(i) && h("div", {style: "width: 7px; height: 7px; margin: -3.5px"});
-    const band = (color, i) => ({series: [i + 1, i + 2], fill: () => ink(color, .2)});
+    const band = (color, i) => ({series: [i + 1, i + 2], fill: () => ink(color, .15)});
     return {
       ...this.size(), legend: {show: false}, padding: [8, 22, 0, 0], axes: [bottom, side],
       scales: {x: {time: false, range: () => this.group.zoom || this.group.extent},
@@ -382,10 +390,24 @@ class Chart {
   /** The vertical range: what is in sight, with the references; from 0 where values are stacked. */
   range(low, high) {
     if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
-    [low, high] = [Math.min(low, ...this.references()), Math.max(high, ...this.references())];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
+    const top = this.isLog || this.chart.phaseAt ? high : this.usualTop(low);
+    this.above = high - low > 1.5 * (top - low) ? high : null;
+    high = this.above === null ? high : top;
+    [low, high] = [Math.min(low, ...this.references()), Math.max(high, ...this.references())];
     if (!this.isLog) return uPlot.rangeNum(low, high, .1, true);
     return low < high ? [low / (high / low) ** .05, high * (high / low) ** .05] : [low / 2, high * 2];
+  }
+
+  /** The highest value in sight without the first 20th of the axis, and of bands without the highest 100th. */
+  usualTop(low) {
+    const [start, end] = this.group.zoom || this.group.extent;
+    const from = this.group.zoom ? start : start + (end - start) / 20;
+    const seen = ({x, y}) => y.filter((value, i) => value !== null && x[i] >= from && x[i] <= end);
+    const of = (role) => this.slots.filter((slot) => slot.role === role).flatMap(seen).sort((a, b) => a - b);
+    const [lines, bands] = ["main", "high"].map(of);
+    if (lines.length < 10) return Infinity;
+    return Math.max(low, lines.at(-1) ?? low, bands[Math.floor(.99 * bands.length)] ?? low);
   }
 
   visibleMarks() {
@@ -447,6 +469,10 @@ class Chart {
       if (mark.sign === "●") ctx.arc(at, middle, size, 0, 7);
       else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, middle + y * size));
       ctx.fill();
+    }
+    if (this.above !== null) {
+      Object.assign(ctx, {fillStyle: ink(MUTED), textAlign: "left"});
+      ctx.fillText(`▲ up to ${format(this.above, this.chart)}`, bbox.left + 6 * unit, bbox.top + 22 * unit);
     }
     const ends = [];
     for (const {line, x, y} of this.slots.filter(({role}) => role === "main")) {
@@ -574,5 +600,6 @@ function zoom(group, range) {
   group.zoom = from === low && to === high ? null : [from, to];
   // The range function of the scale gives the zoom; what is set here only makes it ask.
   for (const {plot} of group.charts) if (plot) plot.batch(() => plot.setScale("x", {min: from, max: to}));
+  for (const notify of group.zoomed) notify();
   byId("reset").disabled = [...groups.values()].every((each) => !each.zoom);
 }

@@ -11,6 +11,7 @@ const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // the curves t
 
 const view = {axis: "step", smoothing: 25, away: new Set(), sample: null};
 const charts = new Map();
+const details = new Map();  // name of a run: {low, high, curves}, fetched by a live page
 let report = null;
 
 // ------------------------------------------------------------------------------------------------------ runs
@@ -42,11 +43,29 @@ function axisOf(run) {
   return curve && curve.x.length ? (step) => interpolate(curve, step) - zero : null;
 }
 
-/** First and last place on the axis of the runs shown. */
+/** The steps of the run that lie in this part of the axis, and one more at each end. */
+function stepsIn(run, [low, high]) {
+  const steps = Object.values(run.curves).map(({x}) => x).reduce((a, b) => (b.length > a.length ? b : a), [0]);
+  const from = place(steps, low, axisOf(run)), to = place(steps, high, axisOf(run)) + 1;
+  return [steps[Math.max(0, from)], steps[Math.min(steps.length - 1, to)]];
+}
+
+/** The curve in the most detail that covers the part in sight: fetched, the fine end, or all of it. */
+function levelOf(run, name) {
+  const curve = run.curves[name], {zoom} = groupOf("steps");
+  if (!zoom || !curve.low) return curve;
+  const [low, high] = stepsIn(run, zoom), fetched = details.get(run.name);
+  if (fetched?.low <= low && fetched.high >= high && fetched.curves[name]) return fetched.curves[name];
+  return curve.fine && curve.fine.x[0] <= low ? curve.fine : curve;
+}
+
+/** First and last place on the axis of the runs shown, with marks that lie a little behind. */
 function extent() {
   const ends = shown().filter(axisOf).flatMap((run) => {
     const curves = Object.values(run.curves).filter(({x}) => x.length);
-    return curves.flatMap(({x}) => [x[0], x[x.length - 1]]).map(axisOf(run));
+    const end = most(curves.map(({x}) => x[x.length - 1]));
+    const behind = run.alarms.map(({step}) => step).filter((step) => step > end && step <= 1.1 * end + 10);
+    return [...curves.flatMap(({x}) => [x[0], x[x.length - 1]]), ...behind].map(axisOf(run));
   });
   const low = ends.length ? least(ends) : 0;
   return [low, Math.max(low + 1e-3, most(ends))];
@@ -71,7 +90,7 @@ function linesOf(chart, runs) {
   const isByRun = isSeveral() && !chart.stacked;
   const pairs = runs.filter(axisOf).flatMap((run) => chart.series.map((series, i) => [run, series, i]));
   return pairs.filter(([run, {curve}]) => run.curves[curve]?.x.length).map(([run, series, i]) => {
-    const {x: steps, y, low, high} = run.curves[series.curve], errors = run.curves[series.error];
+    const {x: steps, y, low, high} = levelOf(run, series.curve), errors = run.curves[series.error];
     const errorAt = errors && new Map(errors.x.map((step, j) => [step, errors.y[j]]));
     const sparse = series.kind === "points", {dash, shape} = STYLES[i % 4];
     const scaled = (values) => values && values.map((value) => value && value / (chart.divisor || 1));
@@ -429,17 +448,6 @@ function receive(data) {
   say();
 }
 
-function listen() {
-  const events = new EventSource("events");
-  events.addEventListener("open", () => say("live"));
-  events.addEventListener("data", (event) => receive(JSON.parse(event.data)));
-  events.addEventListener("error", () => {
-    say("connection lost, retrying");
-    // After an HTTP error it does not try again.
-    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
-  });
-}
-
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   for (const {plot} of charts.values()) if (plot) plot.redraw(false);
@@ -457,6 +465,7 @@ byId("sample").addEventListener("input", ({target}) => {
   view.sample = target.value === target.max ? null : Number(target.value);
   fill(byId("samples").lastElementChild, samples());
 });
+groupOf("steps").zoomed.push(() => drawCharts());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(byId("theme").value));
 addEventListener("beforeprint", () => setTheme("light"));
 addEventListener("afterprint", () => setTheme(byId("theme").value));
@@ -470,4 +479,3 @@ addEventListener("click", ({target}) => {
 });
 byId("display").hidden = byId("controls").hidden = false;
 receive(JSON.parse(byId("report").textContent));
-if (document.body.dataset.live === "true") listen();

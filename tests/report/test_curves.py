@@ -62,3 +62,15 @@ def test_json_has_the_range_where_points_are_means():
                                                    ([10, 900, 5000, 5000], 3010, 1050), ([5000] * 100, 1000, 50)])
 def test_short_curves_are_whole_and_long_ones_share_what_is_left(lengths, budget, most):
     assert points_per_curve(lengths, budget) == most
+
+
+def test_a_long_curve_has_its_last_tenth_in_more_detail():
+    curve = Curve()
+    curve.add(range(1, 100_001), np.arange(100_000) % 10.0)
+    made = curve.as_json(1000)
+    fine = made["fine"]
+    assert len(made["x"]) <= 500 and len(fine["x"]) <= 500 and fine["x"][0] > 89_000 and fine["x"][-1] == 100_000
+    assert np.diff(fine["x"]).max() < np.diff(made["x"]).max() / 3
+    short = Curve()
+    short.add(range(10), np.zeros(10))
+    assert "fine" not in short.as_json(1000)

@@ -248,11 +248,50 @@ def test_a_logarithmic_axis_survives_zeros(show):
     assert spoken(page, "norm") == "last: gradient norm 0", "what is said is the value itself"
 
 
+def test_smoothing_does_not_bend_the_ends_of_a_line(show):
+    page = show(report(run()))
+    smoothed = page.evaluate("smooth([...Array(100).keys()], [...Array(100).keys()].map((x) => 3 * x + 7), 20)")
+    assert smoothed == pytest.approx([3 * x + 7 for x in range(100)])
+    gaps = page.evaluate("smooth([0, 1, 2, 3], [null, 5, null, 5], 2)")
+    assert gaps == [None, pytest.approx(5), None, pytest.approx(5)]
+
+
+def test_the_vertical_axis_fits_the_last_values_and_names_what_lies_above(show):
+    data = report(run())
+    data["runs"][0]["curves"]["tokens_per_second"] = curve(STEPS, lambda step: 900 if step < 50 else 10 + step % 7)
+    page = show(data)
+    assert page.evaluate("charts.get('speed').plot.scales.y.max") < 30 and page.evaluate("charts.get('speed').above") == 900
+    data["charts"][0] |= {"log": False, "falling": True}
+    assert not show(data).evaluate("charts.get('loss').isLog")
+    data["runs"][0]["curves"]["train_loss"] = curve(STEPS, lambda step: 3 + 20 / step)
+    assert not show(data).evaluate("charts.get('loss').isLog"), "5 is less than three times 3.02"
+    data["runs"][0]["curves"]["train_loss"] = curve(STEPS, lambda step: 1 + 90 / step)
+    assert show(data).evaluate("charts.get('loss').isLog")
+
+
+def test_a_zoomed_end_shows_the_finer_points_and_a_live_page_fetches_more(show):
+    data = report(run())
+    loss = data["runs"][0]["curves"]["train_loss"]
+    fine = {"x": [*range(900, 1001)], "y": [2.0] * 101, "low": [1.0] * 101, "high": [3.0] * 101}
+    loss |= {"low": [0] * 100, "high": [9] * 100, "fine": fine}
+    page = show(data, live=True)
+    shown = "charts.get('loss').lines[0].steps.length"
+    assert page.evaluate(shown) == 100
+    page.evaluate("zoom(groupOf('steps'), [920, 990])")
+    assert page.evaluate(shown) == 101
+    page.evaluate("""window.fetch = async (url) => { window.asked = url;
+        return {ok: true, json: async () => ({train_loss: {x: [500, 501, 502], y: [1, 2, 3]}})}; }; zoom(groupOf("steps"), [500, 502])""")
+    page.wait_for_function(f"{shown} === 3")
+    assert page.evaluate("asked") == "points?run=0&low=500&high=510"
+    page.evaluate("zoom(groupOf('steps'), null)")
+    assert page.evaluate(shown) == 100
+
+
 def test_marks_lie_within_the_axis(show):
     data = report(run())
     data["runs"][0]["alarms"] = [{"step": step, "kind": "update left out", "text": "x"} for step in (0, 500, 1001, 2**50)]
     page = show(data)
-    assert page.evaluate("charts.get('loss').visibleMarks().map(({x}) => x)") == [400, 10, 500, 1000, 1000]
+    assert page.evaluate("charts.get('loss').visibleMarks().map(({x}) => x)") == [400, 10, 500, 1001, 1001]
     page.locator("#chart-loss .plot").focus()
     page.keyboard.press("End")
     assert "● step 1,001, update left out: x" in page.locator("#chart-loss .at").inner_text()
