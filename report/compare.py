@@ -4,6 +4,7 @@ Is B better than A? The tests on the same evaluation items need no library of st
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from operator import itemgetter
@@ -17,6 +18,7 @@ from report.curves import Curve, task_names
 from report.data import NOT_COMPARED, RunReader, spelt
 
 SIGNIFICANT = 0.05
+MOST_TESTED = 8  # runs, each against each
 SEEDS = ("SEED", "DATA_SEED")
 
 
@@ -119,46 +121,37 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
     configurations = by_configuration(runs, rows)
-    paired, refused = ([], []) if configurations else tests(runs)
+    paired, refused = ([], []) if configurations or len(runs) > MOST_TESTED else tests(runs)
     return {"settings": settings, "results": rows, "tests": paired, "refused": refused,
             "configurations": configurations}
 
 
 def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs that differ only in their seeds as one configuration: means and standard errors over the seeds.
+    """Runs that differ only in their seeds as one configuration: mean and standard error of the first row.
 
-    The first result of each configuration is tested against that of the first one, with Holm's correction.
-
-    Args:
-        rows: the results of the runs.
-    Returns:
-        [] if no two runs differ only in their seeds. Source of the correction: Holm 1979.
+    Each is tested against the first one, with Holm's correction (1979). The list is empty if no two runs
+    have the same other settings.
     """
-    groups: dict[tuple, list[int]] = {}
-    seeds = [tuple(spelt(run.settings.get(name)) for name in SEEDS) for run in runs]
+    groups: dict[tuple, dict[tuple, int]] = {}  # values of the settings: seeds: place of the run
     names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
     for place, run in enumerate(runs):
-        groups.setdefault(tuple(spelt(run.settings.get(name)) for name in names), []).append(place)
-    repeated = any(len({seeds[member] for member in members}) < len(members) for members in groups.values())
-    if repeated or len(groups) == len(runs):
+        key, seeds = (tuple(spelt(run.settings.get(name)) for name in each) for each in (names, SEEDS))
+        groups.setdefault(key, {})[seeds] = place
+    if not rows or len(groups) == len(runs) or sum(map(len, groups.values())) < len(runs):
         return []
-    varied = [place for place in range(len(names)) if len({key[place] for key in groups}) > 1]
-    found, first = [], {}
+    varied = [place for place, values in enumerate(zip(*groups)) if len(set(values)) > 1]
+    found, first, cells = [], {}, rows[0]["cells"]
     for key, members in groups.items():
+        by_seed = {seeds: cells[place]["value"] for seeds, place in members.items() if cells[place]}
+        values, first = [*by_seed.values()], first or by_seed
         made = {"name": ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs",
-                "runs": [runs[member].name for member in members], "results": [],
-                "difference": None, "p": None}
-        for row in rows:
-            values = [row["cells"][member]["value"] for member in members if row["cells"][member]]
-            stderr = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-            made["results"].append({"name": row["name"], "better": row["better"], "n": len(values),
-                                    "mean": fmean(values) if values else None, "stderr": stderr})
-        by_seed = {seeds[member]: rows[0]["cells"][member]["value"]
-                   for member in members if rows and rows[0]["cells"][member]}
-        first = first or by_seed
+                "runs": [runs[place].name for place in members.values()], "difference": None, "p": None,
+                "results": [{"name": rows[0]["name"], "better": rows[0]["better"], "n": len(values),
+                             "mean": fmean(values) if values else None,
+                             "stderr": stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None}]}
         common = [*(by_seed.keys() & first.keys())]
         if found and len(common) > 1:
-            test = paired_t(*(np.array([values[seed] for seed in common]) for values in (first, by_seed)))
+            test = paired_t(*(np.array([each[seeds] for seeds in common]) for each in (first, by_seed)))
             made |= {"difference": test.difference, "p": test.p}
         found.append(made)
     least, tested = 0.0, sorted((made for made in found if made["p"] is not None), key=itemgetter("p"))
@@ -220,7 +213,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
-    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, key)
+    family = Counter(key[1] for *_, key in pairs)
+    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, key, family[key[1]])
             for a, b, key in pairs for metric in KINDS
             if metric in lines[a][key] and metric in lines[b][key]], refused
 
@@ -230,15 +224,16 @@ def title_of(name: str, run: RunReader) -> str:
 
 
 def test_of(pair: tuple[RunReader, RunReader], scores: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
-            metric: str, key: tuple[int, str, str]) -> dict[str, Any]:
-    """A paired test as in the page's data, with the sentence that says which of the two runs is better."""
+            metric: str, key: tuple[int, str, str], pairs: int) -> dict[str, Any]:
+    """A paired test as in the page's data; p is multiplied by the number of pairs (Bonferroni)."""
     (step, name, _), kind, (a, b) = key, KINDS[metric], (run.name for run in pair)
     weights = {"weights": scores[0].get("count")} if metric == "loss" else {}
     test = kind.test(*(each[metric] for each in scores), **weights)
+    test = test._replace(p=min(1.0, pairs * test.p))
     factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
-    size = f"{factor * abs(test.difference):.{digits}f} +- {factor * test.stderr:.{digits}f}{unit}"
+    size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
     p = f"p = {test.p:.2g}" if test.p >= 1e-4 else "p < 0.0001"
-    better, verdict = None, f"{a} and {b} are not shown to differ: {size}"
+    better, verdict = None, f"{a} and {b} do not differ significantly: {size}"
     if test.p < SIGNIFICANT:
         b_is_better = (test.difference < 0) == kind.lower
         better = "b" if b_is_better else "a"

@@ -1,10 +1,8 @@
 """A report: its data, of one or several runs, and the one HTML page that shows them.
 
-No request leaves the page, and no text of a run is read as HTML or code. Charts are drawn by uPlot 1.6.32
-(`assets/uPlot.*`: `dist/` and LICENSE of the npm package `uplot`, unmodified, MIT). It takes 51 kB of a page
-that may have 1 MB, has no dependencies, draws bands, gaps and logarithmic axes, and lets us draw phases and
-marks between its layers. It draws on a canvas, so what keyboards and screen readers need (a slider, a
-sentence and a table for each chart) is in `assets/chart.js`.
+No request leaves the page, and no text of a run is read as HTML or code. uPlot 1.6.32 draws the charts
+(`assets/uPlot.*`: `dist/` and LICENSE of the npm package `uplot`, unmodified, MIT) on a canvas; what
+keyboards and screen readers need (a slider, a sentence and a table for each chart) is in `assets/chart.js`.
 """
 
 import base64
@@ -45,7 +43,8 @@ class Report:
     def data(self, live: bool = False) -> dict[str, Any]:
         """The page's data, as JSON; docs/contracts.md describes it."""
         last = {name: run.value(name) for run in self.runs for name in run.curves}
-        made = {"format": FORMAT, "title": " and ".join(run.name for run in self.runs),
+        names = [run.name for run in self.runs]
+        made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
                 "generated": time.time(), "live": live, "runs": [],
                 "charts": charts(last, self.runs[0].settings.get("HELLASWAG_NAME", "HellaSwag")),
                 "comparison": comparison(self.runs)}

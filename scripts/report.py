@@ -2,6 +2,7 @@
 
     ./paddock report first
     ./paddock report first second        two runs overlaid and compared
+    ./paddock report                     a table of all runs in OUTPUT_DIR
     ./paddock report first --serve       the page follows the run
     ./paddock report first --plot curves.png
 
@@ -10,6 +11,7 @@ items show whether one run is better than another.
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -22,14 +24,15 @@ from common.files import atomic_write, disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
 from report.page import Report, render  # noqa: E402
-from settings.load import find_run  # noqa: E402
+from settings.load import find_run, load_config  # noqa: E402
 
 DEFAULT_PORT = 8321
 
 
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("run", nargs="+", help="the folder of a run, or the name of a run in OUTPUT_DIR")
+    parser.add_argument("run", nargs="*", help="the folder of a run, or the name of a run in OUTPUT_DIR; "
+                        "without a name, all runs in OUTPUT_DIR")
     parser.add_argument("--output", metavar="FILE", type=local_path,
                         help="file to write (default: report.html in the run's folder; for several runs, in "
                              "the folder that holds the first one)")
@@ -106,7 +109,11 @@ def main() -> None:
     if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-    folders = [find_run(name) for name in args.run]
+    output = Path(load_config(complete=False).config.output_dir)
+    settings = sorted({*output.glob("*/config.json"), *output.glob("*/*/config.json")}, key=os.path.getmtime)
+    folders = [find_run(name) for name in args.run] or [each.parent for each in settings]
+    if not folders:
+        raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")
     if args.plot:
         plot(folders[0], args.plot)
         return show(str(args.plot))
@@ -118,8 +125,8 @@ def main() -> None:
         with requires_package("uvicorn", "--serve"):
             from report.serve import serve
         return serve(report, args.port)
-    where = folders[0] if len(folders) == 1 else folders[0].absolute().parent
-    path = args.output or where / "report.html"
+    several = folders[0].absolute().parent if args.run else output
+    path = args.output or (folders[0] if len(args.run) == 1 else several) / "report.html"
     write(report, path)
     if not args.in_background:
         for run in report.runs:

@@ -213,7 +213,10 @@ class Chart {
     const isSteep = chart.falling && this.lowest > 0 && this.highest > 3 * most(ends);
     this.isLog = (chart.log || isSteep || false) !== this.isTurned && this.canBeLog();
     this.figure.classList.toggle("wide", this.isWide);
-    fill(this.title, `${chart.title} `, h("small", {}, chart.unit));
+    this.figure.classList.toggle("floating", Boolean(chart.isFloating));
+    const shapes = new Map(lines.map(({series, shape}) => [series?.label, swatch(MUTED, shape)]));
+    const key = chart.isFloating && shapes.size > 1 && [...shapes].map(([name, shape]) => [" ", shape, name]);
+    fill(this.title, `${chart.title} `, h("small", {}, chart.unit, key));
     fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
       this.button("wide", this.isWide, ["wide", aside(" chart")]));
     const label = (line) => [swatch(line.color, line.shape), `${line.label} `, h("b", {})];
@@ -298,7 +301,7 @@ class Chart {
         push(role, error ? edge(sign) : ends));
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
       if (isSmooth && !low) push("raw", y);
-      const means = low ? [...y.slice(0, -1), null] : y;  // the last value stands for itself alone
+      const means = low && !line.group ? [...y.slice(0, -1), null] : y;  // the last value stands for itself alone
       push("main", isSmooth ? this.smoothed({...line, y: means}, span * (end - start)) : means);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
@@ -523,6 +526,9 @@ class Chart {
       this.legend.children[row].querySelector("b").textContent = value;
       return `${line.label} ${value}`;
     });
+    const box = this.legend.parentNode, isRight = left > this.area.clientWidth / 2;
+    box.classList.toggle("active", isActive && this.figure.matches(":hover, :focus-within"));
+    if (this.chart.isFloating) box.style.cssText = `${isRight ? "left: 60px" : "right: 24px"}`;
     const at = isActive ? plot.data[0][idx] : null, [low, high] = group.zoom || group.extent;
     this.at.textContent = isActive ? this.where(at) : "last:";
     const spoken = {

@@ -9,7 +9,7 @@ const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3]
   .map(([dash, shape]) => ({dash, shape}));
 const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // the curves that translate a step
 
-const view = {axis: "step", smoothing: 25, away: new Set(), sample: null};
+const view = {axis: "step", smoothing: 25, away: new Set(), sample: null, isGrouped: true, sort: [0, 1]};
 const charts = new Map();
 const details = new Map();  // name of a run: {low, high, curves}, fetched by a live page
 let report = null;
@@ -17,11 +17,14 @@ let report = null;
 // ------------------------------------------------------------------------------------------------------ runs
 
 const isSeveral = () => report.runs.length > 1;
+const isMany = () => report.runs.length > 2;
+const groupsOfSeeds = () => (view.isGrouped && report.comparison?.configurations) || [];
 const shown = () => report.runs.filter((run) => !view.away.has(run.name));
 const letter = (run) => (isSeveral() ? LETTERS[report.runs.indexOf(run) % 26] : "");
 const named = (run) => `${letter(run)} ${run.name}`.trim();
 const color = (index) => `var(--color-${index % 8})`;
-const runColor = (run) => color(report.runs.indexOf(run));
+const groupIndex = (run) => groupsOfSeeds().findIndex(({runs}) => runs.includes(run.name));
+const runColor = (run) => color(groupIndex(run) < 0 ? report.runs.indexOf(run) : groupIndex(run));
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 const two = (number) => String(number).padStart(2, "0");
 const change = ({name, before, after}) => `${name} ${text(before)} → ${text(after)}`;
@@ -95,7 +98,7 @@ function linesOf(chart, runs) {
     const sparse = series.kind === "points", {dash, shape} = STYLES[i % 4];
     const scaled = (values) => values && values.map((value) => value && value / (chart.divisor || 1));
     return {
-      key: `${report.runs.indexOf(run)} ${series.curve}`,
+      run, series, curve: series.curve, key: `${report.runs.indexOf(run)} ${series.curve}`,
       label: `${isByRun ? letter(run) : ""} ${series.label}`.trim(),
       steps, x: steps.map(axisOf(run)), y: scaled(y), low: scaled(low), high: scaled(high),
       error: errorAt ? steps.map((step) => errorAt.get(step) ?? null) : null,
@@ -103,6 +106,23 @@ function linesOf(chart, runs) {
       shape: chart.stacked ? "square" : `${shape} ${sparse ? "point" : ""}`,
       reference: series.reference, letter: isByRun ? letter(run) : "", how: {percent: chart.percent},
     };
+  });
+}
+
+/** One line for the runs that differ only in their seeds: their mean, and a band from lowest to highest. */
+function groupLines(lines) {
+  const families = new Map(), groups = groupsOfSeeds();
+  for (const line of lines) {
+    const index = groupIndex(line.run), key = index < 0 ? line.key : `${index} ${line.curve}`;
+    families.set(key, [...(families.get(key) || []), {...line, group: groups[index]}]);
+  }
+  return [...families].map(([key, family]) => {
+    if (family.length < 2) return family[0];
+    const [{group, series}] = family, longest = family.reduce((a, b) => (b.x.length > a.x.length ? b : a));
+    const values = longest.x.map((at) => known(family.map((line) => interpolate(line, at) ?? null)));
+    const each = (make) => values.map((some) => (some.length ? make(some) : null));
+    return {...longest, key, label: `${group.name} ${series.label}`, letter: "", error: null,
+      y: each((some) => some.reduce((a, b) => a + b) / some.length), low: each(least), high: each(most)};
   });
 }
 
@@ -123,9 +143,9 @@ function drawCharts() {
   const axis = {seconds: view.axis === "time", axis: view.axis === "step" ? "step" : "tokens"};
   for (const chart of report.charts) {
     const bytes = chart.unit === "bytes" ? {divisor: 2 ** 30, unit: "GiB"} : chart.percent ? {unit: ""} : {};
-    const full = {...chart, ...axis, ...bytes};
-    if (!chart.stacked) drawChart(chart.id, "steps", place, full, linesOf(full, shown()));
-    else for (const [i, run] of report.runs.entries()) {
+    const full = {...chart, ...axis, ...bytes, isFloating: isMany()};
+    if (!chart.stacked) drawChart(chart.id, "steps", place, full, groupLines(linesOf(full, shown())));
+    else if (!isMany()) for (const [i, run] of report.runs.entries()) {
       const title = isSeveral() ? `${chart.title}: ${named(run)}` : chart.title;
       const lines = linesOf(full, shown().filter((each) => each === run));
       drawChart(`${chart.id}-${i}`, "steps", place, {...full, title}, lines);
@@ -247,7 +267,49 @@ function verdict({verdict: sentences = [], sentence}) {
 
 const timeLeft = ({eta_seconds: eta}) => (typeof eta === "number" ? `about ${duration(eta)} left` : "");
 
+/** The columns of the table of runs: title, the cell of a run, and what it is sorted by. */
+function columnsOfRuns() {
+  const task = report.charts.flatMap(({series}) => series).find(({error, reference}) => error && reference);
+  const ofCurve = (name, errorName, how) => (run) => {
+    const value = last(run.curves[name]?.y || []);
+    return [measured(value, last(run.curves[errorName]?.y || []), how).join(""), value ?? null];
+  };
+  const ofSetting = ({name, values}) => [name, (run) => {
+    const value = values[report.runs.indexOf(run)], isNumber = value && !Number.isNaN(Number(value));
+    return [text(value), isNumber ? Number(value) : value];
+  }];
+  const has = (name) => report.runs.some((run) => run.curves[name]);
+  return [
+    ["run", (run) => [h("label", {}, h("input", {type: "checkbox", "data-run": run.name,
+      checked: !view.away.has(run.name)}), swatch(runColor(run)), named(run)), report.runs.indexOf(run)]],
+    ["state", (run) => [h("span", {class: `badge ${run.state}`}, STATES[run.state]), run.state]],
+    ["step", (run) => [whole(run.step), run.step]],
+    has("val_loss") && ["validation loss", ofCurve("val_loss", "val_loss_stderr")],
+    task && [`${task.label} accuracy`, ofCurve(task.curve, task.error, {percent: true})],
+    has("tokens_per_second") && ["tokens/s", (run) => {
+      const speed = run.recent.tokens_per_second;
+      return [measured(speed)[0], speed];
+    }],
+    ...report.comparison.settings.slice(0, 8).map(ofSetting),
+  ].filter(Boolean);
+}
+
+/** All runs, one a line, sorted by the column whose heading was pressed. */
+function runTable() {
+  const columns = columnsOfRuns(), [by, sign] = view.sort, [, sorted] = columns[by] || columns[0];
+  const value = (run) => sorted(run)[1], order = (a, b) => (a === b ? 0 : a < b ? -sign : sign);
+  const runs = [...report.runs].sort((a, b) => (value(a) ?? null) === null ? 1
+    : (value(b) ?? null) === null ? -1 : order(value(a), value(b)));
+  const element = table("Runs", columns.map(([title], i) =>
+    h("button", {type: "button", "data-sort": i}, title, by === i && (sign > 0 ? " ▲" : " ▼"))),
+  runs.map((run) => columns.map(([, cell]) => cell(run)[0])));
+  element.querySelectorAll("thead th")[by]?.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+  return [box(element), report.runs.filter((run) => run.failure && shown().includes(run)).map((run) =>
+    [h("p", {}, h("b", {}, named(run))), failure(run), alarmList([run])])];
+}
+
 function overview() {
+  if (isMany()) return runTable();
   const badge = (state) => h("span", {class: `badge ${state}`}, STATES[state]);
   const steps = (run) => [run.sentence, timeLeft(run)].filter(Boolean).join(", ");
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
@@ -261,6 +323,21 @@ function facts() {
   const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
   return shown().filter((run) => run.facts.length).map((run) =>
     [headOf(run), h("dl", {class: "facts"}, run.facts.map(fact))]);
+}
+
+/** The paired tests of each measure as a matrix: the row's run against the column's. */
+function matrices(tests) {
+  const names = [...new Set(tests.flatMap(({a, b}) => [a, b]))];
+  const cell = (measure, row, column) => {
+    const test = tests.find(({name, a, b}) => name === measure && [a, b].includes(row) && [a, b].includes(column));
+    if (!test || row === column) return "";
+    const value = (row === test.b ? 1 : -1) * test.difference, sign = value < 0 ? "−" : "+";
+    const isBetter = test.better && test[test.better] === row, mark = isBetter ? " ✓" : "";
+    return h("span", {class: isBetter && "best"}, sign, measured(Math.abs(value), test.stderr), mark);
+  };
+  return [...new Set(tests.map(({name}) => name))].map((measure) => table(
+    `${measure}: difference of the row from the column, ± standard error; ✓ is significantly better`,
+    ["", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
 
 /** A row of the results; the best cell is marked. */
@@ -292,17 +369,20 @@ function comparison() {
     first && format(first.mean) + (first.stderr ? ` ± ${format(first.stderr, {}, 2)}` : ""),
     difference === null ? "–" : format(difference), p === null ? "–" : format(p, {}, 2)]);
   const values = differing.map((each) => [each.name, ...each.values.map(text)]);
+  const tables = [
+    results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
+    values.length ? table("Settings that differ", ["setting", ...names], values)
+      : h("p", {}, "The settings are the same.")];
   return [box(
-    sentences.length > 0 && [h("h3", {}, "Is one better than the other?"),
+    isMany() && tests.length > 0 && matrices(tests),
+    sentences.length > 0 && !isMany() && [h("h3", {}, "Is one better than the other?"),
       h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence))),
       tests.length > 0 && h("details", {}, h("summary", {}, "In numbers"),
         table("Paired tests on the same items", head, numbers))],
     overSeeds.length > 0 && table(
       "Over seeds, ± standard error; p by paired t-tests with Holm's correction",
       ["configuration", "runs", results[0]?.name ?? "result", "against the first", "p"], overSeeds),
-    results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
-    values.length ? table("Settings that differ", ["setting", ...names], values)
-      : h("p", {}, "The settings are the same."))];
+    isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
 /** The samples of the chosen step or, of a run that has none there, its newest before; runs side by side. */
@@ -334,18 +414,36 @@ function goodput({share, seconds, parts}) {
     h("ul", {class: "parts"}, seen.map((part) => h("li", {}, swatch(part.color), say(part))))];
 }
 
+/** The phases of a step of each run, as bars of equal length. */
+function phaseBars() {
+  const chart = report.charts.find(({stacked}) => stacked);
+  if (!isMany() || !chart) return [];
+  const mean = (values) => values.reduce((a, b) => a + b, 0) / (values.length || 1);
+  const rows = shown().map((run) => {
+    const seconds = chart.series.map(({curve}) => mean(known(run.curves[curve]?.y || [])));
+    const all = seconds.reduce((a, b) => a + b, 0);
+    return all > 0 && [h("p", {}, `${named(run)}: ${format(all, {}, 3)} s per step`),
+      h("div", {class: "bar", role: "img", "aria-label": chart.series.map(({label}, i) =>
+        `${label} ${percent(seconds[i] / all)}`).join(", ")},
+      seconds.map((part, i) => h("span", {style: `flex: ${part / all}; color: ${color(i)}`})))];
+  });
+  return [box(h("h3", {}, chart.title), rows, h("ul", {class: "parts"},
+    chart.series.map(({label}, i) => h("li", {}, swatch(color(i)), label))))];
+}
+
 function time() {
   const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
     each.away_seconds === null ? "–" : duration(each.away_seconds), whole(each.repeated_steps)];
   const start = (each, i) => [whole(each.step), each.world_size ? whole(each.world_size) : "–",
     i ? changes(each) : "first start"];
-  return shown().filter((run) => run.goodput || run.segments.length > 1).map((run) => box(
+  const runs = shown().filter((run) => run.goodput || run.segments.length > 1);
+  return [...phaseBars(), ...runs.map((run) => box(
     headOf(run), run.goodput && goodput(run.goodput),
     run.goodput?.interruptions.length > 0 && table("Interruptions",
       ["when", "at step", "resumed from", "reason", "away", "repeated steps"],
       run.goodput.interruptions.map(interruption)),
     run.segments.length > 1
-      && table("Starts", ["from step", "ranks", "what changed"], run.segments.map(start))));
+      && table("Starts", ["from step", "ranks", "what changed"], run.segments.map(start))))];
 }
 
 function alarmList(runs) {
@@ -403,7 +501,8 @@ function refresh() {
   const toggle = (run) => h("label", {},
     h("input", {type: "checkbox", "data-run": run.name, checked: isShown(run)}),
     swatch(runColor(run), ""), named(run));
-  fill(byId("runs"), isSeveral() && report.runs.map(toggle));
+  fill(byId("runs"), isSeveral() && report.runs.length <= 8 && report.runs.map(toggle));
+  byId("grouping").hidden = !report.comparison?.configurations?.length;
   for (const option of byId("axis").options) {
     option.disabled = option.value !== "step" && !report.runs.some((run) => run.curves[AXES[option.value]]);
   }
@@ -439,6 +538,7 @@ function setIcon(state) {
 }
 
 function receive(data) {
+  if (!report) data.runs.slice(0, -8).forEach(({name}) => view.away.add(name));  // the newest ones are shown
   report = data;
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   fill(byId("progress"), !isSeveral()
@@ -453,10 +553,12 @@ function setTheme(theme) {
   for (const {plot} of charts.values()) if (plot) plot.redraw(false);
 }
 
-byId("controls").addEventListener("input", ({target}) => {
+addEventListener("input", ({target}) => {
   if (target.id === "theme") return setTheme(target.value);
-  if (target.id === "smoothing") view.smoothing = Number(target.value);
+  if (target.id === "group") view.isGrouped = target.checked;
+  else if (target.id === "smoothing") view.smoothing = Number(target.value);
   else if (target.id === "axis") [view.axis, groupOf("steps").zoom] = [target.value, null];
+  else if (!target.dataset.run) return;
   else if (!view.away.delete(target.dataset.run)) view.away.add(target.dataset.run);
   refresh();
 });
@@ -474,7 +576,12 @@ byId("display").addEventListener("click", ({currentTarget: button}) => {
   button.setAttribute("aria-expanded", String(isOpen));
 });
 addEventListener("click", ({target}) => {
-  const button = target.closest?.("[data-copy]");
+  const button = target.closest("[data-copy]"), heading = target.closest("[data-sort]");
+  if (heading) {
+    const column = Number(heading.dataset.sort), [by, sign] = view.sort;
+    view.sort = [column, by === column ? -sign : 1];
+    refresh();
+  }
   if (button) navigator.clipboard.writeText(button.dataset.copy).then(() => fill(button, "Copied"));
 });
 byId("display").hidden = byId("controls").hidden = false;

@@ -84,7 +84,7 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
     assert rows["stories accuracy at step 10"] == [{"value": 0.5, "stderr": None, "step": 10}] * 2
     accuracy, loss = found["tests"]
-    assert accuracy["sentence"] == "stories accuracy at step 10: b is better than a by 1.2 +- 0.3 points (p = 0.00049, 1,000 items)"
+    assert accuracy["sentence"] == "stories accuracy at step 10: b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
     assert loss["sentence"].startswith("validation loss at step 10: b is better than a by 0.1") and "16 blocks" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
@@ -109,7 +109,14 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     without = write_run(tmp_path / "without", {}, [], [])
     tests = comparison([a, same, other, without])["tests"]
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"
+    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same do not differ significantly: 0.0 ± 0.0 points (p = 1, 1,000 items)"
+
+
+def test_p_is_corrected_for_the_number_of_pairs(tmp_path, right):
+    runs = [write_run(tmp_path / name, {}, [], scored(10, right[place])) for place, name in ((0, "a"), (1, "b"), (0, "c"))]
+    p_of_pair = comparison(runs[:2])["tests"][0]["p"]
+    p = {(test["a"], test["b"]): test["p"] for test in comparison(runs)["tests"] if "accuracy" in test["name"]}
+    assert p == {("a", "b"): pytest.approx(3 * p_of_pair), ("a", "c"): 1.0, ("b", "c"): pytest.approx(3 * p_of_pair)}
 
 
 def test_of_several_common_steps_the_last_is_compared(tmp_path, right):

@@ -287,6 +287,44 @@ def test_a_zoomed_end_shows_the_finer_points_and_a_live_page_fetches_more(show):
     assert page.evaluate(shown) == 100
 
 
+@pytest.fixture
+def four() -> dict:
+    """The data of four runs: two learning rates, two seeds each."""
+    runs = [run(name, offset) for name, offset in (("a1", 0.3), ("a2", 0.1), ("b1", 0.2), ("b2", 0.0))]
+    data = report(*runs)
+    data["comparison"] |= {"tests": [data["comparison"]["tests"][0] | {"a": a["name"], "b": b["name"]} for a, b in zip(runs, runs[1:])],
+                           "settings": [{"name": "LEARNING_RATE", "values": ["0.1", "0.1", "0.02", "0.02"]}], "configurations": []}
+    return data
+
+
+def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(show, four):
+    page = show(four, 390)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    names = page.locator("#overview tbody th")
+    assert names.all_inner_texts() == ["A a1", "B a2", "C b1", "D b2"]
+    for heading, order in (("validation loss", "DBCA"), ("validation loss", "ACBD"), ("LEARNING_RATE", "CDAB")):
+        page.locator("#overview thead button", has_text=heading).click()
+        assert "".join(text[0] for text in names.all_inner_texts()) == order
+    assert page.locator("#overview thead [aria-sort]").inner_text() == "LEARNING_RATE ▲"
+    page.locator("#overview [data-run=a1]").uncheck()
+    assert page.evaluate("charts.get('loss').lines.length") == 6
+    assert page.locator("#comparison table").first.locator("tbody tr").count() == 4, "a matrix of paired tests"
+    assert page.locator("#time .bar[role=img]").count() == 3, "one bar of phases for each run that is shown"
+
+
+def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show, four):
+    four["comparison"]["configurations"] = [
+        {"name": name, "runs": [name[0] + "1", name[0] + "2"], "results": [{"name": "loss", "mean": 1, "stderr": None}], "difference": None, "p": None}
+        for name in ("a=1", "b=2")]
+    page = show(four)
+    lines = page.evaluate("charts.get('loss').lines.map(({label, y, low, high}) => [label, y[0], low[0], high[0]])")
+    first = 2 + 5 / 10 + 0.1
+    assert lines[0] == ["a=1 training", pytest.approx(first + 0.2), pytest.approx(first + 0.1), pytest.approx(first + 0.3)]
+    assert len(lines) == 4
+    page.locator("#group").uncheck()
+    assert page.evaluate("charts.get('loss').lines.length") == 8
+
+
 def test_marks_lie_within_the_axis(show):
     data = report(run())
     data["runs"][0]["alarms"] = [{"step": step, "kind": "update left out", "text": "x"} for step in (0, 500, 1001, 2**50)]

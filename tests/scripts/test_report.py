@@ -44,13 +44,15 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     assert report("first", cwd=tmp_path).stdout == "runs/first/report.html\n"
     assert report("first", "second", cwd=tmp_path).stdout == f"{tmp_path}/runs/report.html\n"
     assert "second" in (tmp_path / "runs" / "report.html").read_text()
+    assert report(cwd=tmp_path).stdout == "runs/report.html\n", "without a name, all runs"
+    assert "there is no run in runs" in report(cwd=folder, code=5).stderr
     assert report(folder, second, "--output", tmp_path / "both.html").stdout == f"{tmp_path}/both.html\n"
 
 
 @pytest.mark.parametrize("arguments, code, words", [
     (["nosuch"], 5, "there is no run 'nosuch'"), (["."], 5, "is not a run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
     (["first", "--output", "https://github.com/page.html"], 2, "is a URL"), (["first", "--port", "70000"], 2, "at most 65535"),
-    (["first", "--serve", "--output", "x"], 2, "writes no file"), ([], 2, "required"), (["first", "--open"], 2, "unrecognized")])
+    (["first", "--serve", "--output", "x"], 2, "writes no file"), (["first", "--open"], 2, "unrecognized")])
 def test_mistakes_are_told(folder, tmp_path, arguments, code, words):
     assert words in report(*arguments, cwd=tmp_path, code=code).stderr
 
