@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_840, 6_700, 27_350
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_860, 6_700, 27_500
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -28,12 +28,12 @@ BUDGETS = {
     "learn/": 1760,
     "observe/": 2230,
     "parallel/": 1260,
-    "report/": 1450,
+    "report/": 1470,
     "run/": 2400,
     "scripts/": 6700,
     "serving/": 820,
     "settings/": 870,
-    "tests/": 27350,
+    "tests/": 27500,
 }
 
 
