@@ -1,2 +1,2 @@
-"""Has moved: ./paddock report RUN --plot FILE.png"""
+"""Has moved: ./paddock report RUN --figure FILE.png"""
 raise SystemExit(__doc__)

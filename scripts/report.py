@@ -4,17 +4,20 @@
     ./paddock report first second        two runs overlaid and compared
     ./paddock report                     a table of all runs in OUTPUT_DIR
     ./paddock report first --serve       the page follows the run
-    ./paddock report first --plot curves.png
+    ./paddock report first second --figure loss.pdf --width 3.3in
 
-For several runs, the report overlays their curves and compares settings and results. Paired tests on the same
-items show whether one run is better than another.
+The report of several runs compares them: curves, settings, results, and paired tests on the same items.
 """
 
 import argparse
 import os
+import re
 import signal
 import sys
+from itertools import cycle
 from pathlib import Path
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,10 +26,14 @@ from common.errors import CheckpointError, local_path, requires_package, run_scr
 from common.files import atomic_write, disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
-from report.page import Report, render  # noqa: E402
+from report.compare import by_configuration, results  # noqa: E402
+from report.curves import task_names  # noqa: E402
+from report.page import Report, join_assets, render  # noqa: E402
 from settings.load import find_run, load_config  # noqa: E402
 
-DEFAULT_PORT = 8321
+
+def inches(text: str) -> float:
+    return float(text.removesuffix("in"))
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,16 +41,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("run", nargs="*", help="the folder of a run, or the name of a run in OUTPUT_DIR; "
                         "without a name, all runs in OUTPUT_DIR")
     parser.add_argument("--output", metavar="FILE", type=local_path,
-                        help="file to write (default: report.html in the run's folder; for several runs, in "
-                             "the folder that holds the first one)")
-    parser.add_argument("--plot", metavar="FILE", type=local_path,
-                        help="draw the first run's loss and HellaSwag into this picture instead")
-    parser.add_argument("--serve", action="store_true",
-                        help="show the page on this machine only, and keep it up to date; writes nothing")
-    parser.add_argument("--port", type=int, metavar="N", default=DEFAULT_PORT,
+                        help="file to write (default: report.html in the run's folder or beside the runs)")
+    parser.add_argument("--figure", "--plot", metavar="FILE", type=local_path,
+                        help="draw loss and accuracy into this .pdf, .svg or .png instead")
+    parser.add_argument("--log", action="store_true", help="logarithmic losses in the figure")
+    parser.add_argument("--width", metavar="INCHES", type=inches, default=5.5, help="width of the figure")
+    parser.add_argument("--serve", action="store_true", help="show a live page on this machine only")
+    parser.add_argument("--port", type=int, metavar="N", default=8321,
                         help="port for --serve; 0 = any free port (default: %(default)s)")
-    parser.add_argument("--in-background", action="store_true",
-                        help="as REPORT=true writes it: print nothing, and ignore stop signals")
+    parser.add_argument("--in-background", action="store_true", help="print nothing, ignore stop signals")
     args = parser.parse_args()
     if not 0 <= args.port < 1 << 16:
         parser.error("--port must be at least 0 and at most 65535")
@@ -52,56 +58,43 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def write(report: Report, path: Path) -> None:
-    """Write the page, which appears completely or not at all."""
-    with (disk_errors(path, CheckpointError, "name another file with --output"),
-          atomic_write(path) as temporary):
-        temporary.write_text(render(report.data()), encoding="utf-8")
+def draw(report: Report, path: Path, width: float, log: bool) -> None:
+    """Draw loss and accuracy with matplotlib: of runs that differ only in seeds, mean and range."""
+    with requires_package("matplotlib", "--figure"):
+        from matplotlib import rcParams
+        from matplotlib.figure import Figure
 
-
-def plot(run: Path, output: Path) -> None:
-    """Plot the loss with matplotlib, and below it HellaSwag's accuracy if it was measured."""
-    if not (run / "metrics.jsonl").is_file():
-        raise CheckpointError(f"{run} holds no metrics.jsonl; name a run's folder, such as runs/first")
-    with requires_package("matplotlib", "--plot"):
-        import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    from checkpoint.schema import number, read_entries
-
-    metrics = list(read_entries(run / "metrics.jsonl"))
-
-    def curve(name: str) -> tuple[list[float], list[float]]:
-        points = [(entry["step"], value) for entry in metrics
-                  if (value := number(entry.get(name))) is not None]
-        return [step for step, _ in points], [value for _, value in points]
-
-    panels = 2 if len(curve("hellaswag_acc")[0]) > 1 else 1
-    figure, axes = plt.subplots(panels, 1, figsize=(7, 2.8 * panels + 0.6), sharex=True, squeeze=False)
-    loss = axes[0][0]
-    loss.plot(*curve("train_loss"), color="tab:grey", linewidth=1, label="training")
-    loss.plot(*curve("val_loss"), color="tab:blue", marker="o", label="validation")
-    loss.set_ylabel("loss (nats per token)")
-    loss.legend()
-    if panels == 2:
-        steps, accuracy = curve("hellaswag_acc")
-        known = dict(zip(*curve("hellaswag_stderr")))
-        errors = [known.get(step, 0.0) for step in steps]
-        panel = axes[1][0]
-        panel.errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors],
-                       color="tab:green", marker="o", capsize=3, label="four endings")
-        panel.axhline(25, color="tab:grey", linestyle=":", label="guessing")
-        panel.set_ylabel("accuracy (%)")
-        panel.set_ylim(0, 100)
-        panel.legend()
+    runs, colors = report.runs, re.findall(r"--color-\d: light-dark\((#\w+)", join_assets("base.css"))
+    groups = {each["name"]: each["runs"] for each in by_configuration(runs, [*results(runs)])}
+    groups = groups or {run.name: [run.name] for run in runs}
+    drawn = sorted({name for run in runs for name, curve in run.curves.items() if len(curve) > 1})
+    tasks = task_names(drawn, runs[0].settings.get("HELLASWAG_NAME", "HellaSwag"))
+    panels = [("loss (nats per token)", 1, [name for name in ("val_loss", "train_loss") if name in drawn]),
+              *((f"accuracy on {tasks[name]} (%)", 100, [name]) for name in [*tasks][:1])]
+    rcParams.update({"font.size": 9, "pdf.fonttype": 42})
+    figure = Figure(figsize=(width, 0.62 * width * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
+    for (title, factor, names), (axis,) in zip(panels, axes):
+        axis.set(ylabel=title, yscale="log" if log and factor == 1 else "linear")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}" if log and factor == 1 else "")
+        axis.grid(alpha=0.25)
+        if chance := factor == 100 and runs[0].value(f"{names[0].removesuffix('_acc')}_chance"):
+            axis.axhline(100 * chance, color="grey", linestyle=":")
+        for (group, members), color in zip(groups.items(), cycle(colors)):
+            labels = (group.replace("$", r"\$"), None) if len(groups) > 1 else ("validation", "training")
+            chosen = [run.curves for run in runs if run.name in members]
+            shared = [name for name in names if all(name in curves for curves in chosen)]
+            for name, label, alpha in zip(shared, labels, (1, 0.4)):
+                points = [curves[name].points(2000) for curves in chosen]
+                steps = sorted(set.intersection(*({*each.x} for each in points)))
+                values = factor * np.array([np.interp(steps, each.x, each.y) for each in points])
+                axis.plot(steps, values.mean(0), label=label, color=color, alpha=alpha, linewidth=1.3)
+                axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+    axes[0][0].legend(frameon=False)
     axes[-1][0].set_xlabel("step")
-    for row in axes:
-        row[0].grid(alpha=0.3)
-    figure.suptitle(run.name, parse_math=False)  # a run's name may contain dollar signs
-    figure.tight_layout()
-    figure.savefig(output, dpi=110)
+    with disk_errors(path, CheckpointError, "name another file"):
+        figure.savefig(path, dpi=200)
 
 
 def main() -> None:
@@ -114,11 +107,11 @@ def main() -> None:
     folders = [find_run(name) for name in args.run] or [each.parent for each in settings]
     if not folders:
         raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")
-    if args.plot:
-        plot(folders[0], args.plot)
-        return show(str(args.plot))
     report = Report(folders)
     report.read()
+    if args.figure:
+        draw(report, args.figure, args.width, args.log)
+        return show(str(args.figure))
     if args.serve:
         with requires_package("starlette", "--serve"):
             import starlette  # noqa: F401
@@ -127,7 +120,9 @@ def main() -> None:
         return serve(report, args.port)
     several = folders[0].absolute().parent if args.run else output
     path = args.output or (folders[0] if len(args.run) == 1 else several) / "report.html"
-    write(report, path)
+    with (disk_errors(path, CheckpointError, "name another file with --output"),
+          atomic_write(path) as temporary):
+        temporary.write_text(render(report.data()), encoding="utf-8")
     if not args.in_background:
         for run in report.runs:
             if bad := run.set_aside():

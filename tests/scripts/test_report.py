@@ -49,6 +49,19 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     assert report(folder, second, "--output", tmp_path / "both.html").stdout == f"{tmp_path}/both.html\n"
 
 
+def test_a_figure_is_vector_graphics_of_the_width_and_joins_seeds(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    second = shutil.copytree(folder, tmp_path / "runs" / "second")
+    settings = json.loads((second / "config.json").read_text())
+    (second / "config.json").write_text(json.dumps(settings | {"SEED": 7}))
+    report(folder, second, "--figure", tmp_path / "loss.pdf", "--log", "--width", "3.3in")
+    pdf = (tmp_path / "loss.pdf").read_bytes()
+    assert float(re.search(rb"/MediaBox \[ 0 0 ([\d.]+)", pdf)[1]) == pytest.approx(3.3 * 72) and b"/Subtype /Image" not in pdf
+    report(folder, second, "--figure", tmp_path / "loss.svg")
+    assert (tmp_path / "loss.svg").read_text().count("#0067b0") > 0 == (tmp_path / "loss.svg").read_text().count("#c04d00"), "one line for two seeds"
+    assert "argument --width" in report(folder, "--figure", "x.pdf", "--width", "wide", code=2).stderr
+
+
 @pytest.mark.parametrize("arguments, code, words", [
     (["nosuch"], 5, "there is no run 'nosuch'"), (["."], 5, "is not a run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
     (["first", "--output", "https://github.com/page.html"], 2, "is a URL"), (["first", "--port", "70000"], 2, "at most 65535"),
