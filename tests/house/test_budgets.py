@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_860, 6_700, 27_500
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_860, 6_710, 27_500
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -30,7 +30,7 @@ BUDGETS = {
     "parallel/": 1260,
     "report/": 1470,
     "run/": 2400,
-    "scripts/": 6700,
+    "scripts/": 6710,
     "serving/": 820,
     "settings/": 870,
     "tests/": 27500,
