@@ -130,11 +130,11 @@ def found(records: list[dict[str, Any]]) -> list[str]:
     shown = [last[part.name] for part in PARTS if part.name in last]
     rows = ((record["part"], verdict(record), f"{record['seconds']:.0f}", cell(record["error"] or ""))
             for record in shown)
-    lines = ["", "Results of `scripts/gpu_suite.sh`.", *table_of(machine, ("", "")),
+    facts = ((cell(name), written(value)) for name, value in machine.items())
+    lines = ["", "Results of `scripts/gpu_suite.sh`.", *table("", "", rows=facts),
              "## Parts", *table("part", "result", "s", "error", rows=rows)]
     for record in shown:
-        if record["figures"]:
-            lines += [f"## {record['part']}", *figures_of(record["figures"])]
+        lines += [f"## {record['part']}", *figures_of(record["figures"])] if record["figures"] else []
     return lines
 
 
@@ -151,19 +151,14 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
     for columns, rows in by_columns.items():
         cells = [[cell(name), *(written(value.get(key, "")) for key in columns)] for name, value in rows]
         lines += table("", *map(cell, columns), rows=cells)
-    if single := {name: value for name, value in figures.items() if not isinstance(value, dict)}:
-        lines += table_of(single, ("figure", "value"))
+    if single := [(name, value) for name, value in figures.items() if not isinstance(value, dict)]:
+        lines += table("figure", "value", rows=((cell(name), written(value)) for name, value in single))
     for name, value in several:
         if profile := value.get("profile"):
-            rows = [(f"{row['ms']:.3f}", f"{100 * row['share']:.1f} %", row["calls"],
-                     f"`{cell(row['name'])}`") for row in profile]
-            lines += [f"The profiler's first rows, {name}, a step:",
-                      *table("ms", "share", "calls", "", rows=rows)]
+            rows = [(f"{row['ms']:.3f}", f"{row['share']:.1%}", row["calls"], f"`{cell(row['name'])}`")
+                    for row in profile]
+            lines += [f"First rows of the profiler, {name}:", *table("ms", "share", "calls", "", rows=rows)]
     return lines
-
-
-def table_of(values: dict[str, Any], heading: tuple[str, str]) -> list[str]:
-    return table(*heading, rows=((cell(name), written(value)) for name, value in values.items()))
 
 
 def written(value: Any) -> str:
@@ -174,16 +169,14 @@ def written(value: Any) -> str:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("--gpu-results", type=Path, metavar="FILE",
-                        help="results.jsonl of scripts/gpu_suite.sh")
+    parser.add_argument("--gpu-results", type=Path, metavar="FILE", help="results.jsonl of gpu_suite.sh")
     results = parser.parse_args().gpu_results
     if results:
         try:
             records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError) as error:
             raise DataError(f"--gpu-results {results} cannot be read: {error}") from error
-        page = with_tables("gpu", {"results": found(records)})
-        (ROOT / "docs" / "gpu.md").write_text(page, encoding="utf-8")
+        (ROOT / "docs" / "gpu.md").write_text(with_tables("gpu", {"results": found(records)}), "utf-8")
     for path, text in generated().items():
         (ROOT / path).write_text(text, encoding="utf-8")
 
