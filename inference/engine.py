@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -86,6 +86,8 @@ class Sampling:
     min_p: float = 0.0  # sample from tokens at least this times as probable as the most likely
     repetition_penalty: float = 1.0  # makes what is in the prompt or was written less likely, if above 1
     seed: int = 0
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that were written
+    frequency_penalty: float = 0.0  # subtracted once for each time that a token was written
 
 
 class Samplings:
@@ -98,6 +100,9 @@ class Samplings:
         self.penalty_B1 = None
         if any(sampling.repetition_penalty != 1 for sampling in samplings):
             self.penalty_B1 = column("repetition_penalty", samplings)
+        self.presence_B1, self.frequency_B1 = None, column("frequency_penalty", samplings)
+        if any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings):
+            self.presence_B1 = column("presence_penalty", samplings)
         rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
         self.drawn_R = torch.tensor(rows, device=device) if rows else None  # rows that are sampled
         if rows:
@@ -170,6 +175,14 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: Samplings) -> Tensor:
     return ids_RW.gather(1, index_R[:, None])[:, 0]
 
 
+class Score(NamedTuple):
+    """A written token, and log-probabilities before penalties and temperature."""
+
+    token: int
+    logprob: float
+    likeliest: list[tuple[int, float]]
+
+
 @dataclass(eq=False)
 class Request:
     """A prompt to continue, and what has been written so far."""
@@ -181,6 +194,8 @@ class Request:
     draws: Optional[Tensor] = None  # random numbers in [0, 1), one for each token; None = of the seed
     written: list[int] = field(default_factory=list)  # without the stop token
     finish_reason: Optional[str] = None  # "stop", "length" or "cancelled" once it is done
+    top_logprobs: Optional[int] = None  # how many likely tokens a score lists; None = no scores
+    scores: list[Score] = field(default_factory=list)  # one for each token in `written`
 
 
 @dataclass(eq=False)
@@ -195,7 +210,6 @@ class Row:
 
     @property
     def running(self) -> Optional[Request]:
-        """Its request, unless that is done."""
         return self.request if self.request and self.request.finish_reason is None else None
 
 
@@ -231,6 +245,12 @@ class Batch:
             self.seen_RV = torch.zeros(len(done), model.vocab_size, dtype=torch.bool, device=device)
             for seen_V, request in zip(self.seen_RV, self.requests):
                 seen_V[torch.tensor([*request.prompt_ids, *request.written], device=device)] = True
+        self.counts_RV = None  # how often each token was written
+        if self.samplings.presence_B1 is not None:
+            counts = [torch.tensor(request.written).long().bincount(minlength=model.vocab_size)
+                      for request in self.requests]
+            self.counts_RV = torch.stack(counts).to(device, torch.float32)
+        self.top = max(-1 if each.top_logprobs is None else each.top_logprobs for each in self.requests)
 
     def run(self) -> list[Request]:
         """Read the next tokens of the rows; return the requests that got a token, having no more to read."""
@@ -242,20 +262,34 @@ class Batch:
             return []
         if self.done_R is not None:
             logits_RV = logits_RV[self.done_R]
+        scores_RV = None if self.top < 0 else logits_RV.float().log_softmax(dim=-1)
         if self.seen_RV is not None:
             logits_RV = penalize(logits_RV, self.seen_RV, self.samplings.penalty_B1)
+        if self.counts_RV is not None:
+            logits_RV = logits_RV - self.samplings.frequency_B1 * self.counts_RV
+            logits_RV = logits_RV - self.samplings.presence_B1 * (self.counts_RV > 0)
         next_R = same_on_all(self.model, choose(logits_RV, self.draws_RN[:, self.steps], self.samplings))
 
         # The next step of rows that are written reads the tokens that were chosen.
         self.tokens_BT, self.steps = next_R[:, None], self.steps + 1
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, self.tokens_BT, True)
-        for row, token in zip([row for row in self.rows if not row.unread], next_R.tolist()):
+        if self.counts_RV is not None:
+            self.counts_RV.scatter_add_(1, self.tokens_BT, torch.ones_like(self.counts_RV[:, :1]))
+        if scores_RV is not None:
+            best = scores_RV.topk(min(self.top, scores_RV.shape[1]), dim=-1)
+            chosen, ids, values = (each.tolist() for each in (
+                scores_RV.gather(1, self.tokens_BT)[:, 0], best.indices, best.values))
+        done = [row for row in self.rows if not row.unread]
+        for index, (row, token) in enumerate(zip(done, next_R.tolist())):
             request, row.unread = row.request, [token]
             if token in request.stop_ids:
                 request.finish_reason = "stop"
                 continue
             request.written.append(token)
+            if request.top_logprobs is not None:
+                likeliest = [*zip(ids[index], values[index])]
+                request.scores.append(Score(token, chosen[index], likeliest[:request.top_logprobs]))
             if len(request.written) == request.max_new_tokens:
                 request.finish_reason = "length"
         return self.requests
@@ -285,7 +319,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
         return not self._waiting and not any(row.running for row in self._rows)
 
     def add(self, request: Request) -> None:

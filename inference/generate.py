@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from common.heartbeat import HEARTBEAT
-from inference.engine import READ_AT_ONCE, Engine, Request, Sampling
+from inference.engine import READ_AT_ONCE, Engine, Request, Sampling, Score
 from inference.text import Prompt, TextStream
 from model import Transformer
 
@@ -57,14 +57,17 @@ class Part(NamedTuple):
     text: str
     tokens: int  # so far
     finish_reason: str | None  # "stop" or "length" in the last part
+    scores: Sequence[Score] = ()  # of its tokens, if the request asks for them
 
 
 def part_of(index: int, request: Request, stream: TextStream) -> Part:
     """Return what a step of the engine added to a request that changed, as text."""
-    text = "" if request.finish_reason == "stop" else stream.add(request.written[-1])
+    is_token = request.finish_reason != "stop"
+    text = stream.add(request.written[-1]) if is_token else ""
     if request.finish_reason:
         text += stream.finish()
-    return Part(index, text, len(request.written), "stop" if stream.stopped else request.finish_reason)
+    reason = "stop" if stream.stopped else request.finish_reason
+    return Part(index, text, len(request.written), reason, request.scores[-1:] if is_token else ())
 
 
 @dataclass

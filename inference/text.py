@@ -90,7 +90,6 @@ class Prompt(NamedTuple):
 
 
 def text_prompt(tokenizer: Any, text: str) -> Prompt:
-    """The prompt that continues a text."""
     ids = [tokenizer.document_start_id, *tokenizer.encode(text)]
     return Prompt(ids, frozenset((tokenizer.eos_id, tokenizer.document_start_id)), ids)
 
@@ -104,6 +103,7 @@ class LanguageModel:
     tokenizer: Any
     context_length: int  # in tokens, that it was trained on
     pretrained_only: bool = False  # it has seen no chats, whatever template its tokenizer has
+    prompts: Sequence[str] = ()  # a few from its training data, to try
     chat_format: Optional[ChatFormat | TemplateFormat] = field(init=False, default=None)
     why_no_chat: str = field(init=False, default="")  # why it only continues texts
 
@@ -120,11 +120,9 @@ class LanguageModel:
                 self.why_no_chat = str(error)
 
     def text_prompt(self, text: str) -> Prompt:
-        """The prompt that continues a text."""
         return text_prompt(self.tokenizer, text)
 
     def chat_prompt(self, messages: Messages) -> Prompt:
-        """The prompt that answers a chat."""
         if self.chat_format is None:
             raise DataError(f"{self.name} cannot chat, it continues text: {self.why_no_chat}")
         return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)

@@ -5,26 +5,30 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, Optional, TypeVar
+from urllib.parse import quote
 from uuid import uuid4
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
 from inference.engine import Sampling
-from inference.text import Prompt
+from inference.generate import Part
+from inference.text import UNKNOWN, Prompt
 from serving.batcher import Answer, Batcher, Job
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
+MOST_LOGPROBS = 20  # as at OpenAI
 # What changes nothing is accepted, because clients send it by default.
 NEUTRAL: Mapping[str, tuple] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
     "store": (False,), "service_tier": ("auto", "default")}
 IGNORED = {"user", "metadata", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
@@ -54,20 +58,15 @@ def as_text(content: Any) -> Any:
 
 
 class Message(Strict):
-    """A message of a chat."""
-
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, BeforeValidator(as_text)]
 
 
 class StreamOptions(Strict):
-    """Of a stream."""
-
     include_usage: bool = False
 
 
 def as_list(value: Any) -> Any:
-    """Return a text as the only item of a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -78,6 +77,7 @@ class Asked(Strict):
     """What chats and completions have in common."""
 
     model: str
+    n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: Optional[StreamOptions] = None
     max_tokens: Optional[int] = Field(None, ge=1)
@@ -86,21 +86,23 @@ class Asked(Strict):
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: Optional[int] = Field(None, ge=-2**63, lt=2**63)
     stop: Annotated[list[StopString], BeforeValidator(as_list), Field(max_length=4)] = []
 
 
 class ChatAsked(Asked):
-    """The body of a request to /v1/chat/completions."""
-
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
 
 
 class CompletionAsked(Asked):
-    """The body of a request to /v1/completions."""
-
     prompt: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
+    logprobs: Annotated[Optional[int], BeforeValidator(lambda value: None if value is False else value),
+                        Field(ge=0, le=MOST_LOGPROBS)] = None
 
 
 AnyAsked = TypeVar("AnyAsked", bound=Asked)
@@ -123,7 +125,6 @@ async def read(request: Request, schema: type[AnyAsked]) -> AnyAsked:
 
 
 def parse(body: bytes, schema: type[AnyAsked]) -> AnyAsked:
-    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
     try:
         content = from_json(body)
     except ValueError as error:
@@ -144,27 +145,29 @@ def parse(body: bytes, schema: type[AnyAsked]) -> AnyAsked:
         raise ApiError(400, f"{field}: {why}", field) from error
     if asked.stream_options and not asked.stream:
         raise ApiError(400, "stream_options goes with stream", "stream_options")
+    if isinstance(asked, ChatAsked) and asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs", "top_logprobs")
     return asked
 
 
 class Reply(Response):
-    """The response of an answer; what is not finished when it ends, or when the client leaves, is cancelled.
-    """
+    """The response of an answer, which is cancelled if the client leaves."""
 
-    def __init__(self, answer: Answer, asked: Asked):
-        self.answer, self.asked, self.created = answer, asked, int(time.time())
+    def __init__(self, answer: Answer, asked: Asked, model: str):
+        self.answer, self.asked, self.model, self.created = answer, asked, model, int(time.time())
+        self.named = {MODEL_HEADER: quote(model, safe="/@")}
         self.is_chat = isinstance(asked, ChatAsked)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
         with self.answer:
             watching = asyncio.ensure_future(self.end_with_client(receive))
             try:
                 if not self.asked.stream:
-                    return await JSONResponse(await self.whole())(scope, receive, send)
-                headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    whole = JSONResponse(await self.whole(), headers=self.named)
+                    return await whole(scope, receive, send)
+                headers = Headers({"content-type": "text/event-stream; charset=utf-8", **self.named})
+                await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
                 async for data in self.events():
                     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(),
                                 "more_body": True})
@@ -173,57 +176,75 @@ class Reply(Response):
                 watching.cancel()
 
     async def end_with_client(self, receive: Receive) -> None:
-        """End the answer when the client is gone."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.answer.put(ApiError(499, "the client has left"))
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer. Raises ApiError if it cannot be finished."""
-        texts, reasons = [""] * len(self.answer.jobs), [""] * len(self.answer.jobs)
+        whole = [Part(index, "", 0, None) for index in range(len(self.answer.jobs))]
         async for part in self.answer.parts():
-            texts[part.index] += part.text
-            reasons[part.index] = part.finish_reason
-        choices = [*map(self.choice, range(len(texts)), texts, reasons)]
-        return self.object(choices) | {"usage": self.answer.usage()}
+            before = whole[part.index]
+            whole[part.index] = part._replace(text=before.text + part.text,
+                                              scores=[*before.scores, *part.scores])
+        return self.object([*map(self.choice, whole)]) | {"usage": self.answer.usage(self.asked.n)}
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the data of a stream's events; an error ends it."""
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
             return json.dumps(self.object(choices) | fields, ensure_ascii=False)
 
         try:
-            if self.is_chat:
+            for index in range(self.asked.n if self.is_chat else 0):
                 opening = {"role": "assistant", "content": ""}
-                yield event([self.choice(0, "", None) | {"delta": opening}])
+                yield event([self.choice(Part(index, "", 0, None)) | {"delta": opening}])
             async for part in self.answer.parts():
-                if part.text or part.finish_reason:
-                    yield event([self.choice(part.index, part.text, part.finish_reason)])
+                if part.text or part.finish_reason or part.scores:
+                    yield event([self.choice(part)])
             if self.asked.stream_options and self.asked.stream_options.include_usage:
-                yield event([], usage=self.answer.usage())
+                yield event([], usage=self.answer.usage(self.asked.n))
         except ApiError as error:
             yield json.dumps(error.body)
         else:
             yield "[DONE]"
 
     def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An object of the API: an answer, or a chunk of it."""
         name = "text_completion"
         if self.is_chat:
             name = "chat.completion.chunk" if self.asked.stream else "chat.completion"
-        return {"id": self.id, "object": name, "created": self.created, "model": self.asked.model,
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model,
                 "choices": choices}
 
-    def choice(self, index: int, text: str, reason: Optional[str]) -> dict[str, Any]:
-        """A choice of such an object."""
-        content: dict[str, Any] = {"text": text}
+    def choice(self, part: Part) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": (text := part.text)}
         if self.is_chat and self.asked.stream:
             content = {"delta": {"content": text} if text else {}}
         elif self.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": index, "finish_reason": reason, "logprobs": None, **content}
+        return {"index": part.index, "finish_reason": part.finish_reason,
+                "logprobs": self.logprobs(part) if part.scores else None, **content}
+
+    def logprobs(self, part: Part) -> dict[str, Any]:
+        """The log-probabilities of a part's tokens, in the format of chats or of completions."""
+        tokenizer = self.answer.batcher.model.tokenizer
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            # After another token: some tokenizers take the space off the first word.
+            start = tokenizer.document_start_id
+            text = tokenizer.decode([start, token])[len(tokenizer.decode([start])):]
+            return {"token": text, "logprob": logprob,
+                    "bytes": None if UNKNOWN in text else [*text.encode()]}
+
+        entries = [entry(score.token, score.logprob) | {
+            "top_logprobs": [entry(*likely) for likely in score.likeliest]} for score in part.scores]
+        if self.is_chat:
+            return {"content": entries, "refusal": None}
+        return {"tokens": [each["token"] for each in entries],
+                "token_logprobs": [each["logprob"] for each in entries],
+                "top_logprobs": [{likely["token"]: likely["logprob"] for likely in each["top_logprobs"]}
+                                 for each in entries]}
 
 
+MODEL_HEADER = "x-paddock-model"  # which model answered, as one that is alone answers to any name
 LEAST_TEMPERATURE = 1e-6  # below, the most likely token is certain, and logits would overflow
 
 
@@ -240,61 +261,64 @@ class Api:
         self.started = int(time.time())
 
     async def health(self, request: Request) -> Response:
-        """Say whether all models work."""
         if any(batcher.failed for batcher in self.batchers.values()):
             return JSONResponse({"status": "failing"}, 503)
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        """List the models."""
         return JSONResponse({"object": "list", "data": [*map(self.describe, self.batchers)]})
 
     async def model(self, request: Request) -> Response:
-        """Describe one model."""
-        return JSONResponse(self.describe(request.path_params["name"]))
+        return JSONResponse(self.describe(self.find(request.path_params["name"])))
 
     def describe(self, name: str) -> dict[str, Any]:
-        """A model as clients see it."""
-        batcher = self.batcher(name)
+        batcher = self.batchers[name]
         return {"id": name, "object": "model", "created": self.started, "owned_by": "paddock",
                 "chat": batcher.model.chat_format is not None, "context_length": batcher.length,
+                "max_tokens": min(batcher.length - 1, self.max_tokens), "prompts": batcher.model.prompts,
                 "parameters": sum(parameter.numel() for parameter in batcher.model.model.parameters())}
 
-    def batcher(self, name: str) -> Batcher:
-        """The batcher of a model. Raises ApiError if there is no such model."""
-        if name not in self.batchers:
+    def find(self, name: str) -> str:
+        """The id of a model, also by the path that was given. Raises ApiError if there is no such model."""
+        ids = [id for id, batcher in self.batchers.items() if name in (id, batcher.model.name)]
+        if not ids:
             raise ApiError(404, f"there is no model {name!r} here, but {', '.join(map(repr, self.batchers))}",
                            "model", "model_not_found")
-        return self.batchers[name]
+        return ids[0]
+
+    def asked_model(self, asked: Asked) -> tuple[str, Batcher]:
+        """The id and the batcher of the model that answers; one that is alone answers to any name."""
+        name = next(iter(self.batchers)) if len(self.batchers) == 1 else self.find(asked.model)
+        return name, self.batchers[name]
 
     async def chat(self, request: Request) -> Response:
-        """Answer a chat."""
         asked = await read(request, ChatAsked)
-        batcher = self.batcher(asked.model)
+        name, batcher = self.asked_model(asked)
         if batcher.model.chat_format is None:
-            raise ApiError(400, f"{asked.model} cannot answer chats: {batcher.model.why_no_chat}; use "
+            raise ApiError(400, f"{name} cannot answer chats: {batcher.model.why_no_chat}; use "
                                 "/v1/completions", "model")
-        batcher.check_room(1)
+        batcher.check_room(asked.n)
         try:
             messages = [message.model_dump() for message in asked.messages]
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         limit = asked.max_completion_tokens or asked.max_tokens
-        job = self.job(batcher, prompt, asked, limit, "messages")
-        return Reply(batcher.submit([job], self.seconds), asked)
+        jobs = self.jobs(batcher, prompt, asked, limit, "messages")
+        return Reply(batcher.submit(jobs, self.seconds), asked, name)
 
     async def complete(self, request: Request) -> Response:
-        """Continue texts."""
         asked = await read(request, CompletionAsked)
-        batcher = self.batcher(asked.model)
-        batcher.check_room(len(asked.prompt))
+        name, batcher = self.asked_model(asked)
+        batcher.check_room(len(asked.prompt) * asked.n)
         prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, asked.prompt)])
-        jobs = [self.job(batcher, prompt, asked, asked.max_tokens, "prompt") for prompt in prompts]
-        return Reply(batcher.submit(jobs, self.seconds), asked)
+        jobs = [job for prompt in prompts
+                for job in self.jobs(batcher, prompt, asked, asked.max_tokens, "prompt")]
+        return Reply(batcher.submit(jobs, self.seconds), asked, name)
 
-    def job(self, batcher: Batcher, prompt: Prompt, asked: Asked, limit: Optional[int], field: str) -> Job:
-        """How to continue a prompt. Raises ApiError if it is too long."""
+    def jobs(self, batcher: Batcher, prompt: Prompt, asked: Asked, limit: Optional[int], field: str
+             ) -> list[Job]:
+        """How to continue a prompt, `n` times with seeds that count up. Raises ApiError if it is too long."""
         room = batcher.length - len(prompt.ids)
         if room < 1:
             raise ApiError(400, f"{field}: the prompt has {len(prompt.ids)} tokens, but the context holds "
@@ -302,6 +326,10 @@ class Api:
                            "context_length_exceeded")
         seed = secrets.randbits(32) if asked.seed is None else asked.seed
         temperature = asked.temperature if asked.temperature >= LEAST_TEMPERATURE else 0.0
+        top = asked.logprobs
+        if isinstance(asked, ChatAsked):
+            top = asked.top_logprobs if asked.logprobs else None
         sampling = Sampling(temperature, asked.top_p, asked.top_k, asked.min_p, asked.repetition_penalty,
-                            seed)
-        return Job(prompt, min(room, self.max_tokens, limit or room), sampling, asked.stop)
+                            seed, asked.presence_penalty, asked.frequency_penalty)
+        return [Job(prompt, min(room, self.max_tokens, limit or room), replace(sampling, seed=seed + copy),
+                    asked.stop, top) for copy in range(asked.n)]

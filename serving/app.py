@@ -23,7 +23,7 @@ from common.errors import SettingsError
 from common.http_server import KEY_VARIABLE, is_loopback, listen
 from common.text import print_safely, print_traceback, show
 from inference.text import LanguageModel
-from report.page import csp_hash, fill_template, join_assets
+from report.page import csp_hash, distinct_names, fill_template, join_assets
 from serving.api import Api
 from serving.batcher import Batcher, is_out_of_memory
 from serving.guard import ApiError, Guard
@@ -56,7 +56,6 @@ class ServeOptions:
 
 
 async def show_page(request: Request) -> Response:
-    """Answer with the chat page."""
     return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
 
 
@@ -71,15 +70,22 @@ async def refuse(request: Request, error: Exception) -> Response:
     return error.response()
 
 
+def model_ids(names: Sequence[str]) -> list[str]:
+    """Short names for what the user named: of a path its end, and of a checkpoint RUN@STEP."""
+    paths = [Path(name).expanduser().absolute() for name in names]
+    return distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
+                           if path.parent.name == "checkpoints" else path for path in paths])
+
+
 def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlette:
     """Return the web application, with a thread for each model."""
     batchers: dict[str, Batcher] = {}
-    for model in models:
-        if model.name in batchers:
-            raise SettingsError(f"{model.name} is named twice; name two different models")
+    if len({model.name for model in models}) < len(models):
+        raise SettingsError(f"{models[0].name} is named twice; name two different models")
+    for model, name in zip(models, model_ids([model.name for model in models])):
         length = min(model.context_length, options.context_length)
         try:
-            batchers[model.name] = Batcher(model, options.concurrency, options.queue, length)
+            batchers[name] = Batcher(model, options.concurrency, options.queue, length)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -119,7 +125,6 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=GRACE_SECONDS))
 
     def handle_exit(self, sig, frame) -> None:
-        """End at a signal."""
         for batcher in self.config.app.state.batchers:
             batcher.stop()
         super().handle_exit(sig, frame)

@@ -32,6 +32,7 @@ class Job:
     max_new_tokens: int
     sampling: Sampling
     stop: Sequence[str] = ()
+    top_logprobs: Optional[int] = None  # as of a `Request`
 
 
 class Answer:
@@ -61,9 +62,9 @@ class Answer:
             self.tokens[part.index] = part.tokens
             yield part
 
-    def usage(self) -> dict[str, int]:
-        """The tokens of the prompts, and of the parts so far."""
-        prompts, written = sum(len(job.prompt.ids) for job in self.jobs), sum(self.tokens)
+    def usage(self, n: int) -> dict[str, int]:
+        """The tokens of the prompts, each of which has `n` jobs, and of the parts so far."""
+        prompts, written = sum(len(job.prompt.ids) for job in self.jobs[::n]), sum(self.tokens)
         return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
 
     def __enter__(self) -> "Answer":
@@ -174,7 +175,8 @@ class Batcher:
     def _add(self, answer: Answer) -> None:
         requests = []
         for index, job in enumerate(answer.jobs):
-            request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids)
+            request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids,
+                              top_logprobs=job.top_logprobs)
             stream = TextStream(self.model.tokenizer, job.stop, job.prompt.after)
             self._writing[request] = answer, index, stream
             requests.append(request)
@@ -214,7 +216,6 @@ class Batcher:
 
 
 def stopping() -> ApiError:
-    """The error of a server that ends."""
     return ApiError(503, "the server is stopping")
 
 

@@ -35,7 +35,6 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The response to the request."""
         return JSONResponse(self.body, self.status, headers=HEADERS | self.headers)
 
 
@@ -46,7 +45,6 @@ class Guard:
         self.app, self.key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(raw=message["headers"]).update(HEADERS)

@@ -24,7 +24,7 @@ BUDGETS = {
     "debug/": 730,
     "evaluation/": 470,
     "fused/": 550,
-    "inference/": 740,
+    "inference/": 760,
     "learn/": 1760,
     "observe/": 2230,
     "parallel/": 1260,

@@ -8,9 +8,10 @@ import pytest
 from factories import wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
+from checkpoint.huggingface import save_model_folder
 from inference.text import TextStream
 from serving import batcher
-from serving.app import ServeOptions
+from serving.app import ServeOptions, model_ids
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -104,9 +105,92 @@ def test_content_in_parts_and_neutral_fields_are_accepted(client):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
     together = [{"role": "user", "content": "Hel\nlo"}]
     assert chat(client, messages=parts).choices[0].message.content == chat(client, messages=together).choices[0].message.content
-    neutral = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "tools": [], "seed": None}
+    neutral = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "logit_bias": {}, "user": "me", "tools": [], "seed": None}
     assert chat(client, **neutral).choices[0].message.content == chat(client).choices[0].message.content
     assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
+
+
+@pytest.fixture(scope="module")
+def reference(models, tmp_path_factory):
+    """A function that returns transformers' logits after each token of a list."""
+    import torch
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("exported")
+    save_model_folder(folder, models[0].model.state_dict(), models[0].model.config, models[0].tokenizer, CONTEXT)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return lambda ids: model(torch.tensor([ids])).logits[0].detach()
+
+
+def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, reference, monkeypatch):
+    def text_of(token: int) -> str:
+        return models[0].tokenizer.decode([0, token]).removeprefix(models[0].tokenizer.decode([0]))
+
+    engine, prompt, done = server[1][0]._engine, models[0].chat_prompt(HELLO).ids, []
+    cancel = engine.cancel
+    monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), done.append(request.written)))
+    asked = {"logprobs": True, "top_logprobs": 5, "temperature": 2.0, "seed": 1, "extra_body": {"repetition_penalty": 1.3},
+             "presence_penalty": 0.5}
+    whole = chat(client, **asked).choices[0]
+    entries = whole.logprobs.content
+    written = done[0]
+    assert len(written) == 12
+    logprobs_TV = reference([*prompt, *written])[len(prompt) - 1:-1].log_softmax(-1)
+    for entry, token, logprobs_V in zip(entries, written, logprobs_TV):
+        assert entry.logprob == pytest.approx(float(logprobs_V[token]), abs=1e-4)
+        best = logprobs_V.topk(5)
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert [one.token for one in entry.top_logprobs] == [text_of(id) for id in best.indices.tolist()]
+        assert entry.bytes is None if "\ufffd" in entry.token else bytes(entry.bytes).decode() == entry.token == text_of(token)
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **asked)]
+    assert [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content] == entries
+    text = complete(client, logprobs=2).choices[0]
+    assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == 12 and len(text.logprobs.top_logprobs[0]) == 2
+    assert complete(client, logprobs=0).choices[0].logprobs.token_logprobs == text.logprobs.token_logprobs
+    assert chat(client).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("presence, frequency", [(1.5, 0.0), (0.0, 0.7), (-0.5, 1.1)])
+def test_penalties_are_subtracted_by_openais_formula(client, models, reference, presence, frequency):
+    """logits - presence * (count > 0) - frequency * count, where the prompt does not count."""
+    import torch
+    prompt, written = models[0].chat_prompt(HELLO).ids, []
+    for _ in range(30):
+        counts_V = torch.bincount(torch.tensor(written, dtype=torch.long), minlength=512)
+        logits_V = reference([*prompt, *written])[-1]
+        written.append(int((logits_V - presence * (counts_V > 0) - frequency * counts_V).argmax()))
+    answer = chat(client, max_tokens=30, presence_penalty=presence, frequency_penalty=frequency).choices[0].message.content
+    assert answer == models[0].tokenizer.decode(written)
+    assert answer != chat(client, max_tokens=30).choices[0].message.content
+
+
+def test_n_answers_have_seeds_that_count_up(client):
+    sampled = {"temperature": 1.0, "seed": 5}
+    several = chat(client, n=3, **sampled)
+    alone = [chat(client, **{**sampled, "seed": 5 + number}) for number in range(3)]
+    assert [choice.index for choice in several.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in several.choices] == [each.choices[0].message.content for each in alone]
+    assert several.usage.prompt_tokens == alone[0].usage.prompt_tokens and several.usage.completion_tokens == 36
+    chunks = [*chat(client, n=3, stream=True, **sampled)]
+    assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant"] * 3
+    texts = [choice.text for choice in complete(client, ["The cat", "A dog"], n=2, **sampled).choices]
+    assert texts == [complete(client, prompt, **{**sampled, "seed": seed}).choices[0].text for prompt in ("The cat", "A dog") for seed in (5, 6)]
+
+
+def test_a_model_that_is_alone_answers_to_any_name_and_ids_are_names(prepared):
+    assert model_ids(["runs/chat/checkpoints/step-00000010"]) == ["chat@step-00000010"]
+    assert model_ids(["runs/chat", "other/chat"]) == ["runs/chat", "other/chat"]
+    with serving([tiny_model(prepared.tokenizer, "runs/chä t")]) as (url, _), \
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        assert client.models.list().data[0].id == "chä t" == client.models.retrieve("runs/chä t").id
+        for path in ("/chat/completions", "/completions"):
+            for stream in (False, True):
+                body = {"model": "gpt-4o", "messages": HELLO} if path == "/chat/completions" else {"model": "gpt-4o", "prompt": "x"}
+                response = httpx.post(f"{url}/v1{path}", json={**body, "max_tokens": 2, "stream": stream})
+                assert response.headers["x-paddock-model"] == "ch%C3%A4%20t" and '"chä t"' in response.text
+    with serving([tiny_model(prepared.tokenizer, f"runs/{name}") for name in "ab"]) as (url, _), \
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        assert [model.id for model in client.models.list().data] == ["a", "b"]
+        assert chat(client, model="runs/b").model == "b", "the path that was given stays a name"
 
 
 def test_the_server_limits_how_far_a_prompt_is_continued(prepared):
@@ -145,8 +229,9 @@ REFUSED = [
     ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
     ({"top_p": 1e-300}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
-    ({"n": 2}, 400, "n", "not supported"), ({"logprobs": True}, 400, "logprobs", "not supported"),
-    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
+    ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
+    ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
