@@ -58,11 +58,15 @@ def as_text(content: Any) -> Any:
 
 
 class Message(Strict):
+    """A message of a chat."""
+
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, BeforeValidator(as_text)]
 
 
 class StreamOptions(Strict):
+    """Options of a stream."""
+
     include_usage: bool = False
 
 
@@ -93,6 +97,8 @@ class Asked(Strict):
 
 
 class ChatAsked(Asked):
+    """The body of a request to /v1/chat/completions."""
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
@@ -100,6 +106,8 @@ class ChatAsked(Asked):
 
 
 class CompletionAsked(Asked):
+    """The body of a request to /v1/completions."""
+
     prompt: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
     logprobs: Annotated[Optional[int], BeforeValidator(lambda value: None if value is False else value),
                         Field(ge=0, le=MOST_LOGPROBS)] = None
@@ -125,6 +133,7 @@ async def read(request: Request, schema: type[AnyAsked]) -> AnyAsked:
 
 
 def parse(body: bytes, schema: type[AnyAsked]) -> AnyAsked:
+    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
     try:
         content = from_json(body)
     except ValueError as error:
