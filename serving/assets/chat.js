@@ -6,6 +6,7 @@ const KEPT = "paddock-conversation-";  // before the id of each conversation tha
 const DEFAULTS = {system: "", temperature: "0.8", top_p: "0.95", top_k: "0", min_p: "0",
   repetition_penalty: "1", max_tokens: "512", seed: "", stop: ""};
 const SILENCE = 3000;  // milliseconds without a token before the page says so
+const TOP = 5;  // likely tokens that are shown for each token
 const MEASURABLE = 10;  // milliseconds from the first to the last token, for a speed
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const UNCLEAR = "The server sent something that this page does not understand.";
@@ -16,6 +17,7 @@ const newId = () => `${Date.now()}-${Math.random()}`;
 const chat = {models: ["", null], panel: false, drawer: false, fields: {}, turns: [], draft: "",
   id: newId(), at: Date.now(), ...JSON.parse(sessionStorage.getItem(STORE))};
 const running = new Map();  // answer -> {stopper, since: when it last wrote}
+const tokensOf = new WeakMap();  // answer -> its tokens with their log-probabilities, until the page is left
 let served = [], key = sessionStorage.getItem(KEY_STORE), wantsKey = false;
 let editing = null, copied = null, notice = null, follows = true;
 let library = null;  // the conversations that are kept, once they were read
@@ -71,7 +73,8 @@ function requestOf(turn, column, reply) {
   const sampling = Object.entries(numbers).filter(([, value]) => value !== "");
   const body = {model: id, stream: true, stream_options: {include_usage: true},
     ...Object.fromEntries(sampling.map(([name, value]) => [name, Number(value)])),
-    seed: reply.seed};
+    seed: reply.seed, logprobs: hasTemplate || TOP};
+  if (hasTemplate) body.top_logprobs = TOP;
   if (stopStrings().length) body.stop = stopStrings();
   const index = chat.turns.indexOf(turn);
   const told = toldBefore(chat.turns, index, column, reply.from);
@@ -118,11 +121,13 @@ async function answer(turn, column, seed) {
   const reply = {model, text: "", state: "running", seed, system, isText: !isChat};
   const before = turn.answers[column], versions = versionsOf(turn, column).filter(({text}) => text);
   const stopper = new AbortController(), work = {stopper, since: Date.now()};
+  const tokens = [];
   let first = null, last = null, reason = UNREACHABLE;
   turn.versions ??= [];
   turn.versions[column] = {before: versions, after: []};
   turn.answers[column] = reply;
   turn.better = null;
+  tokensOf.set(reply, tokens);
   running.set(reply, work);
   follows = true;
   redraw();
@@ -138,12 +143,13 @@ async function answer(turn, column, seed) {
         last = work.since = Date.now();
         first ??= last;
       }
+      tokens.push(...tokensIn(choices[0]?.logprobs));
+      if (tokens.length) reply.tokens = tokens.length;
       reply.finish = choices[0]?.finish_reason ?? reply.finish;
       if (usage) [reply.tokens, reply.total] = [usage.completion_tokens, usage.total_tokens];
       redraw();
     }
     if (!reply.finish) throw new ApiError(null, LOST);
-    if (last - first >= MEASURABLE) reply.speed = 1000 * (reply.tokens - 1) / (last - first);
     reply.isEnd = !isChat && reply.finish === "stop" && !stopStrings().length;
     reply.state = "done";
   } catch (error) {
@@ -154,11 +160,20 @@ async function answer(turn, column, seed) {
       versions.splice(versions.indexOf(before), 1);
     }
   }
+  if (last - first >= MEASURABLE && reply.tokens) reply.speed = 1000 * (reply.tokens - 1) / (last - first);
   running.delete(reply);
   byId("announced").textContent = `${reply.model}: ${reply.text} ${statusOf(reply)}`;
   save();
   draw();
   if (wantsKey) byId("key-text").focus();
+}
+
+/** The tokens in a piece of an answer, as [text, log-probability, [likely ones]]. */
+function tokensIn(logprobs) {
+  const {content, tokens = [], token_logprobs: values, top_logprobs: likely} = logprobs ?? {};
+  if (!content) return tokens.map((token, index) => [token, values[index], Object.entries(likely[index])]);
+  return content.map(({token, logprob, top_logprobs}) => [token, logprob,
+    top_logprobs.map((one) => [one.token, one.logprob])]);
 }
 
 /** One sentence for what ended a request; `otherwise` where the browser does not tell what it was. */
@@ -216,9 +231,10 @@ function statusOf(reply) {
     if (!reply.text) return `Waiting for the first token … ${seconds ? `${seconds} s` : ""}`;
     return silence > SILENCE ? `Writing … no token for ${seconds} s` : "Writing …";
   }
-  if (reply.state !== "done") return reply.error ?? "Stopped";
-  const {text, finish, isEnd, from, tokens, speed, seed} = reply;
-  return [!text && "Empty answer", finish === "length" && "Cut off: the limit of tokens is reached",
+  const {text, finish, isEnd, from, tokens, speed, seed, state, error} = reply;
+  if (state === "failed") return error;
+  return [state === "stopped" ? "Stopped" : !text && "Empty answer",
+    finish === "length" && "Cut off: the limit of tokens is reached",
     isEnd && "The model ended the text; a new one begins",
     from && `Without the first ${from > 1 ? `${from} messages` : "message"}: the context is full`,
     tokens !== undefined && many(tokens, "token"),
@@ -226,11 +242,33 @@ function statusOf(reply) {
     seed !== undefined && `seed ${seed}`].filter(Boolean).join(" · ");
 }
 
-/** The name of a model without the folders that all models lie in. */
-function shortName(id) {
-  const isShared = (start) => served.length > 1 && served.every((model) => model.id.startsWith(start));
-  const folders = id.split("/").slice(0, -1).map((_, i, all) => `${all.slice(0, i + 1).join("/")}/`);
-  return id.slice(folders.findLast(isShared)?.length);
+/** An answer as Markdown, or as its text, in which each token that is known can be pointed at. */
+function answerText(reply) {
+  const tokens = (reply && tokensOf.get(reply)) ?? [], text = reply?.text ?? "";
+  if (!chat.raw && text && !reply.isText) return h("div", {class: "text formatted"}, partsOf(reply));
+  const isWhole = text && tokens.map(([each]) => each).join("").startsWith(text);
+  if (!isWhole) return h("p", {class: "text"}, text);
+  const label = "Tokens. Arrow keys show how likely each was.";
+  return h("p", {class: "text", tabindex: 0, role: "group", "aria-label": label},
+    tokens.map(([each], index) => h("span", {"data-token": index}, each)));
+}
+
+/** Show how likely a token was, and the likeliest ones in its place. */
+function showToken(element) {
+  const box = byId("token");
+  showToken.shown = element;
+  box.hidden = !element;
+  if (!element) return;
+  const {turn, column} = element.closest("article").querySelector("[data-column]").dataset;
+  const [text, logprob, likely] = tokensOf.get(chat.turns[turn].answers[column])[element.dataset.token];
+  const line = ([token, value]) => h("tr", {class: token === text && "chosen"},
+    h("td", {}, JSON.stringify(token)), h("td", {}, `${(100 * Math.exp(value)).toFixed(2)} %`));
+  const isListed = likely.some(([token]) => token === text);
+  fill(box, h("table", {}, likely.map(line), !isListed && line([text, logprob])));
+  const {left, bottom, top} = element.getBoundingClientRect();
+  const isLow = bottom + box.offsetHeight > innerHeight - 8;
+  box.style.left = `${Math.max(8, Math.min(left, innerWidth - box.offsetWidth - 8))}px`;
+  box.style.top = `${isLow ? top - box.offsetHeight - 4 : bottom + 4}px`;
 }
 
 function answerElement(turn, index, column) {
@@ -239,8 +277,8 @@ function answerElement(turn, index, column) {
   const isBroken = reply?.state === "failed" || reply?.state === "stopped" && !reply.text;
   const again = isBroken ? "Try again" : reply ? "Regenerate" : "Ask";
   return h("article", {class: `answer column-${column}`, "aria-label": `Answer of ${name}`},
-    h("h2", {title: name}, shortName(name)),
-    h("p", {class: "text"}, reply?.text),
+    h("h2", {title: name}, name),
+    answerText(reply),
     h("div", {class: "actions"},
       h("p", {class: `status ${reply?.state}`}, reply ? statusOf(reply) : "Was not asked"),
       index === chat.turns.length - 1 && button("answer", again, place),
@@ -272,32 +310,36 @@ function draw() {
   cancelAnimationFrame(redraw.frame);
   redraw.frame = null;
   const main = byId("main"), chosen = columns().map(modelOf);
-  document.title = [...chosen.map(({id}) => shortName(id)), "Chat"].join(" · ");
+  document.title = [...chosen.map(({id}) => id), "Chat"].join(" · ");
   byId("models").hidden = byId("composer").hidden = !served.length;
   byId("second").hidden = served.length < 2;
   for (const column of [0, 1]) {
     const select = byId(`model-${column}`), value = modelOf(column)?.id ?? "";
     fill(select, column === 1 && h("option", {value: ""}, "none"),
-      served.map(({id}) => h("option", {value: id}, shortName(id))));
+      served.map(({id}) => h("option", {value: id}, id)));
     if (select.value !== value) select.value = value;
   }
   byId("key").hidden = !wantsKey;
   fill(byId("key-note"), key ? "The server refused this key." : "The server wants its key.");
-  fill(byId("empty"), !chat.turns.length && chosen.map(greeting));
+  const prompts = chosen[0]?.prompts?.map((text) => button("prompt", text)) ?? [];
+  fill(byId("empty"), !chat.turns.length && [chosen.map(greeting), prompts.length > 0
+    && h("div", {class: "prompts"}, h("p", {}, "From its training data:"), prompts)]);
   byId("turns").classList.toggle("wide", chosen.length > 1);
   fill(byId("turns"), chat.turns.map(turnElement));
   fill(byId("mode"), [...new Set(chosen)].filter((model) => !model.chat).map(({id}) => h("span", {},
     h("bdi", {}, id), " cannot chat: it continues your text, without a system prompt. ")));
   fill(byId("notice"), notice && [notice.words, " ", notice.label && button("notice", notice.label)]);
+  document.querySelector("[data-do=raw]").setAttribute("aria-pressed", Boolean(chat.raw));
   for (const place of ["panel", "drawer"]) {
     byId(place).hidden = !chat[place];
     document.querySelector(`[aria-controls=${place}]`).setAttribute("aria-expanded", chat[place]);
   }
   if (chat.drawer) drawKept();
-  // Not `disabled`, which would take away the focus.
-  document.querySelector("[data-do=stop]").setAttribute("aria-disabled", !isRunning());
-  byId("send").setAttribute("aria-disabled", isRunning());
+  fill(byId("send"), isRunning() ? "Stop" : "Send");
+  const limit = Math.min(...chosen.map(({max_tokens: most}) => most ?? Infinity));
+  fill(byId("limit"), Number.isFinite(limit) && ` (at most ${limit.toLocaleString("en")})`);
   if (follows) main.scrollTop = main.scrollHeight;
+  byId("latest").hidden = follows || main.scrollHeight - main.scrollTop - main.clientHeight < 40;
 }
 
 /** The conversations that this browser keeps, the newest first. */
@@ -366,7 +408,7 @@ async function importFile(file) {
 /** Show another conversation; the one before can be brought back. */
 function openConversation({id, at, turns}, words) {
   const before = {id: chat.id, at: chat.at, turns: chat.turns};
-  running.forEach(({stopper}) => stopper.abort());
+  stop();
   save();
   [chat.id, chat.at, chat.turns, editing, follows] = [id, at, turns, null, true];
   say(before.turns.length > 0 && words, "Undo", () => openConversation(before));
@@ -376,10 +418,14 @@ function openConversation({id, at, turns}, words) {
 /** Go on from these turns; what they replace can be brought back. */
 function replaceTurns(turns, words) {
   const before = chat.turns;
-  running.forEach(({stopper}) => stopper.abort());
+  stop();
   [chat.turns, editing] = [turns, null];
   say(before.length > 0 && words, "Undo", () => replaceTurns(before));
   save();
+}
+
+function stop() {
+  running.forEach(({stopper}) => stopper.abort());
 }
 
 /** Send a message that follows `earlier` turns; returns whether it was sent. */
@@ -446,6 +492,8 @@ const ACTIONS = {
     library = null;
     say("The conversation was deleted.", "Undo", () => openConversation(gone));
   },
+  raw() { chat.raw = !chat.raw; showToken(null); },
+  copyCode(_, element) { copy({text: element.closest(".fence").querySelector("pre").textContent}, element); },
   chats() { exportAs("chats.jsonl", "./paddock prepare chats", kept().flatMap(chatsOf)); },
   pairs() { exportAs("preferences.jsonl", "./paddock prepare pairs", kept().flatMap(pairsOf)); },
   import() { byId("file").click(); },
@@ -467,7 +515,8 @@ const ACTIONS = {
     });
   },
   defaults() { setFields(DEFAULTS); },
-  stop() { running.forEach(({stopper}) => stopper.abort()); },
+  prompt(_, element) { send(element.textContent); byId("text").focus(); },
+  latest() { follows = true; byId("text").focus(); },
   notice() { notice.act(); byId("text").focus(); },
   edit({turn}) { edit(Number(turn)); },
   cancel() { edit(null); },
@@ -489,16 +538,17 @@ document.addEventListener("click", ({target}) => {
 document.addEventListener("keydown", (event) => {
   const {key: pressed, target} = event;
   if (pressed === "Escape" && editing !== null) edit(null);
-  else if (pressed === "Escape") ACTIONS.stop();
+  else if (pressed === "Escape") stop();
   // Where signs are composed (Japanese, for one), Enter chooses among them; Safari tells by 229 alone.
   if (pressed !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   if (target.id === "editor" || target.id === "text") event.preventDefault();
   if (target.id === "editor") ACTIONS.resend();
-  if (target.id === "text") byId("composer").requestSubmit();
+  if (target.id === "text" && send(target.value)) target.value = chat.draft = "";
 });
 document.addEventListener("submit", (event) => event.preventDefault());
 byId("composer").addEventListener("submit", () => {
-  if (send(byId("text").value)) byId("text").value = chat.draft = "";
+  if (isRunning()) stop();
+  else if (send(byId("text").value)) byId("text").value = chat.draft = "";
 });
 byId("key").addEventListener("submit", () => {
   key = byId("key-text").value;
@@ -517,6 +567,7 @@ byId("main").addEventListener("scroll", ({target}) => {
   const below = target.scrollHeight - target.scrollTop - target.clientHeight;
   follows = below < 2 || (below < 40 && target.scrollTop > (target.before ?? 0));
   target.before = target.scrollTop;
+  redraw();
 });
 byId("file").addEventListener("change", async ({target}) => {
   await importFile(target.files[0]);
@@ -525,6 +576,14 @@ byId("file").addEventListener("change", async ({target}) => {
   redraw();
 });
 addEventListener("storage", () => { library = null; redraw(); });  // of another tab
+document.addEventListener("pointerover", ({target}) => showToken(target.closest("[data-token]")));
+document.addEventListener("keydown", ({key: pressed, target}) => {
+  const step = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[pressed];
+  if (pressed === "Escape") showToken(null);
+  else if (step && target.role === "group" && target.querySelector("[data-token]")) {
+    showToken((target.contains(showToken.shown) && showToken.shown[step]) || target.firstElementChild);
+  }
+});
 addEventListener("resize", redraw);
 addEventListener("pagehide", save);
 setInterval(() => isRunning() && redraw(), 1000);  // the seconds of waiting

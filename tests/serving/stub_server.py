@@ -18,7 +18,7 @@ from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 def model(name: str, chat: bool = True) -> dict:
     return {"id": name, "object": "model", "created": 0, "owned_by": "paddock", "chat": chat, "context_length": 2048,
-            "parameters": 134_515_008}
+            "parameters": 134_515_008, "max_tokens": 2047, "prompts": []}
 
 
 class StubServer:
@@ -86,7 +86,9 @@ class StubServer:
             for index, piece in enumerate(self.pieces):
                 await self.held(index)
                 said = {"delta": {"content": piece}} if is_chat else {"text": piece}
-                yield event(choices=[{"index": 0, **said, "finish_reason": None}])
+                scored = {"token": piece, "logprob": -0.5, "top_logprobs": [{"token": piece, "logprob": -0.5}, {"token": "Bye", "logprob": -2}]}
+                logprobs = {"content": [scored]} if is_chat else None
+                yield event(choices=[{"index": 0, **said, "logprobs": logprobs, "finish_reason": None}])
                 await asyncio.sleep(self.pause_seconds)
             await self.held(len(self.pieces))
         except asyncio.CancelledError:

@@ -11,8 +11,9 @@ from factories import wait_until
 from stub_server import StubServer, model
 
 from data_pipeline.chats import chats_of, pair_of
-from serving.app import CONTENT_SECURITY_POLICY, PAGE
+from serving.app import ASSETS, CONTENT_SECURITY_POLICY, PAGE
 
+MARKED_SHA256 = "bb95d4c15f1289f78486eaacebf3bb18688475ed58a040ef762ed49337090542"  # of marked 18.2.1, lib/marked.umd.js
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
 ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request
 
@@ -27,9 +28,11 @@ def test_the_policy_allows_this_script_and_style_and_nothing_else():
 
 
 def test_the_page_names_no_other_place():
+    library = (ASSETS / "marked.umd.js").read_text(encoding="utf-8")
     elements = re.sub(r"<script.*?</script>", "", PAGE, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
-    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|cookie", PAGE)
+    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|cookie", PAGE.replace(library, ""))
+    assert hashlib.sha256(library.encode()).hexdigest() == MARKED_SHA256 and library in PAGE, "unmodified"
 
 
 class Chat:
@@ -168,9 +171,9 @@ def test_the_page_of_the_real_server(chat, real_server):
     page.set("max_tokens", "")
     page.say("More")
     wait_until(lambda: page.locator(".answer .text").nth(2).text_content())
-    page.do("stop")  # 4,096 tokens would be written
-    page.reads("^Stopped$", 3)
-    page.reads("^Stopped$|^Cut off", 4)  # of 80 at most
+    page.click("#send")  # 4,096 tokens would be written
+    page.reads("^Stopped · ", 3)
+    page.reads("^Stopped · |^Cut off", 4)  # of 80 at most
     wait_until(lambda: not any(batcher._open for batcher in batchers))
 
 
@@ -187,7 +190,8 @@ def test_an_answer_is_shown_as_it_is_written(chat, stub):
     assert page.text_content("#announced").startswith("sft: Hello, world 3 tokens")
     assert stub.requests == [{
         "path": "/v1/chat/completions", "model": "sft", "messages": messages("Hi"), "stream": True, "stream_options": {"include_usage": True},
-        "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 512, "seed": seed}]
+        "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 512, "seed": seed,
+        "logprobs": True, "top_logprobs": 5}]
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
@@ -196,8 +200,8 @@ def test_stop_keeps_what_was_written_and_cancels_the_request(chat, stub, how):
     with held(stub, 1):
         page.say("Hi")
         page.sees("Hello")
-        page.do("stop") if how == "button" else page.press("#text", "Escape")
-        page.reads("^Stopped$")
+        page.click("#send") if how == "button" else page.press("#text", "Escape")
+        page.reads("^Stopped · ")
         wait_until(lambda: stub.cancelled == 1)
     page.say("More")
     page.sees("Hello", "Hello, world")
@@ -494,6 +498,7 @@ def test_texts_are_text(chat, stub):
     page.fill("#text", HOSTILE)
     page.evaluate("document.getElementById('text').value += String.fromCharCode(0xd800)")
     page.press("#text", "Enter")
+    page.do("raw")
     page.sees(HOSTILE + "\ud83d\u0000\u001b[2J")
     assert page.locator(".said .text").evaluate("element => element.innerText.toWellFormed()") == HOSTILE + "\ufffd"  # with its lines and spaces
     assert page.evaluate("document.images.length + document.scripts.length") == 1
@@ -575,9 +580,9 @@ def test_waiting_shows_and_can_be_stopped(chat, stub):
         page.reads("^Waiting for the first token … $")
         page.clock.run_for(7000)
         page.reads(r"^Waiting for the first token … (7|8|9|\d\d) s$")
-        page.do("stop")
+        page.click("#send")
         page.clock.run_for(100)
-        page.reads("^Stopped$")
+        page.reads("^Stopped · ")
     assert page.inner_text("[data-do=answer]") == "Try again"
 
 
@@ -611,7 +616,7 @@ def test_new_conversation_stops_and_can_be_undone(chat, stub):
         wait_until(lambda: stub.cancelled == 1)
     page.do("notice")
     page.sees("Hello")
-    page.reads("^Stopped$")
+    page.reads("^Stopped · ")
 
 
 def test_text_is_copied(chat, stub):
@@ -628,6 +633,7 @@ def test_text_is_copied(chat, stub):
 def test_the_page_follows_a_reader_at_the_end_only(chat, stub):
     page = chat()
     stub.pieces = [f"line {i}\n" for i in range(300)]
+    page.do("raw")
     below = "(main => main.scrollHeight - main.scrollTop - main.clientHeight)(document.getElementById('main'))"
     with held(stub, 200):
         page.say("Hi")
@@ -639,6 +645,84 @@ def test_the_page_follows_a_reader_at_the_end_only(chat, stub):
         before = page.evaluate("document.getElementById('main').scrollTop")
     page.sees("".join(stub.pieces))
     assert page.evaluate("document.getElementById('main').scrollTop") == before
+    page.click("#latest")
+    wait_until(lambda: page.evaluate(below) < 2)
+    assert page.locator("#latest").is_hidden()
+
+
+MARKDOWN = """\
+# Plan
+Some **bold**, *italic*, `a<b`, a [link](javascript:alert(1)), ![image](http://example.org/x.png) and <img src=x onerror=alert(1)>.
+
+- one
+  1. nested
+
+| a | b |
+|---|---|
+| 1 | <script>alert(1)</script> |
+
+```python
+print("<b>")
+```
+"""
+
+
+def test_markdown_becomes_elements_and_nothing_in_it_is_html(chat, stub):
+    page = chat()
+    stub.pieces = [MARKDOWN[start:start + 5] for start in range(0, len(MARKDOWN), 5)]
+    page.say("Hi")
+    page.reads("seed")
+    inside = page.locator(".answer .text")
+    assert inside.locator("h3").inner_text() == "Plan" and inside.locator("strong").inner_text() == "bold"
+    assert inside.locator("em").inner_text() == "italic" and inside.locator("p code").inner_text() == "a<b"
+    assert inside.locator("ul > li > ol > li").inner_text() == "nested" and inside.locator("th").all_inner_texts() == ["a", "b"]
+    assert inside.locator("td").all_inner_texts() == ["1", "<script>alert(1)</script>"]
+    assert inside.locator("pre").inner_text() == 'print("<b>")' and inside.locator(".fence span").inner_text() == "python"
+    assert "link (javascript:alert(1)), image (http://example.org/x.png) and <img src=x onerror=alert(1)>." in inside.inner_text()
+    assert page.evaluate("document.images.length + document.scripts.length") == 1 and inside.locator("a").count() == 0
+    page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.do("copyCode")
+    wait_until(lambda: page.evaluate("navigator.clipboard.readText()") == 'print("<b>")')
+    page.do("raw")
+    page.sees(MARKDOWN)
+
+
+def test_a_token_shows_how_likely_it_was(chat, stub):
+    page = chat()
+    page.say("Hi")
+    page.reads("seed")
+    page.do("raw")
+    page.sees("Hello", ", ", "world", where="[data-token]")
+    page.locator("[data-token]").nth(2).hover()
+    page.sees('"world"', "60.65 %", '"Bye"', "13.53 %", where="#token td")
+    page.locator(".answer .text").focus()
+    page.keyboard.press("ArrowLeft")
+    page.sees('", "', "60.65 %", '"Bye"', "13.53 %", where="#token td")
+    page.keyboard.press("Escape")
+    assert page.locator("#token").is_hidden()
+
+
+def test_the_speed_is_said_also_after_a_stop(chat, stub):
+    page = chat()
+    stub.pause_seconds = 0.03
+    with held(stub, 2):
+        page.say("Hi")
+        page.sees("Hello, ")
+        page.click("#send")
+    page.reads(r"^Stopped · 2 tokens · [\d,.]+ tokens/s · seed")
+    assert page.inner_text("#send") == "Send" and page.locator("#send").bounding_box()["height"] == 44
+
+
+def test_an_empty_page_offers_prompts_and_the_settings_name_the_limit(chat, stub):
+    stub.models[0]["prompts"] = ["Who are you?", "What is green?", "Why?"]
+    page = chat()
+    assert page.locator("#panel").is_hidden()
+    page.toggle("panel")
+    page.sees(" (at most 2,047)", where="#limit")
+    page.do("prompt", 1)
+    page.sees("What is green?", where=".said .text")
+    page.reads("seed")
+    assert stub.requests[0]["messages"] == messages("What is green?") and page.locator("[data-do=prompt]").count() == 0
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
