@@ -30,8 +30,8 @@ from serving.guard import ApiError, Guard
 
 ASSETS = Path(__file__).parent / "assets"
 STYLE = join_assets("base.css", ASSETS / "chat.css")
-# marked 18.2.1 (`lib/marked.umd.js` of the npm package `marked`, unmodified, MIT): 53 kB, no dependencies. Its
-# lexer gives a tree of tokens, from which the page makes elements; its HTML renderer is not called.
+# marked 18.2.1 (`lib/marked.umd.js` of the npm package `marked`, unmodified, MIT): 53 kB, no dependencies.
+# Its lexer gives a tree of tokens, from which the page makes elements; its HTML renderer is not called.
 SCRIPT = join_assets("elements.js", *(
     ASSETS / f"{name}.js" for name in ("conversations", "markdown", "chat", "marked.umd")))
 # Trusted types forbid the page to set text as HTML, should its script ever try.

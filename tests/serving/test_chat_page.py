@@ -652,7 +652,7 @@ def test_the_page_follows_a_reader_at_the_end_only(chat, stub):
 
 MARKDOWN = """\
 # Plan
-Some **bold**, *italic*, `a<b`, a [link](javascript:alert(1)), ![image](http://example.org/x.png) and <img src=x onerror=alert(1)>.
+Some **bold**, *italic*, `a<b`, a [link](javascript:alert(1)), ![image](http://127.0.0.1/x.png) and <img src=x onerror=alert(1)>.
 
 - one
   1. nested
@@ -678,7 +678,7 @@ def test_markdown_becomes_elements_and_nothing_in_it_is_html(chat, stub):
     assert inside.locator("ul > li > ol > li").inner_text() == "nested" and inside.locator("th").all_inner_texts() == ["a", "b"]
     assert inside.locator("td").all_inner_texts() == ["1", "<script>alert(1)</script>"]
     assert inside.locator("pre").inner_text() == 'print("<b>")' and inside.locator(".fence span").inner_text() == "python"
-    assert "link (javascript:alert(1)), image (http://example.org/x.png) and <img src=x onerror=alert(1)>." in inside.inner_text()
+    assert "link (javascript:alert(1)), image (http://127.0.0.1/x.png) and <img src=x onerror=alert(1)>." in inside.inner_text()
     assert page.evaluate("document.images.length + document.scripts.length") == 1 and inside.locator("a").count() == 0
     page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.do("copyCode")
