@@ -15,7 +15,7 @@ export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before t
 set_up() {
     trap 'echo "Interrupted; the same command tries again" >&2; exit 130' INT  # pip catches Ctrl-C
     find_environment || make_environment .venv
-    local prefix file stamp wanted list stamps=() missing=()
+    local prefix file stamp wanted stamps=() missing=()
     prefix=$(python -c 'import sys; print(sys.prefix)')
     for file in "$@"; do
         stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch==' | cksum | tr -d ' ')
@@ -29,10 +29,7 @@ set_up() {
         # No requirement may replace it.
         wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')
     fi
-    list=$(mktemp -d)/requirements.txt
-    echo "$wanted" > "$list"
-    install -r "$list" || { echo "error: ${missing[*]} could not be installed; the same command tries again" >&2; exit 1; }
-    rm -r "${list%/*}"
+    install -r /dev/stdin <<< "$wanted" || { echo "error: ${missing[*]} could not be installed; the same command tries again" >&2; exit 1; }
     touch "${stamps[@]}" 2> /dev/null || true  # another user's environment is checked each time
 }
 
@@ -111,9 +108,7 @@ install_torch() {
     local errors
     if [ "$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null && [ ! -e /proc/driver/nvidia ]; then
         echo "There is no NVIDIA driver, so the CPU build of torch $1 is preferred (200 MB) ..."
-        if command -v uv > /dev/null; then
-            if uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
-        fi
+        if command -v uv > /dev/null && uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
         if [[ $1 != *\* ]]; then
             { errors=$(install "torch==$1+cpu" 2>&1 1>&3) && return; } 3>&1
             # Only if the index answers and lacks this build; without a network or disk space, the larger one fails too.
@@ -130,10 +125,7 @@ install_torch() {
 enter_environment_with_torch() {
     [[ "$1" =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || { echo "error: --torch ${1:-(nothing)}: expected a version such as 2.15.0, or 2.12 for the newest 2.12.x" >&2; exit 2; }
     activate ".venv-torch-$1" || make_environment ".venv-torch-$1"
-    case "$1" in
-        *.*.*) has_torch python || install_torch "$1" ;;
-        *) has_torch python || install_torch "$1.*" ;;
-    esac
+    has_torch python || case "$1" in *.*.*) install_torch "$1" ;; *) install_torch "$1.*" ;; esac
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

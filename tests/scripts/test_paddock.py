@@ -24,7 +24,7 @@ with open(os.environ["LOG"], "a") as log:
 # pip of the copy's environments: notes what it should install, and torch appears.
 PIP = '''
 import json, os, re, sys
-lines = [line for word in sys.argv if word.endswith(".txt") for line in open(word).read().splitlines()]
+lines = [line for word in sys.argv if word == "/dev/stdin" for line in open(word).read().splitlines()]
 with open(os.environ["LOG"], "a") as log:
     print(json.dumps(["pip", sys.argv[1:] + lines, os.getcwd(), sys.prefix]), file=log)
 for word in sys.argv:
