@@ -43,7 +43,7 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes, write_report
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
-from settings.derived import SMALL_MODEL, settings_of_data
+from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
 from tokenizer import load_tokenizer
 
@@ -120,7 +120,7 @@ def prepare_device(config: Config) -> torch.device:
 
 def decide_by_data(loaded: Loaded) -> Loaded:
     """The settings, with those that follow from the hardware and the size of the data."""
-    config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile"}, []
+    config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile", "learning_rate"}, []
     if undecided and config.data_path and config.tokenizer_path:
         rows = count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
         chosen = settings_of_data(config, rows, undecided)
@@ -304,6 +304,10 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
         identity = inputs.identity(config, state["identity"])
         changes = check_changes(state, config, identity, folder, own, loaded.sources)
         notes, warnings = notes + changes.notes, warnings + changes.warnings
+    if not resumed and "learning_rate" in loaded.undecided:
+        rate = float(f"{config.learning_rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
+        config = config.model_copy(update={"learning_rate": rate})
+        notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")
     if not resumed:
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
         part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""

@@ -31,6 +31,7 @@ FOR_ONE_START = {
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # of full fine-tuning, as in TRL's and axolotl's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5}
+RECIPE_WIDTH = 2048  # DIM of the smallest models of these recipes; muP: a rate is as 1 / width
 EPOCHS = {"sft": 3.0, "dpo": 1.0}
 BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64}  # of a batch chosen by data
 SMALL_MODEL = 50_000_000  # weights in matrices, below which a CPU computes sooner without a compiler
@@ -178,6 +179,8 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
         undecided += ["total_batch_size", "micro_batch_size"]
     if is_tuning or config.epochs:
         undecided += ["warmup_steps"]
+    if is_tuning:
+        undecided += ["learning_rate"]  # a narrow model, once its shape is read, takes a higher rate
     undecided = [name for name in undecided if name not in decided]
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]

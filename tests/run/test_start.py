@@ -452,3 +452,22 @@ def test_the_teacher_is_asked_for_the_rows_that_the_run_reads():
     config, rows = Config(seed=1, data_seed=7, max_steps=2, total_batch_size=3 * 1024, micro_batch_size=3), range(1000)
     order = RowOrder(len(rows), config.rows_per_step, config.micro_batch_size, config.row_seed, 0, 1, None)
     assert sorted([*order.all_rows(0), *order.all_rows(1)]) == rows_read(config, rows, "train", 0).tolist()
+
+
+@pytest.mark.parametrize("mode, recipe", [("sft", 2e-5), ("orpo", 1e-6)])
+def test_a_narrow_model_is_tuned_at_a_higher_rate(mode, recipe, stages, tmp_path, monkeypatch):
+    """In proportion to 1 / DIM below that of the recipes, as in muP; a resumed run keeps its rate, and a given rate is kept."""
+    run = stages.run(mode, tmp_path, **UNMEASURED, MAX_STEPS=1)
+    given = run.settings.pop("LEARNING_RATE")
+
+    def trained(**changes) -> dict:
+        assert run.train(**changes) == 0
+        return read_json(tmp_path / changes.get("RUN_NAME", run.folder.name) / "config.json")
+
+    settings = trained()
+    scaled = pytest.approx(recipe * 2048 / settings["DIM"], rel=0.05)
+    assert settings["LEARNING_RATE"] == scaled
+    monkeypatch.setattr("run.start.RECIPE_WIDTH", settings["DIM"])
+    assert trained(MAX_STEPS=2)["LEARNING_RATE"] == scaled, "a resumed run"
+    assert trained(RUN_NAME="wide")["LEARNING_RATE"] == recipe
+    assert trained(RUN_NAME="given", LEARNING_RATE=given)["LEARNING_RATE"] == given
