@@ -58,8 +58,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     own.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
                 for name, _, values in (each.partition("=") for each in own.vary)]
     if empty := [name for name, values in own.vary if not values]:
-        raise SettingsError(f"--vary {empty[0]}: has no values; write for example "
-                            "--vary LEARNING_RATE=1e-3,3e-3")
+        raise SettingsError(f"--vary {empty[0]} has no values; write --vary LEARNING_RATE=1e-3,3e-3")
     if own.seeds == 1 and not own.vary:
         raise SettingsError("nothing varies; give --vary NAME=VALUE,VALUE, or --seeds above 1")
     own.name = own.name or "-".join(["sweep", *(name for name, _ in own.vary)])
@@ -140,11 +139,8 @@ class Sweep:
                 place, trial = self.waiting.get_nowait()
             except queue.Empty:
                 return
-            left = ""
-            if self.seconds:
-                rounds = (self.waiting.qsize() + workers) / workers
-                left = f", about {duration(fmean(self.seconds) * rounds)} left"
-            where = f" on GPU {gpu}" if gpu else ""
+            where, rounds = f" on GPU {gpu}" if gpu else "", (self.waiting.qsize() + workers) / workers
+            left = f", about {duration(fmean(self.seconds) * rounds)} left" if self.seconds else ""
             show(f"=== {place}/{len(self.trials)} {trial.name}{where}{left}")
             started = time.monotonic()
             # In a separate session, so that Ctrl-C reaches it once, through `stop`.
@@ -167,8 +163,6 @@ class Sweep:
 
 def show_table(folder: Path, trials: list[Trial]) -> None:
     """Print a line for each configuration, or for each run if there is one seed, and write the report."""
-    if not trials:
-        return
     report = Report([folder / trial.name for trial in trials])
     report.read()
     measured = [*results(report.runs)]
@@ -186,9 +180,8 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
                          *((f"{made['difference']:+.4f}", f"{made['p']:.2g}") if tested else ("", ""))))
     widths = [max(map(len, column)) for column in zip(*rows)]
     show(*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
-    folders = [str(run.folder) for run in report.runs]
-    subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *folders, "--output",
-                    str(folder / "report.html")], check=False)
+    subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
+                    "--output", str(folder / "report.html")], check=False)
 
 
 def main() -> None:
@@ -198,13 +191,13 @@ def main() -> None:
 
     visible = os.environ.get(VISIBLE, "").split(",")
     gpus = [visible[place] if visible[0] else str(place) for place in range(torch.cuda.device_count())]
-    on_cpu = load_config(flags, complete=False).config.device == "cpu"
-    sweep = Sweep(folder, trials)
-    sweep.train([None] if on_cpu or len(gpus) < 2 else gpus)
+    sweep, device = Sweep(folder, trials), load_config(flags, complete=False).config.device
+    sweep.train([None] if device == "cpu" or len(gpus) < 2 else gpus)
     if sweep.received is not None:
         show("Stopped. Run the same command again to continue.")
         raise SystemExit(EXIT_PREEMPTED)
-    show_table(folder, [trial for trial in trials if sweep.is_finished(trial)])
+    if finished := [trial for trial in trials if sweep.is_finished(trial)]:
+        show_table(folder, finished)
     if sweep.failed:
         codes = ", ".join(f"{name} (exit code {code})" for name, code in sweep.failed.items())
         raise PaddockError(f"{len(sweep.failed)} of {len(trials)} runs failed: {codes}")

@@ -179,8 +179,7 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
         undecided += ["total_batch_size", "micro_batch_size"]
     if is_tuning or config.epochs:
         undecided += ["warmup_steps"]
-    if is_tuning:
-        undecided += ["learning_rate"]  # a narrow model, once its shape is read, takes a higher rate
+    undecided += ["learning_rate"] * is_tuning  # a narrow model, once its shape is read, takes a higher rate
     undecided = [name for name in undecided if name not in decided]
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
