@@ -197,7 +197,7 @@ class OptimConfig(Section):
     total_batch_size: int = fixed(
         524_288, "tokens per step over all ranks; gradient accumulation follows from it", ge=1)
     micro_batch_size: int = safe(8, "rows per forward pass on one rank; 0 = all rows of the rank", ge=0)
-    max_seq_len: int = fixed(1024, "tokens in a row", ge=1)
+    max_seq_len: int = fixed(1024, "tokens in a row; sft and dpo by default have at most the start's", ge=1)
     max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
     epochs: Optional[float] = safe(
         None, "passes over the training data, instead of MAX_STEPS; without both, sft 3 and dpo 1", gt=0)

@@ -40,11 +40,7 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
 
 
 def read_item_scores(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
-    """Yield the evaluations of a run in the order of the log.
-
-    Args:
-        invalid: counts the lines that are not valid, by the name of the file.
-    """
+    """Yield the evaluations of a run in the order of the log; count invalid lines by the name of the file."""
     invalid = Counter() if invalid is None else invalid
     for entry in read_entries(path, invalid):
         try:
@@ -87,9 +83,7 @@ def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
     Units of a block are alike, and blocks differ in size. The mean R is the ratio of two sums over B blocks,
     of their loss sums L and their counts C; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
 
-    Args:
-        losses: the mean loss of each block.
-        counts: the units of each block.
+    `losses` are the mean losses of the blocks, and `counts` their units.
     Source: Cochran 1977, Sampling Techniques, chapter 6, the ratio estimate without finite correction.
     """
     blocks, total = len(losses), counts.sum()

@@ -53,8 +53,7 @@ def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
              advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
     """Return what is wrong with a file that a manifest lists, in words; None if it is intact.
 
-    Args:
-        advance: called with the number of bytes of each block that was hashed.
+    `advance` gets the number of bytes of each block that was hashed.
     """
     path = folder / name
     if leads_outside(name, folder):

@@ -98,12 +98,7 @@ def assignments(values: Mapping[str, Any]) -> str:
 
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config, folder: Path,
              own: bool) -> str:
-    """What the user can do about changed fixed settings: only what works here.
-
-    Args:
-        before: the values of these settings in the checkpoint.
-        own: the checkpoint belongs to this very run.
-    """
+    """What the user can do about fixed settings that had the values `before`: only what works here."""
     # Restore them, or start another run, from the start or with the checkpoint's weights.
     files = [name for name in before if name.endswith("_PATH")]
     restore = (assignments({name: value for name, value in before.items() if name not in files}),

@@ -333,11 +333,7 @@ def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a log, if there is one.
-
-    Args:
-        invalid: counts the other lines by the name of the file.
-    """
+    """Yield the valid lines of a log, if there is one; count the others by the name of the file."""
     try:
         for _, entry in read_lines(path):
             if entry:

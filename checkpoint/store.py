@@ -54,11 +54,8 @@ def publish(folder: Path, write_files: Callable[[Path], Optional[Mapping[str, st
     """Write a folder with its manifest, all or nothing, replacing one of the same name.
 
     If a network disk fails for a moment, everything is written again after RETRY_SECONDS: data written before
-    a failed fsync may be lost even if a second fsync succeeds.
-
-    Args:
-        write_files: fills a folder. It may return the SHA-256 of files that it hashed while writing.
-        facts: what the manifest holds besides the files.
+    a failed fsync may be lost even if a second fsync succeeds. `write_files` may return the SHA-256 of files
+    that it hashed while writing. `facts` are the manifest's fields besides the files.
     """
     folder = Path(folder).absolute()
     for seconds in (*RETRY_SECONDS, None):
@@ -161,10 +158,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True) -> dict[str, Any]:
     """The manifest of a checkpoint whose files all have their listed size and SHA-256.
 
-    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
-
-    Args:
-        resumes: whether this trainer state is resumed; if not, the optimizer's file is not verified.
+    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it. The
+    optimizer's file is verified only if the run `resumes` this trainer state.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

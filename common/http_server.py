@@ -21,11 +21,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Args:
-        port: 0 for a free one.
-    """
+    """Return a socket that listens at an address; port 0 is a free one."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

@@ -71,9 +71,8 @@ def is_transient(error: BaseException) -> bool:
 def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -> T:
     """Return what `request` returns, after up to TRIES tries; print a line with `name` before each wait.
 
-    Args:
-        only_if_answered: a server that does not answer the first try is not asked again, because the name may
-            be a mistyped path.
+    With `only_if_answered`, a server that does not answer the first try is not asked again, because the name
+    may be a mistyped path.
     """
     for number in range(1, TRIES):
         try:

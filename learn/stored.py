@@ -128,9 +128,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
                    load_model: Callable[[], nn.Module], micro_batch_size: int) -> ReferencedRows:
     """Return the rows with the reference's log-probabilities, kept in a file that is named by its weights.
 
-    Args:
-        facts: what the values follow from: the reference's `weights_sha256` and `compute_dtype`.
-        load_model: loads the reference if it is needed.
+    `facts` are the reference's `weights_sha256` and `compute_dtype`. It is loaded only if it is needed.
     """
     ranks, log = store.context.ranks, store.context.log
     facts = {**facts, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
@@ -325,11 +323,7 @@ class TeacherRows:
             self.commit()
 
     def commit(self, strike_out: Sequence[int] = ()) -> None:
-        """Flush the written records to the disk, and only then mark them as stored.
-
-        Args:
-            strike_out: rows to mark as not stored.
-        """
+        """Flush the written records to the disk, then mark them as stored, and those to strike out as not."""
         with disk_errors(self.folder, DataError, DISK_ADVICE):
             os.fsync(self.descriptors["rows.bin"])
             for index, checksum in (*self.pending, *((index, 0) for index in strike_out)):
@@ -356,11 +350,8 @@ def row_checksum(batch: Batch, position: int, record: np.void) -> int:
 @torch.no_grad()
 def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
                    vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the K most likely ids of each target, and log-probabilities at the temperature: theirs, and last
-    that of all other tokens together.
-
-    Returns:
-        (B, T, K) int64 in no order, and (B, T, C) float32; 0 where there is no target.
+    """Return (B, T, K) int64, the K most likely ids of each target in no order, and (B, T, C) float32, their
+    log-probabilities at the temperature and last that of all other tokens; 0 where there is no target.
     """
     device, positions = batch.tokens_BT.device, batch.tokens_BT.numel()
     target_index_M = batch.target_index_M
@@ -386,10 +377,8 @@ def with_teacher(outputs: OutputStore, rows, facts: Mapping[str, Any], load_teac
                  config: Config, indices: Optional[np.ndarray] = None) -> TeacherRows:
     """Return the rows with the teacher's DISTILLATION_TOP_K most likely tokens of every target.
 
-    Args:
-        facts: what the outputs follow from besides the settings: teacher, vocab_size, data and split.
-        load_teacher: loads the teacher if it is needed.
-        indices: the rows that the run will read; None = all.
+    The outputs follow from the settings and `facts`: teacher, vocab_size, data and split. `indices` are the
+    rows that the run will read; None = all. The teacher is loaded only if it is needed.
     """
     context, ranks, k = outputs.context, outputs.context.ranks, config.distillation_top_k
     if k > facts["vocab_size"]:

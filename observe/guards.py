@@ -177,8 +177,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     are not finite by themselves have `own_gradient.<parameter>`, of their own micro-batches. Of a sharded
     model, each rank of one copy has its own part of the averaged gradients.
 
-    Returns:
-        The debug folder, the reports of all ranks, and whether the state is saved, as a clause.
+    Returns the debug folder, the reports of all ranks, and whether the state is saved, as a clause.
     """
     follow_folder(run)
     step = run.progress.step + 1

@@ -88,10 +88,9 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
 
 def trace(config: Config, vocab_size: int, dtype: torch.dtype,
           teacher: Optional[ModelConfig] = None) -> Traced:
-    """Take a step of rank 0 on fake tensors. The optimizer's state exists from the beginning.
+    """Take a step of rank 0 on fake tensors, perhaps beside a live teacher of this shape and the same dtype.
 
-    Args:
-        teacher: the shape of a live one, whose weights have the same dtype.
+    The optimizer's state exists from the beginning.
     """
     with fake_ranks(config.world_size):
         ranks = Ranks(rank=0, world_size=config.world_size, device=torch.device("cpu"))

@@ -133,11 +133,9 @@ def ranks_per_copy(model: nn.Module) -> int:
 
 
 def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return the whole of a tensor that is sharded like a parameter. Collective within a shard group.
+    """Return a whole tensor from each rank's own rows, which are sharded like a parameter.
 
-    Args:
-        rows: the rank's own.
-        like: the parameter.
+    Collective within a shard group.
     """
     if not is_divided(like):
         return rows
@@ -168,10 +166,8 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class RowServer:
     """Gathers sharded tensors for rank 0, one at a time, while the other ranks serve.
 
-    So rank 0 can write a checkpoint, also a second time, without any rank holding the whole model.
-
-    Args:
-        tensors: the rank's own rows by name, and the parameter that they are sharded like.
+    So rank 0 can write a checkpoint, also a second time, without any rank holding the whole model. `tensors`
+    are the rank's own rows by name, and the parameter that they are sharded like.
     """
 
     END = -1  # announced in place of an index

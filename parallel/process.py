@@ -28,7 +28,7 @@ EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers expect a process to report its error
-JOINED = "joined"  # a file beside a rank's error file: the rank has something to save
+JOINED = "joined"  # a file beside that one: the rank has something to save
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -62,20 +62,10 @@ def exit_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def mark_joined() -> None:
-    """Tell the launcher that this process has something to save from now on."""
-    if os.environ.get(ERROR_FILE):
-        with suppress(OSError):  # a full disk is reported when something is saved
-            Path(os.environ[ERROR_FILE]).with_name(JOINED).touch()
-
-
 def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:
     """Report why this process ends, in the format of torch's launchers; whether ours will print the sentence.
 
-    Args:
-        sentence: what went wrong.
-        trace: details beside the sentence: a traceback or a table.
-        is_secondary: the cause is on another rank.
+    `trace` is a traceback or a table beside the sentence. A secondary error is caused by another rank.
     """
     if not os.environ.get(ERROR_FILE):
         return False
@@ -123,11 +113,8 @@ SIOCGIFADDR = 0x8915  # of linux/sockios.h
 def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:
     """Return a socket that listens at the first of these addresses that is available on this machine.
 
-    Args:
-        port: 0 for any free one.
-        resolve_seconds: how long to wait for an unknown host name.
-    Raises:
-        OSError: no address is available: in use, not of this machine, or unknown.
+    Port 0 is any free one. An unknown host name is tried for `resolve_seconds`. Raises OSError if no address
+    is available: in use, not of this machine, or unknown.
     """
     deadline = time.monotonic() + resolve_seconds
     while True:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
@@ -141,11 +142,7 @@ class Ranks:
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
-    """Join the process group of torchrun's environment variables; without them, stay a single process.
-
-    Args:
-        device_type: "cuda" (nccl) or "cpu" (gloo).
-    """
+    """Join torchrun's process group, by nccl on "cuda" and by gloo on "cpu"; without one, stay alone."""
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
@@ -171,7 +168,9 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    process.mark_joined()
+    if file := os.environ.get(process.ERROR_FILE):
+        with suppress(OSError):  # a full disk is reported when something is saved
+            Path(file).with_name(process.JOINED).touch()
     return ranks
 
 

@@ -39,7 +39,6 @@ from run import folder as run_folder
 from run.card import BackgroundReport, commit, device_name, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
-from settings.load import peek
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,6 @@ class Progress(SavedProgress):
     def updates(self) -> int:
         """The steps that changed the weights; the learning-rate schedule counts these."""
         return self.step - self.skipped_steps
-
-    @property
-    def last_complete_step(self) -> int:
-        """The last step whose line in metrics.jsonl is complete."""
-        return self.step if self.pending_metrics is None else self.step - 1
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Record a validation loss; returns whether it is a new best. NaN never is."""
@@ -226,10 +220,12 @@ def start_writing(run: Run) -> None:
             shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
         commit()  # of this code, which may be another one when the first card is written
 
-    steps = (run.progress.last_complete_step, run.progress.step) if resumes else (-1, 0)
+    step, pending = run.progress.step, run.progress.pending_metrics
+    # The last step that is complete in metrics.jsonl, and the last one that was taken.
+    steps = (step - (pending is not None), step) if resumes else (-1, 0)
     run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
-    measured = run.progress.pending_metrics or {} if resumes else {}
+    measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
@@ -279,9 +275,8 @@ def ending(run: Run, result: str) -> list[str]:
     if config.resume != "auto":
         flags += ["--resume", "auto"]
     if run.progress.step >= config.max_steps:
-        has_epochs = "epochs" in peek([])[0]  # of .env or the environment, and MAX_STEPS excludes them
-        flags += (["--epochs", str(2 * config.epochs)] if has_epochs else
-                  ["--max-steps", str(2 * config.max_steps)])
+        length = "epochs" if config.epochs else "max_steps"
+        flags += [f"--{length.replace('_', '-')}", str(2 * getattr(config, length))]
     use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
     train = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
