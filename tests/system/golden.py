@@ -45,8 +45,7 @@ INTENDED = [
     (r"^help: scripts/report.py", "has --plot, which was plot_run.py"),
     (r"^help: scripts/(launch|generate|chat|evaluate).py: flags", "defaults in plain words; the same choices"),
     (r"^check: (sft-lora|dpo-stored)$", "the step restarts instead of starting anew"),
-    (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start"),
-    (r", continued: .*(settings|configs|log)", "settings that are not given are kept from the run")]
+    (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start")]
 
 # Settings that the reference does not record, or with another default.
 NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION)": (null|0.005),')
