@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_890, 6_710, 27_600
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_840, 6_710, 27_600
 BUDGETS = {
     "config.py": 620,
     "data_preparation_utils.py": 320,
@@ -18,16 +18,16 @@ BUDGETS = {
     "model_utils.py": 370,
     "tokenizer.py": 500,
     "train.py": 280,
-    "checkpoint/": 1880,
-    "common/": 1010,
+    "checkpoint/": 1860,
+    "common/": 1000,
     "data_pipeline/": 2990,
     "debug/": 730,
     "evaluation/": 470,
     "fused/": 550,
     "inference/": 760,
-    "learn/": 1760,
+    "learn/": 1750,
     "observe/": 2230,
-    "parallel/": 1260,
+    "parallel/": 1250,
     "report/": 1470,
     "run/": 2400,
     "scripts/": 6710,
