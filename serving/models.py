@@ -1,9 +1,12 @@
 """Opens what is named on the command line."""
 
+from pathlib import Path
 from typing import Optional
 
 from checkpoint import peft, store
 from checkpoint.huggingface import context_length, read_json
+from common.errors import PaddockError
+from data_pipeline.shards import prepared_folder
 from inference.text import LanguageModel
 from model_utils import find_model
 from run.adapters import base_of_adapters, load_for_use
@@ -17,5 +20,25 @@ def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
         base = str(of_shape)
     model, tokenizer = load_for_use(folder, base)
     longest = context_length(read_json(of_shape / "config.json"))
-    stage = store.read_state(folder).get("settings", {}).get("TRAINING_STAGE")
-    return LanguageModel(name, model, tokenizer, longest, stage == "pretrain")
+    settings = store.read_state(folder).get("settings", {})
+    stage = settings.get("TRAINING_STAGE")
+    opened = LanguageModel(name, model, tokenizer, longest, stage == "pretrain")
+    opened.prompts = prompts_to_try(opened, settings.get(f"{stage}_DATA_PATH".upper()))
+    return opened
+
+
+def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
+    """Beginnings of examples that a run was trained on, if its data is still there."""
+    try:
+        examples = read_json(prepared_folder(Path(data_path)) / "manifest.json")["examples"]
+    except (TypeError, OSError, ValueError, KeyError, PaddockError):
+        return []
+    decode = model.tokenizer.decode
+    if model.chat_format is None:
+        start = decode([model.tokenizer.document_start_id])
+        return [" ".join(text.removeprefix(start).split()[:8]) for text in examples]
+    # A user's message, if it stands alone where the chat format puts it, and is not shortened.
+    before, after = decode(model.chat_prompt([{"role": "user", "content": "?"}]).ids).split("?", 1)
+    asked = [text.partition("\u27e6")[0].partition("\nchosen: ")[0].strip() for text in examples]
+    return [*dict.fromkeys(text[len(before):-len(after.strip())] for text in asked if text.startswith(before)
+                           and text.endswith(after.strip()) and " tokens ...] " not in text)]

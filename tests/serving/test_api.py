@@ -12,6 +12,7 @@ from checkpoint.huggingface import save_model_folder
 from inference.text import TextStream
 from serving import batcher
 from serving.app import ServeOptions, model_ids
+from serving.models import prompts_to_try
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -191,6 +192,21 @@ def test_a_model_that_is_alone_answers_to_any_name_and_ids_are_names(prepared):
             openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         assert [model.id for model in client.models.list().data] == ["a", "b"]
         assert chat(client, model="runs/b").model == "b", "the path that was given stays a name"
+
+
+@pytest.mark.parametrize("kind", ["chats", "pairs", "texts"])
+def test_prompts_to_try_are_from_the_data_of_the_run(prepared, tmp_path, kind):
+    model = tiny_model(prepared.tokenizer)
+    shown = {"chats": "{}⟦Yes.<|eot_id|>⟧", "pairs": "{}\nchosen: ⟦Yes.⟧\nrejected: ⟦No.⟧"}
+    if kind == "texts":
+        model.chat_format, examples = None, [model.tokenizer.decode([model.tokenizer.document_start_id]) + "One two 3 4 5 6 7 8 9 10"]
+    else:
+        asked = [*([{"role": "user", "content": text}] for text in ("Who?", "Who?", "What\nis it?", "A [... 9 tokens ...] B")),
+                 [{"role": "system", "content": "Be kind."}, *HELLO]]
+        examples = [shown[kind].format(model.tokenizer.decode(model.chat_prompt(messages).ids)) for messages in asked]
+    (tmp_path / "manifest.json").write_text(json.dumps({"examples": examples}))
+    assert prompts_to_try(model, str(tmp_path)) == (["One two 3 4 5 6 7 8"] if kind == "texts" else ["Who?", "What\nis it?"])
+    assert prompts_to_try(model, str(tmp_path / "gone")) == prompts_to_try(model, None) == []
 
 
 def test_the_server_limits_how_far_a_prompt_is_continued(prepared):

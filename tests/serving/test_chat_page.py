@@ -71,7 +71,8 @@ class Chat:
     def reads(self, pattern: str, nth: int = -1) -> str:
         """Wait until the line below an answer, counted from 1, matches; returns it."""
         found = []
-        wait_until(lambda: found.append(["", *self.page.locator(".status").all_text_contents()][nth]) or re.search(pattern, found[-1]),
+        wait_until(lambda: found.append(["", *self.page.locator(".status").all_text_contents(), *[""] * max(0, nth)][nth])
+                   or re.search(pattern, found[-1]),
                    lambda: f"{found[-1]!r} does not match {pattern!r}", 10)
         return found[-1]
 
