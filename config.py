@@ -1,7 +1,7 @@
-"""Every setting of Paddock: its name, type, default and meaning, and the rules between settings.
+"""All settings with their types, defaults and meanings, and the rules between settings.
 
-A setting has one name: `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, `max_steps` in
-JSON and as an attribute. `settings/load.py` reads them.
+A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON and
+as an attribute. `settings/load.py` reads them.
 """
 
 import math
@@ -16,32 +16,33 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from common.text import command, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
-MAX_NAME_BYTES = 200  # of RUN_NAME, of the 255 that file systems allow
-PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # of RUN_NAME
-MAX_NUMBER = 2**53  # a larger one is a typo, and JSON would round it
+MAX_NAME_BYTES = 200  # for RUN_NAME; file systems allow 255
+PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # for RUN_NAME
+MAX_NUMBER = 2**53  # larger numbers are typos, and JSON would round them
 
 
 def setting(on_resume: str, default, meaning: str, **limits):
-    """Return a field with a one-line meaning and its class on resume. Every number has an upper limit."""
+    """Return a field with a help text and its behaviour on resume. Every number has an upper limit."""
     if limits and not {"lt", "le"} & set(limits):
         limits["le"] = MAX_NUMBER
     return Field(default, description=meaning, json_schema_extra={"on_resume": on_resume}, **limits)
 
 
-# What happens if a setting differs between a checkpoint and the run that resumes from it: nothing; a warning
-# that the training curve changes; or an error, unless ALLOW_RESUME_MISMATCH names the setting.
+# If the value differs between a checkpoint and the resuming run, a safe setting is only noted, a curve
+# setting causes a warning that the training curve changes, and a fixed one an error, unless
+# ALLOW_RESUME_MISMATCH has it.
 safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
 
 
 class Section(BaseModel):
-    """A group of settings; frozen, so that what is logged is what is used."""
+    """A group of settings; frozen, so that the logged values are those in use."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
                               hide_input_in_errors=True)
 
 
 class RunConfig(Section):
-    """What kind of run it is, where it is saved, what it starts from, and the hardware."""
+    """The stage, the run's folder, its start checkpoint, and the hardware."""
 
     preset: str = safe("", "named settings (settings/presets/), above .env; the last of several wins")
     training_stage: Literal["pretrain", "sft", "dpo"] = fixed(
@@ -80,7 +81,7 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
-    """Input files, and how their tokens become rows."""
+    """Input files and rows."""
 
     pretrain_data_path: Optional[str] = safe(
         None, "prepared text, a mixture, or token files (also a glob); train prepares text and hub names")
@@ -100,7 +101,7 @@ class DataConfig(Section):
 
 
 class PreparationConfig(Section):
-    """How text becomes token shards."""
+    """Preparation of token shards."""
 
     shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1, lt=2**31)
     validation_fraction: Optional[float] = safe(
@@ -110,7 +111,7 @@ class PreparationConfig(Section):
 
 
 class ModelConfig(Section):
-    """The shape of the model, and its kernels."""
+    """The model's shape and kernels."""
 
     depth: Optional[int] = safe(
         None, "number of layers; sets width, heads, batch, steps and rates to fit, unless they are set",
@@ -152,7 +153,7 @@ class ModelConfig(Section):
 
     @property
     def hidden_dim(self) -> int:
-        """Width of the feed-forward. Source: Llama 3's reference model."""
+        """Feed-forward width. Source: Llama 3's reference model."""
         if self.ffn_dim is not None:
             return self.ffn_dim
         width = int((self.ffn_dim_multiplier or 1.0) * int(2 * 4 * self.dim / 3))
@@ -160,7 +161,7 @@ class ModelConfig(Section):
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """A block's weights, for costs and checkpoints: linear layers (outputs, inputs), then norms."""
+        """Shapes of a block's weights: linear layers (outputs, inputs), then norms."""
         heads, kv_heads, wide = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim
         norms = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
         return {"attention.wq": (heads, self.dim), "attention.wk": (kv_heads, self.dim),
@@ -176,7 +177,7 @@ class ModelConfig(Section):
 
 
 def padded(vocab_size: int) -> int:
-    """Return the rows of embedding and head: `vocab_size` up to a multiple of 128, for fast matmuls."""
+    """Round `vocab_size` up to a multiple of 128 rows of embedding and head, for fast matmuls."""
     return -(-vocab_size // 128) * 128
 
 
@@ -184,7 +185,7 @@ def padded(vocab_size: int) -> int:
 KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash",
                 "flash_attention_3": "flash", "eager": "math"}
 
-# What describes a model, and so comes with a checkpoint: its feed-forward has one width, spelt in three ways.
+# Settings that describe a model, and come with a checkpoint. Three of them can set the feed-forward width.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
 SHAPE_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "tie_embeddings")  # fixed by the weights
 MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "rope_scaling_factor",
@@ -192,7 +193,7 @@ MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "rop
 
 
 class OptimConfig(Section):
-    """The batch, the length of the run, and the optimizer."""
+    """Batch, length of the run, and optimizer."""
 
     total_batch_size: int = fixed(
         524_288, "tokens per step over all ranks; gradient accumulation follows from it", ge=1)
@@ -253,7 +254,7 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints: when they are written and which are kept."""
+    """When checkpoints are written, and which are kept."""
 
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
@@ -287,32 +288,32 @@ class LogConfig(Section):
 
 
 def step_window(text: Optional[str]) -> Optional[range]:
-    """Return the steps of "FIRST:LAST", both included; of None, None. Raises ValueError."""
+    """Parse "FIRST:LAST" (inclusive) into a range of steps; None stays None. Raises ValueError."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
-    first, last = map(int, found.groups()) if found else (0, 0)
+    numbers = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
+    first, last = map(int, numbers.groups()) if numbers else (0, 0)
     if not 1 <= first <= last:
         raise ValueError(text)
     return range(first, last + 1)
 
 
-# The linear layers of a block with Hugging Face's names, in the model's order.
+# Linear layers of a block with Hugging Face's names, in the model's order.
 LINEAR_LAYERS = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
                  "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
                  "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
                  "feed_forward.w3": "mlp.up_proj"}
 LORA_LAYERS = {name.split(".")[1]: theirs.split(".")[1] for name, theirs in LINEAR_LAYERS.items()}
-ALL_LINEAR = "all-linear"  # PEFT's word for all of these
+ALL_LINEAR = "all-linear"  # PEFT's name for all of these
 
 
 def lora_layers(names: str) -> str:
-    """Return LORA_TARGET_MODULES in our names and the model's order, however they are spelt."""
+    """Normalize LORA_TARGET_MODULES to our names in the model's order."""
     ours = {theirs: name for name, theirs in LORA_LAYERS.items()}
-    found = {ours.get(name, name) for name in map(str.strip, names.split(",")) if name}
-    if ALL_LINEAR in found:
-        found = found - {ALL_LINEAR} | {*LORA_LAYERS}
-    return ",".join([*filter(found.__contains__, LORA_LAYERS), *sorted(found - {*LORA_LAYERS})])
+    layers = {ours.get(name, name) for name in map(str.strip, names.split(",")) if name}
+    if ALL_LINEAR in layers:
+        layers = layers - {ALL_LINEAR} | {*LORA_LAYERS}
+    return ",".join([*filter(layers.__contains__, LORA_LAYERS), *sorted(layers - {*LORA_LAYERS})])
 
 
 class LoraConfig(Section):
@@ -376,30 +377,30 @@ PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scrip
 
 
 class EvalTask(NamedTuple):
-    """A multiple-choice set that the settings name."""
+    """A multiple-choice set in the settings."""
 
-    name: str  # of its metrics
+    name: str  # prefix of its metrics
     title: str
     path: str
-    setting: str  # how the settings name the path, for errors
+    setting: str  # the setting with the path, for errors
 
 
 class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
              CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig):
-    """All sections in one: a function that needs one section accepts a Config."""
+    """All sections in one; functions that need one section accept a Config."""
 
     @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
     @classmethod
     def expand_user(cls, path: Optional[str]) -> Optional[str]:
-        """Expand ~, which no shell does in a file or after `--output-dir=`."""
+        """Expand ~, which shells do not expand in files or after `--output-dir=`."""
         return path and os.path.expanduser(path)
 
     @property
     def further_tasks(self) -> list[EvalTask]:
-        """EVAL_TASKS; one without a colon has no path."""
-        parts = [entry.partition(":") for entry in (self.eval_tasks or "").split(",") if entry.strip()]
+        """The sets in EVAL_TASKS; an entry without a colon has an empty path."""
+        entries = [entry.partition(":") for entry in (self.eval_tasks or "").split(",") if entry.strip()]
         return [EvalTask(name.strip(), name.strip(), os.path.expanduser(path.strip()),
-                         f"EVAL_TASKS={name.strip()}:") for name, _, path in parts]
+                         f"EVAL_TASKS={name.strip()}:") for name, _, path in entries]
 
     @property
     def row_seed(self) -> int:
@@ -408,7 +409,7 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def choice_sets(self) -> list[EvalTask]:
-        """All multiple-choice sets: HellaSwag first, if its items are named."""
+        """All multiple-choice sets: HellaSwag if HELLASWAG_PATH is set, then EVAL_TASKS."""
         first = EvalTask("hellaswag", self.hellaswag_name, self.hellaswag_path or "", "HELLASWAG_PATH=")
         return [first] * bool(first.path) + self.further_tasks
 
@@ -418,36 +419,36 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def start_settings(self) -> list[str]:
-        """The settings that name a model to start from, of those that are set; this stage's first."""
+        """The settings that name a start checkpoint and are set; this stage's usual one first."""
         usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
         return [name for name in dict.fromkeys((usual, *START_FROM)) if getattr(self, name)]
 
     @property
     def start_setting(self) -> str:
-        """The setting that names what this stage starts from: the one that is set, or the one to set."""
+        """The setting for this stage's start checkpoint: the one that is set, or the usual one."""
         usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
         return (self.start_settings or [usual])[0].upper()
 
     @property
     def named_checkpoint(self) -> Optional[str]:
-        """The checkpoint that the settings name to start from, if any."""
+        """The start checkpoint in the settings, if any."""
         names = self.start_settings if self.resume in ("auto", "never") else ["resume"]
         return next((getattr(self, name) for name in names), None)
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of one rank in one step."""
+        """Micro-batches per rank and step."""
         return self.rows_per_step // (self.micro_batch_size * self.world_size)
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Number of ranks that hold one copy of the model together."""
         if self.sharding != "hybrid":
             return self.world_size if self.sharding == "full" else 1
         return self.shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, self.world_size)))
 
     def public(self) -> dict[str, Any]:
-        """Return every setting by its name as a JSON-like value, without secrets and passwords in URLs."""
+        """Return all settings as JSON-like values by name, without secrets and passwords in URLs."""
         return {name.upper(): without_passwords(value) if isinstance(value, str) else value
                 for name, value in self.model_dump(exclude=set(SECRETS)).items()}
 
@@ -457,7 +458,7 @@ SECRETS = [name for name, field in Config.model_fields.items() if field.annotati
 
 
 def on_resume(name: str) -> str:
-    """Return "safe", "curve" or "fixed": what a change of this setting means to a resumed run."""
+    """Return "safe", "curve" or "fixed": the effect of changing this setting on resume."""
     return Config.model_fields[name].json_schema_extra["on_resume"]
 
 
@@ -465,17 +466,17 @@ def on_resume(name: str) -> str:
 
 
 def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
-    """Yield a sentence for every conflict; it names each setting that it depends on."""
+    """Yield a sentence for every conflict, with all settings involved."""
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
                   measurement_rules):
         yield from topic(config)
-    # A named checkpoint completes the model's shape when it is read.
+    # A start checkpoint completes the model's shape when it is read.
     if start_is_read or config.named_checkpoint is None:
         yield from shape_rules(config)
 
 
 def shape_rules(c: Config) -> Iterator[str]:
-    """The shape of the model."""
+    """Check the shape of the model."""
     if c.dim % c.n_heads or c.head_dim % 2:
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
@@ -488,7 +489,7 @@ def shape_rules(c: Config) -> Iterator[str]:
 
 
 def numeric_rules(c: Config) -> Iterator[str]:
-    """Batch, optimizer and precision."""
+    """Check batch, optimizer and precision."""
     need = c.micro_batch_size * c.max_seq_len * c.world_size
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
@@ -509,14 +510,14 @@ def numeric_rules(c: Config) -> Iterator[str]:
 
 
 def sharding_rules(c: Config) -> Iterator[str]:
-    """How the model is divided over the ranks."""
+    """Check how the model is divided over the ranks."""
     if c.sharding == "none":
         if c.cpu_offload:
             yield "CPU_OFFLOAD=true moves sharded weights to the host; set SHARDING=full, or remove it"
         return
     if c.world_size % c.ranks_per_copy:
         divisors = [str(n) for n in range(1, c.world_size + 1) if c.world_size % n == 0]
-        yield (f"SHARDING=hybrid needs a SHARD_DEGREE that divides WORLD_SIZE={c.world_size}, and it is "
+        yield (f"SHARDING=hybrid needs a SHARD_DEGREE that divides WORLD_SIZE={c.world_size}, but it is "
                f"{c.ranks_per_copy}{'' if c.shard_degree else ', the ranks of a machine'}; try one of "
                f"{', '.join(divisors)}")
     if c.precision == "fp16":
@@ -528,41 +529,41 @@ def sharding_rules(c: Config) -> Iterator[str]:
 
 
 def path_rules(c: Config) -> Iterator[str]:
-    """Paths are local, and the run's name is a folder name."""
-    named = [(f"{name.upper()}=", getattr(c, name)) for name in (*LOCAL_PATHS, *NAMES_OR_PATHS)]
-    for setting, value in (*named, *((task.setting, task.path) for task in c.further_tasks)):
+    """Check that paths are local, and that the run's name is a folder name."""
+    paths = [(f"{name.upper()}=", getattr(c, name)) for name in (*LOCAL_PATHS, *NAMES_OR_PATHS)]
+    for setting, value in (*paths, *((task.setting, task.path) for task in c.further_tasks)):
         if value and is_url(value):
             hub = " or a hub name" if setting[:-1].lower() in NAMES_OR_PATHS else ""
-            yield f"{setting}{value} is a URL, and must be a local path{hub}; mount or copy it"
+            yield f"{setting}{value} is a URL, but must be a local path{hub}; mount or copy it"
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{setting}{value} contains a variable or a command, which is not expanded here; "
                    "write its value (.env expands ${NAME})")
     if not c.output_dir:
-        yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
+        yield "OUTPUT_DIR is empty; set it to a folder, or remove it (default: runs)"
     if c.run_name is not None and not PLAIN_NAME.fullmatch(c.run_name):
         yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it"
+        yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, but may have {MAX_NAME_BYTES}; shorten it"
 
 
 def input_rules(c: Config) -> Iterator[str]:
-    """Data and tokenizer are named."""
+    """Check that data and tokenizer are set."""
     if c.data_path is None:
         script = command(f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py")
         sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"
                f"{sample if c.training_stage == 'pretrain' else ''}")
     if c.tokenizer_path is None:
-        yield ("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model or a tokenizer.json, or "
+        yield ("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model or a tokenizer.json, or "
                f"train one with {command('scripts/train_tokenizer.py')}")
 
 
 def evaluation_rules(c: Config) -> Iterator[str]:
-    """The names of multiple-choice sets, and which stages have answers."""
+    """Check the names of multiple-choice sets, and that the stage has answers to evaluate."""
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:
         if not path:
-            yield f"EVAL_TASKS={name} is not of the form name:file; write for example arc:data/arc.jsonl"
+            yield f"EVAL_TASKS={name} does not have the form name:file; an example is arc:data/arc.jsonl"
         elif not re.fullmatch("[a-z][a-z0-9_]*", name):
             yield (f"{setting}{path}: a name starts with a lower-case letter, followed by lower-case "
                    "letters, digits or _; choose another")
@@ -571,17 +572,17 @@ def evaluation_rules(c: Config) -> Iterator[str]:
         elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
             yield f"{setting}{path}: {name} is already the name of another metric; choose another"
     if c.generation_eval_every and c.training_stage == "pretrain":
-        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which the stages sft and "
-               "dpo have; set it to 0 with TRAINING_STAGE=pretrain")
+        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which only the stages sft "
+               "and dpo have; set it to 0 with TRAINING_STAGE=pretrain")
 
 
 def stage_rules(c: Config) -> Iterator[str]:
-    """What a run starts from, and which features work in which stage."""
+    """Check the start checkpoint, and that the stage supports the features."""
     checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
     if c.training_stage == "dpo" and has_none:
-        yield "TRAINING_STAGE=dpo needs a model that answers already; set INSTRUCT_CHECKPOINT"
+        yield "TRAINING_STAGE=dpo needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
@@ -590,7 +591,7 @@ def stage_rules(c: Config) -> Iterator[str]:
                "PRETRAIN_CHECKPOINT, or remove it")
     elif c.keep_layers and (c.lora_enabled or c.training_stage == "dpo"):
         other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"
-        yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start as base; "
+        yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start model; "
                "train the first layers in the stage pretrain or sft, and start from that run")
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
@@ -604,7 +605,7 @@ def stage_rules(c: Config) -> Iterator[str]:
 
 
 def measurement_rules(c: Config) -> Iterator[str]:
-    """Which steps are measured."""
+    """Check the steps to measure."""
     for name in ("power_steps", "profile_steps"):
         try:
             step_window(getattr(c, name))

@@ -1,9 +1,9 @@
-"""From a command to a prepared set: documents, chats or preference pairs as token shards in a folder.
+"""Prepare documents, chats or preference pairs: from a command to a folder with token shards.
 
-The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; a program calls `prepare_set`. The
-set's folder is named by a hash of its sources, tokenizer and settings, so that a second call finds what the
-first one prepared; a link beside it has the name of the source. The parts are in data_pipeline/: sources
-(records), chats and templates (labels), prepare and workers (tokens, journal, manifest), shards (files).
+The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; programs call `prepare_set`. The
+set's folder is named after a hash of its source, tokenizer and settings, so that a second call finds it; a
+link beside it is named after the source. The implementation is in data_pipeline/: sources (records), chats
+and templates (labels), prepare and workers (tokens, journal, manifest), shards (files).
 """
 
 import argparse
@@ -31,7 +31,7 @@ from data_pipeline.mixture import (
     describe_sources,
     is_mixture,
     read_mixture,
-    source_facts,
+    source_table,
     write_mixture,
 )
 from data_pipeline.prepare import (
@@ -49,11 +49,11 @@ from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
 OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
-# Flags that describe a source: their field of `Source`.
+# Flags that describe a source, and the corresponding fields of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
                  "map": "map", "column": "column", "documents": "documents"}
 count = number(int, "with at most 15 digits", lambda value: 0 <= value < 10**15)  # the type of a flag
-# A source in the file of --mix: the fields of `Source`, its weight and its label.
+# A source in the file of --mix: the fields of `Source`, a weight and a label.
 MixSource = create_model(
     "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
     weight=(Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)], None),
@@ -62,25 +62,25 @@ MixSource = create_model(
 
 
 class MixFile(BaseModel, strict=True, extra="forbid"):
-    """The file of --mix. With phases, which have weights by label, the sources themselves have none."""
+    """The file of --mix. Weights are those of the sources, or of the phases (by label)."""
 
     sources: list[MixSource] = Field(min_length=1)
     phases: list[MixPhase] | None = None
 
     @model_validator(mode="after")
     def check_sources(self) -> "MixFile":
-        """Refuse sources without exactly one place, and weights in two places."""
+        """Check that each source has a path or a name, and that weights are not in two places."""
         for place, source in enumerate(self.sources, 1):
             if bool(source.path) == bool(source.name):
                 raise ValueError(f"source {place}: give either a path (files) or a name (a dataset on the "
                                  "hub)")
             if self.phases is not None and source.weight is not None:
-                raise ValueError(f"source {place}: leave out its weight, because the phases have weights")
+                raise ValueError(f"source {place}: remove its weight, because the phases have weights")
         return self
 
 
 class Mix(NamedTuple):
-    """Several sources, and the phases of a run as mixture.json has them."""
+    """Several sources, and the phases of a run in the format of mixture.json."""
 
     sources: list[Source]
     labels: list[str]
@@ -88,7 +88,7 @@ class Mix(NamedTuple):
 
 
 def read_mix(path: str | Path) -> Mix:
-    """Read a `MixFile`. A source's label is by default its path or name."""
+    """Read a `MixFile`. The default label of a source is its path or name."""
     try:
         mix = MixFile.model_validate(read_json(Path(path)))
         sources = [Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources]
@@ -110,24 +110,23 @@ def read_mix(path: str | Path) -> Mix:
 
 
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
-    """Prepare a set, or find that it was prepared before; return its folder.
+    """Prepare a set of "documents", "chats" or "pairs", unless it exists, and return its folder.
 
     Args:
-        kind: "documents", "chats" or "pairs".
-        source: a path, URL, glob, shortcut or hub name; or a Source.
-        output_dir: the folder for prepared sets.
+        source: a path, URL, glob, shortcut or hub name, or a Source.
+        output_dir: folder for prepared sets.
     """
     source = source_of(source, NAMES[kind]) if isinstance(source, str) else source
     if kind != "documents" and (source.column, source.documents) != (Source.column, Source.documents):
         raise SettingsError(f"{source.path or source.name}: column and documents are for pretraining text; "
-                            "leave them out")
+                            "remove them")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
     data_kind = DOCUMENTS if kind == "documents" else kind_of_examples(kind, tokenizer, options.system_prompt)
     return prepare(data_kind, source, tokenizer, Path(output_dir), options)
 
 
 def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare each source of a mix as a separate set, or find it; return the folder of their mixture."""
+    """Prepare each source of a mix as a separate set, unless it exists; return the mixture's folder."""
     sets = []
     for place, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
         show(f"Source {place} of {len(mix.sources)}: {label}")
@@ -137,18 +136,18 @@ def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationO
 
 
 def describe(folder: Path) -> list[str]:
-    """Return a description of a prepared set for the user; of a mixture, of each set and the table."""
+    """Describe a prepared set for the user, or each set of a mixture and the mixture's table."""
     if not is_mixture(folder):
         return describe_prepared(folder).split("\n")
     mixture, lines = read_mixture(folder), []
     for source in mixture.sources:
-        of_set = describe_prepared(folder / source.set).split("\n")
-        lines += [f"{source.label}:", *(f"  {line}" for line in of_set)]
-    return [*lines, *describe_sources(mixture, source_facts(folder, mixture))]
+        description = describe_prepared(folder / source.set).split("\n")
+        lines += [f"{source.label}:", *(f"  {line}" for line in description)]
+    return [*lines, *describe_sources(mixture, source_table(folder, mixture))]
 
 
 class FlagParser(CommandParser):
-    """A parser of a script's own flags, whose errors are SettingsErrors; the other flags are settings."""
+    """A parser for a script's own flags; all other flags are settings. Errors are SettingsErrors."""
 
     def __init__(self, description: str, **options):
         super().__init__(description, **options, allow_abbrev=False, add_help=False)
@@ -158,32 +157,32 @@ class FlagParser(CommandParser):
         raise SettingsError(f"command line: {message}; --help lists every flag")
 
     def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the script's own flags, and the others. An underscore in a flag counts as a hyphen."""
+        """Split a command line into the script's flags and the rest. Underscores in flags become hyphens."""
         def normalized(argument: str) -> str:
             flag, equals, value = argument.partition("=")
             return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
 
-        # Not argparse's -h, which would take secrets such as -hf-token for a group of short flags.
+        # Not argparse's -h, which reads -hf-token as a group of short flags, and would print the secret.
         return self.parse_known_args(["--help" if argument == "-h" else normalized(argument)
                                       for argument in argv])
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-        """Return the script's own flags, and the settings; the keys of libraries in `.env` are exported."""
-        own, others = self.split(argv)
-        loaded = load_config(others, own_flags=tuple(vars(own)), complete=False)
+        """Return the script's flags, and the settings; keys for libraries in `.env` are exported."""
+        flags, others = self.split(argv)
+        loaded = load_config(others, own_flags=tuple(vars(flags)), complete=False)
         export(loaded)
-        return own, loaded.config
+        return flags, loaded.config
 
 
-def some_text(text: str) -> str:
-    """Return a flag's value, which must not be empty."""
+def non_empty(text: str) -> str:
+    """Check that a flag's value is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("needs a value")
     return text
 
 
 def flag_parser(kind: str, records: str) -> FlagParser:
-    """Return the parser of the script that prepares this kind of data; `records` is for its --help."""
+    """Return the parser for the script that prepares this kind of data; `records` begins its --help."""
     is_text = kind == "documents"
     items = "documents" if is_text else "examples"
     parser = FlagParser(
@@ -192,15 +191,15 @@ def flag_parser(kind: str, records: str) -> FlagParser:
         epilog=f"""settings used here, from .env, the environment or as flags:
   TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION
   PREPARATION_WORKERS {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
-A stopped preparation continues where it stopped.""")
+An interrupted preparation continues where it stopped.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:
-        group.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
+        group.add_argument(flag, metavar=metavar, help=meaning, **{"type": non_empty, **options})
 
-    group = parser.add_argument_group("where the records come from")
+    group = parser.add_argument_group("source of the records")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), a "
-        f"folder that `datasets` saved; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
+        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), or a "
+        f"folder saved by `datasets`; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
         f'0.7, and any of label config split revision files map{" column documents" if is_text else ""}}}, '
         '...]}; '
@@ -209,26 +208,26 @@ A stopped preparation continues where it stopped.""")
         "the path or name. Weights are shares of the training's tokens. Each source is prepared as a "
         "separate set")
     add("--config-name", "NAME", "the hub dataset's config")
-    add("--split", "NAME", "the split of the hub dataset or of a folder that `datasets` saved [train]")
+    add("--split", "NAME", "the split of the hub dataset or of a folder saved by `datasets` [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
     example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
                "pairs": "prompt=question,chosen=better,rejected=worse"}[kind]
-    add("--map", "NAME=COLUMN,...", f"names of the columns to read, such as {example}")
+    add("--map", "NAME=COLUMN,...", f"columns to read under other names, such as {example}")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")
-        add("--documents", "HOW", "how plain text is split into documents: whole (a file is one), line, "
+        add("--documents", "HOW", "how to split plain text into documents: whole (one per file), line, "
             "blank (separated by blank lines), wikitext (each starts at a line like ' = Title = '), or any "
             "other separator line, such as '<|endoftext|>' [whole]")
 
-    group = parser.add_argument_group("how they are prepared")
+    group = parser.add_argument_group("preparation")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--near-duplicates", "SIMILARITY", f"drop {items} at least this similar to an earlier one, from "
         "0.5 to 1, such as 0.8: the share of 5-word runs that both have (Jaccard, by MinHash)",
         type=number(float, "from 0.5 to 1", lambda value: 0.5 <= value <= 1 or not value), default=0.0)
     add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
-    add("--on-bad-record", "HOW", "at a record that cannot be used: fail, or skip and list it [fail]",
+    add("--on-bad-record", "HOW", "for an unusable record: fail, or skip and list it [fail]",
         choices=("fail", "skip"), default="fail")
     add("--output", "FOLDER", f"folder for prepared sets; each gets its own subfolder [{OUTPUTS[kind]}]",
         default=OUTPUTS[kind])
@@ -236,7 +235,7 @@ A stopped preparation continues where it stopped.""")
 
 
 def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Path:
-    """Prepare what a command line and the settings ask for; return the set's folder."""
+    """Prepare the data that a command line and the settings describe; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
@@ -252,7 +251,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     output = local_path(flags.output)
     if flags.mix:
         if fields or flags.source:
-            raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
+            raise SettingsError("--mix contains its sources; remove --source and the flags of a source")
         return name_set(prepare_mixture(kind, read_mix(flags.mix), output, options), flags.mix)
     if not flags.source and kind != "documents":
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
@@ -262,9 +261,9 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
 
 
 def name_set(folder: Path, source: str) -> Path:
-    """Name a prepared set after its source by a link beside it; return the link, or the folder without one.
+    """Create a link to a prepared set that is named after its source; return the link, or else the folder.
 
-    When the source changes, the name follows to its new set. It never moves to the set of another source.
+    If the source has changed, its link is updated. A link of another source is never changed.
     """
     plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
     while set("*?[") & set(os.path.basename(plain)):
@@ -291,26 +290,26 @@ def name_set(folder: Path, source: str) -> Path:
 
 
 def is_source(kind: str, path: str) -> bool:
-    """Whether a data setting names something to prepare, and not a prepared set, or nothing at all."""
+    """Return whether a data setting is an unprepared source: neither a prepared set nor a missing path."""
     if os.path.isdir(path):
         inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
         if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
             return False
-        found = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
+        names = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
     else:
-        found = [path] if os.path.exists(path) else glob(path, recursive=True)
-    if not found and source_of(path, NAMES[kind]).name:  # or a missing path
+        names = [path] if os.path.exists(path) else glob(path, recursive=True)
+    if not names and source_of(path, NAMES[kind]).name:  # a hub name or a missing path
         owner, _, name = path.partition("/")
         return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
-    return is_url(path) or any(kind_of(name)[0] for name in found)
+    return is_url(path) or any(kind_of(name)[0] for name in names)
 
 
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
-    """Run the script that prepares a kind of data; print the set's counts, examples, and the line for `.env`.
+    """Run the script that prepares a kind of data; print its counts, examples, and the line for `.env`.
 
     Args:
-        records: which records the script takes, for --help.
-        legend: how to read the examples.
+        records: the records that the script accepts, for --help.
+        legend: explains the examples.
     """
     def main() -> None:
         folder = prepare_from_flags(kind, sys.argv[1:], records)

@@ -1,8 +1,8 @@
-"""From prepared sets to the batches of each step: the order of rows, reading and packing, mixing, loading.
+"""Turn prepared sets into the batches of each step: order, read, pack and mix rows, and load them ahead.
 
 Rows are a function of (seed, step, rank, world size), so no loader state is saved, and a run resumes on any
-number of ranks. Chats and pairs are packed into rows when the data is opened, from their lengths: another
-MAX_SEQ_LEN needs no new preparation.
+number of ranks. Chats and pairs are packed into rows when the data is opened, so MAX_SEQ_LEN can change
+without preparing them again.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ import torch
 
 from common.errors import DataError
 from config import Config
-from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_facts
+from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from data_pipeline.shards import (
     Cache,
-    TokenizerFacts,
+    TokenizerInfo,
     TokenSet,
     Verification,
     allow_open_files,
@@ -39,23 +39,22 @@ from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS = 10
-# A segment of an example is one uint32: its length, whether it ends the example, whether it is a target.
+# Bits of a segment of an example, a uint32: its length, whether it ends the example, whether it is a target.
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
 
 # --------------------------------------------------------------------------------------------- order of rows
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int, source: int = 0) -> np.ndarray:
-    """Return where a pseudo-random bijection on [0, n) takes positions, as int64; it needs no memory.
+    """Map positions through a pseudo-random permutation of [0, n), as int64, without storing it.
 
-    A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b. A
-    value beyond n goes through it again until it falls inside; as a*b < n + a, that is rare.
-
+    A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b.
+    Values of n or more go through it again until they are below n, which is rare since a*b < n + a.
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 (walking) and 5 (a*b).
     """
     root = math.isqrt(n - 1) + 1
     a, b = np.uint64(root), np.uint64(-(-n // root))
-    # A last 0 changes nothing: NumPy fills the seeds up with zeros.
+    # A trailing 0 changes nothing: NumPy pads seeds with zeros.
     keys = np.random.SeedSequence([seed, epoch, source]).generate_state(FEISTEL_ROUNDS, np.uint64)
     values, outside = np.array(positions, np.uint64), np.arange(len(positions))
     while len(outside):
@@ -69,9 +68,9 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int, source: int = 
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of uint64 values, so that each input bit affects all output bits.
+    """Mix uint64 values so that each input bit affects all output bits.
 
-    Source: splitmix64's finaliser (Steele, Lea and Flood 2014), variant 13 of Stafford.
+    Source: splitmix64's finaliser (Steele, Lea and Flood 2014), Stafford's variant 13.
     """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -79,7 +78,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> np.ndarray:
-    """Return the int64 indices of the rows at ascending positions: one permutation of all after another."""
+    """Return the int64 row indices at ascending positions; each epoch is a new permutation of all rows."""
     epochs, within = np.divmod(positions, n_rows)
     return np.concatenate([permute(within[epochs == epoch], n_rows, seed, epoch, source)
                            for epoch in np.unique(epochs).tolist()])
@@ -87,53 +86,53 @@ def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> n
 
 @dataclass(frozen=True)
 class Mixing:
-    """Which row of which source is at each position of a run on a mixture, without any state.
+    """Assigns each position of a run on a mixture to a row of a source, without any state.
 
-    The first p positions of a phase are divided over the sources one after the other: each takes, rounded
-    down, its weight's share of what those before it have left. So at every moment, and in every step, a
-    source has its share to within a row or so, and each further position belongs to exactly one source.
+    The first p positions of a phase are divided among the sources in order: each takes its weight's share of
+    those that remain, rounded down. So at any time a source's share is exact to about one row, and each new
+    position belongs to exactly one source.
     """
 
-    sizes: tuple[int, ...]  # the rows of each source, numbered after those of the sources before it
+    sizes: tuple[int, ...]  # rows of each source; the rows are numbered source by source
     phases: tuple[Phase, ...]  # from position 0 on
 
     def taken(self, positions: np.ndarray) -> np.ndarray:
-        """Return how many rows each source gives before each position: (sources, positions), int64."""
+        """Return the rows taken from each source before each position, int64 (sources, positions)."""
         taken = np.zeros((len(self.sizes), len(positions)), np.int64)
         ends = [phase.start for phase in self.phases[1:]] + [1 << 38]
         for phase, end in zip(self.phases, ends):
             left, units = np.clip(positions, phase.start, end) - phase.start, sum(phase.weights)
             for source, weight in enumerate(phase.weights):
-                if weight:  # the last one with a weight takes all that is left
+                if weight:  # the last source with a weight takes all remaining ones
                     given = left * weight // units
                     taken[source] += given
                     left, units = left - given, units - weight
         return taken
 
     def rows_at(self, positions: np.ndarray, seed: int | None) -> np.ndarray:
-        """Return the int64 indices of the rows at ascending positions; without a seed, unshuffled."""
+        """Return the int64 row indices at ascending positions; None as the seed means unshuffled."""
         before = self.taken(positions)
         sources = (self.taken(positions + 1) - before).argmax(axis=0)
         rows, first = np.empty(len(positions), np.int64), 0
         for source, size in enumerate(self.sizes):
             if len(places := np.flatnonzero(sources == source)):
-                turns = before[source, places]
-                rows[places] = first + (turns % size if seed is None else rows_at(turns, size, seed, source))
+                taken = before[source, places]
+                rows[places] = first + (taken % size if seed is None else rows_at(taken, size, seed, source))
             first += size
         return rows
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """The rows that one rank reads: a contiguous part of each step's rows, cut into micro-batches."""
+    """The rows that one rank reads: a contiguous share of each step's rows, divided into micro-batches."""
 
     n_rows: int
-    rows_per_step: int  # of all ranks together
+    rows_per_step: int  # over all ranks
     micro_batch_size: int
     seed: int
     rank: int = 0
     world_size: int = 1
-    mixing: Mixing | None = None  # of a mixture's sources
+    mixing: Mixing | None = None  # for a mixture
 
     def all_rows(self, step: int) -> np.ndarray:
         positions = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
@@ -151,24 +150,24 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one forward. Targets are already shifted: the target of a token is the token after it."""
+    """Rows for one forward. The targets are already shifted: each token's target is the next token."""
 
     tokens_BT: torch.Tensor  # int64
-    targets_BT: torch.Tensor  # int64, IGNORE_INDEX where nothing is predicted
-    document_ids_BT: torch.Tensor | None = None  # int32, from 1 in each row; None = no document mask
-    target_index_M: torch.Tensor | None = None  # int64, where the flattened targets are; None = everywhere
-    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # precomputed; the first axis is the row
+    targets_BT: torch.Tensor  # int64; IGNORE_INDEX = nothing to predict
+    document_ids_BT: torch.Tensor | None = None  # int32, numbered from 1 in each row; None = no document mask
+    target_index_M: torch.Tensor | None = None  # int64 positions of the flattened targets; None = all
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # precomputed outputs, by row
     padding: int = 0  # tokens that belong to no document
 
     @property
     def targets(self) -> int:
-        """The positions that the head predicts; known without a GPU sync."""
+        """Number of positions that the head predicts, known without a GPU sync."""
         return self.targets_BT.numel() if self.target_index_M is None else len(self.target_index_M)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device, without waiting for the copy of pinned memory.
+        """Copy the batch to a device without waiting, if its memory is pinned.
 
-        `document_ids_BT` stays on the CPU: the model derives its attention mask there, without a GPU sync.
+        `document_ids_BT` stays on the CPU, where the model derives its attention mask without a GPU sync.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, document_ids_BT=self.document_ids_BT)
@@ -182,7 +181,7 @@ class Batch:
         return self._map(torch.Tensor.pin_memory)
 
     def ignore_from(self, row: int) -> "Batch":
-        """Return the batch without targets in the rows from `row` on, which are padding."""
+        """Return the batch without the targets of padding rows, which begin at `row`."""
         targets_BT, target_index_M = self.targets_BT.clone(), self.target_index_M
         targets_BT[row:] = IGNORE_INDEX
         if target_index_M is not None:
@@ -191,7 +190,7 @@ class Batch:
 
 
 def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
-    """Return the rows of several batches as one: its row i is row order[i] of all of them."""
+    """Concatenate batches, and return them with row i taken from row order[i]."""
     def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         return None if tensors[0] is None else torch.cat(tensors)[torch.from_numpy(order)]
 
@@ -200,7 +199,7 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
     target_index_M = None
     if batches[0].target_index_M is not None:
         target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
-    # Stored tensors may differ in their second axis, the pairs of a row: they are filled up with zeros.
+    # The second axis of stored tensors, the pairs of a row, may differ: pad with zeros.
     stored = {}
     for name in batches[0].stored:
         tensors = [batch.stored[name] for batch in batches]
@@ -216,9 +215,9 @@ ReadRows = Callable[[np.ndarray], Batch]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows of a token set: row i holds the tokens [i*T, i*T + T]. Called with indices, it gives a batch.
+    """The rows of a token set; row i holds the tokens [i*T, i*T + T]. Call it with indices to get a batch.
 
-    With a `document_start_id`, batches contain the document ids of each row.
+    With a `document_start_id`, batches contain document ids.
     """
 
     token_set: TokenSet
@@ -230,19 +229,18 @@ class TokenRows:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the data, the same on every rank."""
         return self.token_set.fingerprint
 
     def describe(self) -> str:
         return f"{self.token_set.tokens:,} tokens"
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        # One token more than a row, for the last target.
+        # One more token than a row has, for the last target.
         length = self.row_tokens
         ids_BT = np.stack([self.token_set.read(index * length, length + 1) for index in indices.tolist()])
         tokens_BT, document_ids_BT = ids_BT[:, :-1], None
         if self.document_start_id is not None:
-            # Numbered from 1 at each row's first token, and one more at each later start.
+            # Numbered from 1 in each row, whose first token always starts a document.
             starts_BT = tokens_BT == self.document_start_id
             starts_BT[:, 0] = True
             document_ids_BT = torch.from_numpy(np.cumsum(starts_BT, axis=1, dtype=np.int32))
@@ -255,10 +253,10 @@ class TokenRows:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The items of each bin: bin b holds `items[offsets[b]:offsets[b + 1]]`, the longest first."""
+    """The items of each bin; bin b holds `items[offsets[b]:offsets[b + 1]]`, longest first."""
 
-    items: np.ndarray  # every item's index once
-    offsets: np.ndarray  # int64, one more than there are bins
+    items: np.ndarray  # each item's index once
+    offsets: np.ndarray  # int64, (bins + 1,)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -268,29 +266,25 @@ class Packing:
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Packing:
-    """Put every item into a bin: the longest first, each into the fullest bin that it fits in.
+    """Pack items with these lengths, 1 to `capacity`: longest first, each into the fullest bin that it fits.
 
-    The result depends on the lengths only. Items of equal length are dealt out like cards, so that neighbours
-    in the data, which are often similar, go to different bins.
-
-    Args:
-        lengths: integers from 1 to `capacity`, one for each item.
-    Source: Johnson et al. 1974, "Worst-case performance bounds for simple one-dimensional packing
-    algorithms".
+    The result depends only on the lengths. Items of equal length are dealt out like cards, so that neighbours
+    in the data, which are often similar, go to different bins. Source: best-fit decreasing, Johnson et al.
+    1974, "Worst-case performance bounds for simple one-dimensional packing algorithms".
     """
     lengths = np.asarray(lengths)
     assert lengths.ndim == 1 and (not lengths.size or 1 <= lengths.min() and lengths.max() <= capacity)
     placements = list(_best_fit(np.bincount(lengths, minlength=capacity + 1), capacity))
-    # How many items each bin gets.
+    # Count the items of each bin.
     bins = max((first + count for first, count, _ in placements), default=0)
     offsets = np.zeros(bins + 1, np.int64)
     for first, count, each in placements:
         offsets[first + 1:first + count + 1] += each
     np.cumsum(offsets, out=offsets)
-    # The items by falling length. NumPy sorts 16-bit integers in a few passes, and stably.
+    # Sort the items by descending length. NumPy has a fast stable sort for 16-bit integers.
     by_length = np.argsort((capacity - lengths).astype(np.min_scalar_type(capacity)), kind="stable")
     items = np.empty(len(lengths), np.int32 if len(lengths) < 1 << 31 else np.int64)
-    # Fill the bins placement by placement: `free` is each bin's next slot.
+    # Fill the bins placement by placement; `free` holds the next slot of each bin.
     free, placed = offsets[:-1].copy(), 0
     for first, count, each in placements:
         slots = free[first:first + count]
@@ -301,14 +295,13 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first bin, bins, items that each of them gets) by falling length, given the number of items of
-    each length.
+    """Yield placements (first bin, bins, items per bin) by descending length, given the items of each length.
 
-    Bins with equal room left are interchangeable. The fullest bin that fits an item is still the fullest
-    afterwards and takes as many as it can, so whole ranges of bins are filled at once.
+    Bins with equal room are interchangeable. The fullest bin that fits an item stays the fullest, and takes
+    as many items as it can, so whole ranges of bins are filled at once.
     """
-    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by room left: (first bin, bins)
-    rooms: list[int] = []  # that have bins, ascending
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first bin, bins) by room
+    rooms: list[int] = []  # the rooms of existing bins, ascending
     opened = 0
 
     def add_range(room: int, first: int, bins: int) -> None:
@@ -329,31 +322,31 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
             first, bins = ranges[room].pop()
             if not ranges[room]:
                 del rooms[fullest]
-            # Fill the bins of one range, the last of them perhaps not to the brim.
+            # Fill the bins of one range; the last one may stay partly empty.
             per_bin = room // length
             full = min(bins, items // per_bin)
-            rest = items - full * per_bin if full < bins else 0  # fewer than `per_bin`, all for one more bin
+            rest = items - full * per_bin if full < bins else 0  # fewer than `per_bin`, for one more bin
             for start, count, taken in ((first, full, per_bin), (first + full, int(rest > 0), rest)):
                 if count:
                     yield start, count, taken
                     add_range(room - taken * length, start, count)
-            begun = full + (rest > 0)
-            add_range(room, first + begun, bins - begun)
+            used = full + (rest > 0)
+            add_range(room, first + used, bins - used)
             items -= full * per_bin + rest
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
-    """One split of prepared chats or pairs: tokens, and the segments that each example is cut into."""
+    """One split of prepared chats or pairs: their tokens, and the segments of each example."""
 
     path: Path
     kind: str  # "chats" or "pairs"
     tokens: TokenSet
     segments: np.ndarray  # uint32, of all examples
-    fingerprint: str  # a hash of tokens and segments, the same on every rank
-    starts: np.ndarray  # int64, in tokens; one more than there are examples
-    segment_starts: np.ndarray  # int64, in segments; one more than there are examples
-    first_targets: np.ndarray  # int32; for pairs the length of the prompt
+    fingerprint: str  # hash of tokens and segments, the same on every rank
+    starts: np.ndarray  # int64 (examples + 1,), in tokens
+    segment_starts: np.ndarray  # int64 (examples + 1,), in segments
+    first_targets: np.ndarray  # int32 (examples,): tokens before the first target; the prompt of a pair
 
     def __len__(self) -> int:
         return len(self.first_targets)
@@ -365,19 +358,19 @@ class ExampleSet:
         return self.tokens.read(start, end - start), self.segments[first:last]
 
 
-def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerFacts,
+def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
                      verification: Verification = Verification()) -> ExampleSet:
-    """Open one split of prepared "chats" or "pairs", as `open_token_set` opens documents."""
+    """Open one split of prepared "chats" or "pairs"; `open_token_set` opens documents."""
     tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
     stored = open_segments(path, split, verification)
     segments = np.concatenate([*stored.blocks()])
-    # Where each example begins and ends, in segments.
+    # Find the segments of each example.
     ends = np.flatnonzero(segments & LAST) + 1
     if not len(ends) or ends[-1] < len(segments):
         raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
     segment_starts = np.concatenate([[0], ends])
     firsts, counts = segment_starts[:-1], np.diff(segment_starts)
-    # A pair is prompt, chosen and rejected answer; a chat has a target; both begin without one.
+    # A pair has three segments: prompt, chosen, rejected. A chat has a target. Neither begins with a target.
     lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
     targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
     valid = (counts == 3) & (targets == 2) if kind == "pairs" else targets > 0
@@ -385,7 +378,7 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
     if not valid.all():
         raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
                         f"{kind}; prepare the data again")
-    # The same in tokens, and each example's first target.
+    # Find the tokens of each example, and its first target.
     borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if borders[-1] != tokens.tokens:
         raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in total, but the "
@@ -398,24 +391,24 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
 
 
 class ExampleRows:
-    """The rows of an example set; calling it with row indices returns a `Batch`, as of `TokenRows`.
+    """The rows of an example set; like `TokenRows`, calling it with row indices returns a `Batch`.
 
-    An example of n tokens takes n - 1 slots and is one document. A pair is two documents: the prompt with the
-    chosen answer, numbered 2j - 1, and the prompt with the rejected one, numbered 2j. The rest of a row is
-    padding: ids 0 without targets, under the next number. A seeded permutation orders the rows, so that the
-    first rows, which validation reads, are a fair sample.
+    A chat of n tokens takes n - 1 slots and is one document. A pair is two documents: the prompt with the
+    chosen answer (number 2j - 1) and with the rejected one (2j). The rest of a row is padding: id 0, no
+    targets, and the next document number. A fixed permutation orders the rows, so that the first rows, which
+    validation reads, are a fair sample.
 
     Args:
-        row_tokens: a longer chat is truncated, and left out if no target remains; a longer pair is left out.
-        document_mask: without it, chats have no document ids and attend to the chats before them in the row;
-            pairs are always separate.
+        row_tokens: longer chats are truncated, or dropped if no target remains; longer pairs are dropped.
+        document_mask: if False, chats have no document ids and attend to earlier chats of the row; pairs
+            always stay separate.
     """
 
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
         self.example_set, self.row_tokens, kind = example_set, row_tokens, example_set.kind
         self.token_set, self.fingerprint = example_set.tokens, example_set.fingerprint
         self.numbered = document_mask or kind == "pairs"
-        # The slots of each example, and the row that it needs at least.
+        # The slots of each example, and the shortest row that can hold a target of it.
         lengths, first_targets = np.diff(example_set.starts), example_set.first_targets
         slots = lengths + first_targets - 2 if kind == "pairs" else np.minimum(lengths - 1, row_tokens)
         needed = slots if kind == "pairs" else first_targets
@@ -429,16 +422,16 @@ class ExampleRows:
         self.examples, self.left_out = len(kept), len(lengths) - len(kept)
         self.tokens = int(slots[kept].sum())
         self.truncated = int((lengths[kept] - 1 > row_tokens).sum()) if kind == "chats" else 0
-        self.fill = self.tokens / (len(self) * row_tokens)  # the share of slots that are not padding
+        self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
 
     def __len__(self) -> int:
         return len(self._bins)
 
     def describe(self) -> str:
-        what = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
+        packed = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
         truncated = f", {self.truncated:,} truncated to a row" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
-        return what + truncated + left_out
+        return packed + truncated + left_out
 
     def examples_in(self, row: int) -> np.ndarray:
         """Return the indices of the examples in a row, in the order of their documents."""
@@ -463,7 +456,7 @@ class ExampleRows:
                      torch.from_numpy(target_index_M), padding=padding)
 
     def _documents(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the token ids of each document of a row, and which of them are targets."""
+        """Yield the token ids of each document of a row, and a mask of its targets."""
         for example in self.examples_in(row).tolist():
             ids, segments = self.example_set.read(example)
             lengths = segments >> LENGTH_SHIFT
@@ -473,8 +466,8 @@ class ExampleRows:
                 continue
             prompt, chosen = lengths[:2].tolist()
             yield ids[:prompt + chosen], is_target[:prompt + chosen]
-            chosen_part = slice(prompt, prompt + chosen)
-            yield np.delete(ids, chosen_part), np.delete(is_target, chosen_part)
+            chosen_slice = slice(prompt, prompt + chosen)
+            yield np.delete(ids, chosen_slice), np.delete(is_target, chosen_slice)
 
 
 # ------------------------------------------------------------------------------------------ rows of a mixture
@@ -482,89 +475,86 @@ class ExampleRows:
 
 @dataclass(frozen=True)
 class MixedRows:
-    """The rows of a mixture: those of its sources, numbered one source after the other.
-
-    Called with indices, it gives a batch.
-    """
+    """The rows of a mixture, numbered source by source. Calling it with indices returns a batch."""
 
     folder: Path
     mixture: Mixture
-    parts: tuple[Any, ...]  # the rows of each source, perhaps with stored outputs; None: it is not read
+    source_rows: tuple[Any, ...]  # rows of each source, perhaps with stored outputs; None = not read
     mixing: Mixing
     fingerprint: str
-    chosen: np.ndarray | None = None  # the only rows to read, in this order; None: all of them
+    chosen: np.ndarray | None = None  # the rows to read, in this order; None = all
 
     def __len__(self) -> int:
         return sum(self.mixing.sizes) if self.chosen is None else len(self.chosen)
 
     def describe(self) -> str:
         if self.chosen is None:
-            tokens = sum(part.token_set.tokens for part in self.parts)
-            return f"{tokens:,} tokens in a mixture of {len(self.parts)} sources"
-        missing = [source.label for source, part, weight in
-                   zip(self.mixture.sources, self.parts, self.mixture.weights[-1]) if weight and part is None]
+            tokens = sum(rows.token_set.tokens for rows in self.source_rows)
+            return f"{tokens:,} tokens in a mixture of {len(self.source_rows)} sources"
+        sources = zip(self.mixture.sources, self.source_rows, self.mixture.weights[-1])
+        missing = [source.label for source, rows, weight in sources if weight and rows is None]
         return f"{len(self):,} rows" + (f" (none of {', '.join(missing)})" if missing else "")
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each row, and its index within that source's rows."""
+        """Return the source of each row, and its index within the source."""
         indices = indices if self.chosen is None else self.chosen[indices]
         ends = np.cumsum(self.mixing.sizes)
         sources = np.searchsorted(ends, indices, side="right")
         return sources, indices - (ends - self.mixing.sizes)[sources]
 
-    def facts(self, rows: int) -> list[dict[str, Any]]:
-        """Return `source_facts` with the exact shares of a run of so many rows, and its passes over each."""
+    def source_table(self, rows: int) -> list[dict[str, Any]]:
+        """Return `source_table` with each source's exact share of a run of this many rows, and its passes."""
         taken = self.mixing.taken(np.array([rows]))[:, 0].tolist()
-        return [fact | {"share": own / max(1, rows), "passes": own / size} for fact, own, size in
-                zip(source_facts(self.folder, self.mixture), taken, self.mixing.sizes)]
+        return [entry | {"share": count / max(1, rows), "passes": count / size} for entry, count, size in
+                zip(source_table(self.folder, self.mixture), taken, self.mixing.sizes)]
 
     def __call__(self, indices: np.ndarray) -> Batch:
         sources, within = self.locate(indices)
         places = [np.flatnonzero(sources == source) for source in np.unique(sources)]
-        batches = [self.parts[sources[own[0]]](within[own]) for own in places]
+        batches = [self.source_rows[sources[each[0]]](within[each]) for each in places]
         return batches[0] if len(batches) == 1 else join(batches, np.argsort(np.concatenate(places)))
 
 
-def parts_of(rows) -> tuple:
-    """Return the rows of each source of a mixture; of other data the rows themselves."""
-    return rows.parts if isinstance(rows, MixedRows) else (rows,)
+def rows_by_source(rows) -> tuple:
+    """Return the rows of each source of a mixture; for other data, only the rows themselves."""
+    return rows.source_rows if isinstance(rows, MixedRows) else (rows,)
 
 
-def map_parts(rows, change: Callable[[Any, int], Any]):
-    """Return the rows with those of each source changed, given them and the source's number."""
+def map_sources(rows, change: Callable[[Any, int], Any]):
+    """Return the rows with change(rows, index) applied to each source of a mixture, or to all rows."""
     if isinstance(rows, MixedRows):
-        parts = (part and change(part, number) for number, part in enumerate(rows.parts))
-        return replace(rows, parts=tuple(parts))
+        changed = (each and change(each, index) for index, each in enumerate(rows.source_rows))
+        return replace(rows, source_rows=tuple(changed))
     return change(rows, 0)
 
 
 class HeldOut(NamedTuple):
-    """A prompt and its answer, in tokens: the last answer of a chat, or the chosen one of a pair."""
+    """Token ids of a prompt and its answer: the last answer of a chat, or the chosen one of a pair."""
 
     prompt: list[int]  # with the answer's header
     answer: list[int]  # without the end of turn
 
 
 def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
-    """Return so many examples at most, from the first row on; without chats that are longer than a row."""
-    found: list[HeldOut] = []
+    """Return up to `count` examples from the first rows, without chats that exceed a row."""
+    examples: list[HeldOut] = []
     for row in range(len(rows)):
-        part, within = rows, row
+        source_rows, within = rows, row
         if isinstance(rows, MixedRows):
             source, within = (int(place[0]) for place in rows.locate(np.array([row])))
-            part = rows.parts[source]
-        for example in part.examples_in(within).tolist():
-            ids, segments = part.example_set.read(example)
+            source_rows = rows.source_rows[source]
+        for example in source_rows.examples_in(within).tolist():
+            ids, segments = source_rows.example_set.read(example)
             ends, targets = np.cumsum(segments >> LENGTH_SHIFT), np.flatnonzero(segments & TARGET)
-            answer = targets[0 if part.example_set.kind == "pairs" else -1]
+            answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
             start, end = ends[answer - 1:answer + 1].tolist()
-            if end <= part.row_tokens + 1:
-                found.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
-            if len(found) == count:
-                return found
-    if not found:
+            if end <= source_rows.row_tokens + 1:
+                examples.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
+            if len(examples) == count:
+                return examples
+    if not examples:
         raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
-    return found
+    return examples
 
 
 # ---------------------------------------------------------------------------------------- opening and loading
@@ -573,29 +563,25 @@ Rows = TokenRows | ExampleRows | MixedRows
 
 
 def cache_of(config: Config) -> Cache:
-    """Return the folders for what is computed from the data."""
+    """Return the folders for results that are computed from the data."""
     return Cache(config.cache_dir and Path(config.cache_dir).expanduser(), Path(config.output_dir) / ".cache")
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """Open one split of the stage's data: rows of tokens, of packed chats or pairs, or of a mixture.
-
-    Args:
-        verify: "auto", "always" or "never" (`Verification.mode`).
-    """
+    """Open one split of the stage's data; `verify` is `Verification.mode`."""
     path = {"pretrain": config.pretrain_data_path, "sft": config.sft_data_path,
             "dpo": config.dpo_data_path}[config.training_stage]
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
     rows = open_set(config, path, split, tokenizer, verify)
     is_text = isinstance(rows, TokenRows)
-    held = rows.describe() if is_text else f"{rows.examples:,} {rows.example_set.kind}"
-    check_rows(config, path, split, len(rows), f"its {held} fill")
+    content = rows.describe() if is_text else f"{rows.examples:,} {rows.example_set.kind}"
+    check_rows(config, path, split, len(rows), f"its {content} fill")
     return rows
 
 
 def count_rows(config: Config, tokenizer) -> int:
-    """Return the rows of the stage's training data, of a mixture in all its sources; nothing is verified."""
+    """Count the rows of the stage's training data, or of all sources of a mixture, without verification."""
     path = Path(config.data_path)
     sets = [path / source.set for source in read_mixture(path).sources] if is_mixture(path) else [path]
     return sum(len(open_set(config, os.path.normpath(each), "train", tokenizer, "never")) for each in sets)
@@ -613,7 +599,7 @@ def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: st
     return ExampleRows(example_set, config.max_seq_len, config.document_mask)
 
 
-def check_rows(config: Config, path: str | Path, split: str, rows: int, what: str) -> None:
+def check_rows(config: Config, path: str | Path, split: str, rows: int, content: str) -> None:
     """Raise DataError if there are fewer rows than a step reads, or none for validation."""
     needed, reader, lower = config.rows_per_step, "a step", "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
     if split == "validation":
@@ -622,17 +608,17 @@ def check_rows(config: Config, path: str | Path, split: str, rows: int, what: st
         most *= config.micro_batch_size * config.world_size * config.max_seq_len
         lower = f"TOTAL_BATCH_SIZE to {most} or less"
     if rows < needed:
-        raise DataError(f"{path}: {what} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
+        raise DataError(f"{path}: {content} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
                         f"{reader} reads {needed:,}; prepare more, or lower {lower}")
 
 
 def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:
     """Open one split of a mixture.
 
-    Validation reads a fixed prefix, mixed by the last phase's weights, so that it is the same through the
-    whole run; a source that held out less than a row is left out there.
+    Validation reads the same rows throughout the run: the first ones by the last phase's weights, without
+    sources that hold out less than a row.
     """
-    mixture, parts, is_training = read_mixture(folder), [], split == "train"
+    mixture, source_rows, is_training = read_mixture(folder), [], split == "train"
     phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
@@ -640,38 +626,37 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
         stream = read_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
         if not is_training and (tokens < shortest_row or not weight):
-            parts.append(None)
+            source_rows.append(None)
             continue
-        parts.append(open_set(config, path, split, tokenizer, verify))
+        source_rows.append(open_set(config, path, split, tokenizer, verify))
         if tokens < shortest_row:
             raise DataError(f"{path}: its {tokens:,} tokens are fewer than a row of MAX_SEQ_LEN="
                             f"{config.max_seq_len} and one more; prepare more text, or leave "
                             f"{source.label!r} out of the mixture")
-    if not any(parts):
+    if not any(source_rows):
         raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
                         "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")
-    allow_open_files(sum(len(part.token_set.shards) for part in parts if part), folder)
-    sizes = tuple(len(part) if part else 0 for part in parts)
-    fingerprint = mixture.fingerprint([part.fingerprint if part else "" for part in parts])
+    allow_open_files(sum(len(rows.token_set.shards) for rows in source_rows if rows), folder)
+    sizes = tuple(len(rows) if rows else 0 for rows in source_rows)
+    fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in source_rows])
     if is_training:
         check_rows(config, folder, split, sum(sizes), "its sources fill")
-        return MixedRows(folder, mixture, tuple(parts), Mixing(sizes, phases), fingerprint)
-    weights = tuple(weight if part else 0 for part, weight in zip(parts, phases[-1].weights))
+        return MixedRows(folder, mixture, tuple(source_rows), Mixing(sizes, phases), fingerprint)
+    weights = tuple(weight if rows else 0 for rows, weight in zip(source_rows, phases[-1].weights))
     mixing = Mixing(sizes, (Phase(0, weights),))
     chosen = mixing.rows_at(np.arange(min(config.validation_rows, sum(sizes))), seed=None)
-    return MixedRows(folder, mixture, tuple(parts), mixing, fingerprint, chosen)
+    return MixedRows(folder, mixture, tuple(source_rows), mixing, fingerprint, chosen)
 
 
 @contextmanager
 def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                count: Callable[[Batch], torch.Tensor], first_step: int = 0,
                ahead: int = 2) -> Iterator[Iterator[tuple[list[Batch], int]]]:
-    """A `with` block that gets an iterator over the steps from `first_step` on: this rank's micro-batches of
-    each on the device, and the sum of `count` over them.
+    """A `with` block around an iterator over steps: this rank's micro-batches on the device, and their count.
 
-    A thread reads up to `ahead` steps in advance, into pinned memory for a GPU, and counts on the CPU. An
-    error in the thread is raised by the next `next()`. At the end of the block the thread ends, or is
-    abandoned if a dead file system blocks it, so that the process can end.
+    A thread reads up to `ahead` steps in advance, into pinned memory for a GPU, and adds up `count(batch)` on
+    the CPU. `next()` raises errors of the thread. At the end of the block the thread ends; if a dead file
+    system blocks it, it is abandoned.
     """
     ready: queue.SimpleQueue = queue.SimpleQueue()
     room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
@@ -679,7 +664,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
     def read_ahead() -> None:
         try:
             if on_gpu:
-                torch.cuda.set_device(device)  # a new thread would use GPU 0, and memory there
+                torch.cuda.set_device(device)  # otherwise the thread uses GPU 0 and memory on it
             for step in itertools.count(first_step):
                 room.acquire()
                 if closed.is_set():
@@ -687,7 +672,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                 batches = [read_rows(rows) for rows in order.micro_batches(step)]
                 units = sum(int(count(batch)) for batch in batches)
                 ready.put(([batch.pin_memory() for batch in batches] if on_gpu else batches, units))
-        except BaseException as error:  # of any kind: nobody must wait for a step that never comes
+        except BaseException as error:  # of any kind: otherwise the training loop would wait forever
             ready.put(error)
 
     def steps() -> Iterator[tuple[list[Batch], int]]:
@@ -709,10 +694,10 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
 
 def validation_batches(read_rows: ReadRows, rows: int, micro_batch_size: int, device: torch.device,
                        rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Yield one rank's part of the fixed rows 0 to rows-1.
+    """Yield one rank's share of the fixed rows 0 to rows - 1.
 
-    All ranks yield the same number of batches of the same shape. Rows beyond the last are padding without
-    targets, so that the sums over all ranks equal those of a single process.
+    All ranks yield equally many batches of the same shape. Rows beyond the last one are padding without
+    targets, so that sums over all ranks equal those of a single process.
     """
     batches_per_rank = -(-rows // (micro_batch_size * world_size))
     for number in range(rank * batches_per_rank, (rank + 1) * batches_per_rank):

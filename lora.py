@@ -1,6 +1,6 @@
-"""LoRA: a frozen base, and beside each of its matrices a trainable product of two small ones.
+"""LoRA: a frozen base model with a trainable product of two small matrices beside each of its matrices.
 
-The rows of single tokens can be trained too, for tokens that the base never saw. The base may be quantized.
+Single token rows can be trained too, for tokens that the base never saw. The base may be quantized.
 Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the scale of rsLoRA.
 """
 
@@ -18,13 +18,13 @@ from config import LoraConfig
 from fused.head import HeadWeight, embed
 from fused.matmul import QuantizedLinear, dequantize, linear, quantize
 from model import Linear, Transformer, VocabularyMatrix
-from parallel.fsdp import ReadRows, load_rows, own, put
+from parallel.fsdp import ReadRows, load_rows, local_rows, put
 
 # -------------------------------------------------------------------------------------- the layers
 
 
 class FrozenLinear(nn.Module):
-    """A linear layer of the base, which is not trained; quantized unless `kind` is "none"."""
+    """A frozen linear layer of the base; quantized unless `kind` is "none"."""
 
     def __init__(self, base: Linear, kind: str):
         super().__init__()
@@ -33,7 +33,7 @@ class FrozenLinear(nn.Module):
         self.kind = kind
         if kind != "none":
             packed, scales = quantize(base.weight.detach(), kind)
-            # Not buffers, which DDP would broadcast in every forward.
+            # Parameters, because DDP broadcasts buffers in every forward.
             self.weight = nn.Parameter(packed, requires_grad=False)
             self.scales = nn.Parameter(scales, requires_grad=False)
 
@@ -44,7 +44,6 @@ class FrozenLinear(nn.Module):
 
     @torch.no_grad()
     def load_base(self, read: ReadRows) -> None:
-        """Fill in the base's matrix."""
         if self.scales is None:
             return load_rows(self.weight, read)
         whole = read(0, self.out_features).to(self.weight.device, torch.float32)
@@ -53,7 +52,7 @@ class FrozenLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the float32 matrix of an equal plain layer."""
+        """Return the float32 matrix of an equivalent plain layer."""
         if self.scales is None:
             return self.weight.float()
         return dequantize(self.weight, self.scales, (self.out_features, self.in_features), torch.float32)
@@ -75,7 +74,7 @@ class LoRALinear(FrozenLinear):
         if not self.enabled:
             return output
         low = linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        # The copy is transposed in memory: on CPUs, rows as short as the rank take several times longer.
+        # Transposed in memory: CPUs are several times slower with rows as short as the rank.
         return output + linear(low * self.scale, self.lora_B.t().contiguous().t())
 
     @torch.no_grad()
@@ -84,7 +83,7 @@ class LoRALinear(FrozenLinear):
 
 
 class TrainedWhole(VocabularyMatrix):
-    """An embedding or head that is trained in float32, beside a frozen copy for `disable_adapters`."""
+    """An embedding or head that is trained in float32, with a frozen copy for `disable_adapters`."""
 
     def __init__(self, base: VocabularyMatrix):
         nn.Module.__init__(self)
@@ -105,16 +104,15 @@ class TrainedWhole(VocabularyMatrix):
 
 
 class TrainableTokens(VocabularyMatrix):
-    """A frozen embedding or head in which the rows of some tokens are trained, in float32.
+    """A frozen embedding or head with trainable float32 rows for the ascending token `ids`.
 
-    Like PEFT's `trainable_token_indices`; `ids` ascend. The matrix keeps its name and values; the head uses a
-    copy.
+    Like PEFT's `trainable_token_indices`. The matrix keeps its name and values; the head uses a copy.
     """
 
     def __init__(self, base: VocabularyMatrix, ids: Sequence[int]):
         nn.Module.__init__(self)
         self.weight, self.ids, self.enabled = base.weight, ids, True
-        # Not a buffer, which DDP would broadcast in every forward.
+        # A parameter, because DDP broadcasts buffers in every forward.
         self.ids_K = nn.Parameter(torch.tensor(ids, device=base.weight.device), requires_grad=False)
         self.rows = nn.Parameter(base.weight.detach()[self.ids_K].float())
 
@@ -139,7 +137,7 @@ class TrainableTokens(VocabularyMatrix):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the matrix of an equal plain layer, in the dtype of the frozen one."""
+        """Return the matrix of an equivalent plain layer, in the dtype of the frozen one."""
         return self.weight.index_copy(0, self.ids_K, self.rows.to(self.weight.dtype))
 
 
@@ -148,16 +146,16 @@ class TrainableTokens(VocabularyMatrix):
 
 def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[str, int],
                     weight_VD: Tensor) -> list[int]:
-    """Return the ids whose rows LORA_TRAIN_TOKENS trains, ascending; `auto`: those that the base never saw.
+    """Return the ascending ids whose rows LORA_TRAIN_TOKENS trains; `auto` selects tokens new to the base.
 
-    The row of a token that the base never saw is still near the rows of the reserved tokens: no farther from
-    their mean than twice the farthest of them. Without reserved tokens, it is a row that is nearly zero.
+    A token is new if its row is still close to those of the reserved tokens: at most twice as far from their
+    mean as the farthest of them. Without reserved tokens, a new token's row is nearly zero.
 
     Args:
-        used_ids: that occur in the data.
-        special_ids: of the tokenizer's control tokens.
-        weight_VD: the base's head. It moves every row in each step; an untied embedding leaves the rows of
-            tokens that do not occur as they were drawn, and those of rare ones near them.
+        used_ids: ids that occur in the data.
+        special_ids: ids of the tokenizer's control tokens.
+        weight_VD: the base's head. Training moves all of its rows in each step, while the rows of rare tokens
+            in an untied embedding stay near their initial values.
     """
     if setting == "none":
         return []
@@ -166,7 +164,7 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
         if unknown := [name for name in names if name not in special_ids]:
             some = ", ".join([*special_ids][:10])
             raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is not a control token of the "
-                                f"tokenizer; name some of {some} ..., or set auto or none")
+                                f"tokenizer; use names such as {some} ..., auto or none")
         return sorted({special_ids[name] for name in names})
     reserved = sorted({number for name, number in special_ids.items() if "reserved" in name} - {*used_ids})
     rows_VD = weight_VD.detach().float()
@@ -182,13 +180,13 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
                  token_ids: Optional[Mapping[str, Sequence[int]]] = None) -> None:
     """Freeze a model, and add adapters to the layers of LORA_TARGET_MODULES.
 
-    Call `cast_base` next, then wrap the model, then make the optimizer. A model on the meta device then needs
-    memory, its base's weights (`load_base`) and `init_adapters`. With tied embeddings, LORA_TRAIN_HEAD and
+    Call `cast_base` next, then wrap the model, then create the optimizer. A model on the meta device needs
+    memory, the base's weights (`load_base`) and `init_adapters`. With tied embeddings, LORA_TRAIN_HEAD and
     LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both roles.
 
     Args:
-        generator: on any device; the same seed gives the same adapters.
-        token_ids: whose rows to train, of "tok_embeddings" and "output", unless these are trained whole.
+        generator: on any device; the same seed draws the same adapters.
+        token_ids: ids whose rows of "tok_embeddings" and "output" to train, unless these are trained whole.
     """
     targets = config.lora_target_modules.split(",")
     model.requires_grad_(False)
@@ -214,16 +212,16 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw each lora_A, the same one however the model is sharded. lora_B is zero: the model is its base."""
+    """Draw each lora_A, independently of sharding. lora_B is zero, so that the model equals its base."""
     for module in model.modules():
         if isinstance(module, LoRALinear):
             drawn = torch.empty(module.lora_A.shape, device=generator.device)
             put(module.lora_A, nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
-            own(module.lora_B).zero_()
+            local_rows(module.lora_B).zero_()
 
 
 def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what is frozen as each use would: matrices to the compute dtype, vectors to float32."""
+    """Cast frozen matrices to the compute dtype and frozen vectors to float32, as each use would."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype if parameter.ndim >= 2 else torch.float32)
@@ -231,9 +229,9 @@ def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """Turn the model into its base inside a `with` block. Compiled blocks are compiled once more for it."""
+    """A `with` block in which the model computes like its base. Compiled blocks are compiled again for it."""
     adapters = [module for module in model.modules() if hasattr(module, "enabled")]
-    assert all(adapter.enabled for adapter in adapters), "the adapters are disabled already"
+    assert all(adapter.enabled for adapter in adapters), "the adapters are already disabled"
     for adapter in adapters:
         adapter.enabled = False
     try:
@@ -260,7 +258,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy saved adapters into a model that has the same ones."""
+    """Copy saved adapters into a model with the same adapters."""
     ours = adapter_state_dict(model)
     here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, state))
     names = sorted(here.keys() ^ saved.keys()) or [name for name in here if here[name] != saved[name]]
@@ -269,14 +267,14 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         raise CheckpointError(
             f"the adapters do not fit the settings: {first} is {saved.get(first, 'none')} in the checkpoint "
             f"and {here.get(first, 'none')} here ({len(names)} differ); set LORA_RANK, LORA_TARGET_MODULES, "
-            "LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as they were")
+            "LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as in training")
 
     for name, tensor in ours.items():
         put(tensor, state[name])
 
 
 def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
-    """Return the parameters of an equal model without adapters, float32 on the CPU, by name."""
+    """Return the parameters of an equivalent model without adapters by name, float32 on the CPU."""
     state: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         weight = module.merged() if hasattr(module, "merged") else getattr(module, "weight", None)

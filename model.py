@@ -38,15 +38,15 @@ class RMSNorm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
 
 
-# Attention between documents: who attends to whom, and at which position
+# Attention within and between documents: the mask and the positions
 
 
 class AttentionMeta(NamedTuple):
-    """What attention needs besides queries, keys and values; computed once per forward, for all blocks."""
+    """Inputs of attention besides queries, keys and values; computed once per forward for all blocks."""
 
     kernel: str  # one of fused.attention.KERNELS
-    cos_BT1H: Tensor  # cosine of each pair's angle, once for each of the pair; B is 1 if all rows are alike
-    sin_BT1H: Tensor  # sine, negative for the first of each pair
+    cos_BT1H: Tensor  # cosine of each pair's angle, repeated for both elements; B is 1 if all rows share it
+    sin_BT1H: Tensor  # sine, negative for the first element of each pair
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
     cu_seqlens: Optional[Tensor] = None  # see `compute_cu_seqlens`, for varlen kernels
 
@@ -61,7 +61,7 @@ def position_ids(document_ids_BS: Tensor) -> Tensor:
 
 
 def attention_mask(document_ids_BS: Tensor) -> Tensor:
-    """Return (B, 1, T, S): whether each token attends to each token; here T is S.
+    """Return a (B, 1, T, S) mask, True where a token attends to another; here S = T.
 
     A token attends to itself and to earlier tokens of its own document and of the shared prefix.
     """
@@ -78,7 +78,7 @@ def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor,
     """Return the cosines and signed sines of AttentionMeta, float32."""
     index = torch.arange(0, config.head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     freqs = 1.0 / config.rope_theta**(index / config.head_dim)  # radians per position
-    if config.rope_scaling_factor is not None:  # Llama 3.1: long wavelengths are stretched, short ones stay
+    if config.rope_scaling_factor is not None:  # Llama 3.1 stretches long wavelengths and keeps short ones
         rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
@@ -121,10 +121,10 @@ class KVCache(Protocol):
     """The interface of a cache that keeps the keys and values of earlier tokens."""
 
     def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Make room for so many tokens of each row; return their cosines, sines and mask (None: causal)."""
+        """Make room for this many tokens per row; return their cosines, sines and mask (None = causal)."""
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values to a layer; return all that queries may attend to, (B, S, K, H)."""
+        """Add keys and values to a layer; return all of the layer's keys and values, (B, S, K, H)."""
 
 
 class Attention(nn.Module):
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
 
 
 class VocabularyMatrix(nn.Module):
-    """A matrix with a row for each id, which embeds ids, or is the head, or both."""
+    """A matrix with one row per token id, used as the embedding, the head or both."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
@@ -194,11 +194,10 @@ class VocabularyMatrix(nn.Module):
         return embed(tokens, self.weight)
 
     def as_head(self) -> HeadWeight:
-        """Return the head's matrix, and its trainable part."""
         return HeadWeight(self.weight, self.weight)
 
     def use_as_head(self, hidden: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
-        """Return the function's result; a sharded matrix is gathered in here alone."""
+        """Return `function(head, hidden)`; a sharded matrix is gathered only for this call."""
         return function(self.as_head(), hidden)
 
 
@@ -221,17 +220,16 @@ class Transformer(nn.Module):
 
     @property
     def head_matrix(self) -> VocabularyMatrix:
-        """The head's matrix, which is the embedding's when tied."""
         return self.tok_embeddings if self.output is None else self.output
 
     def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
-        """Draw the initial weights of all parameters."""
+        """Initialize all parameters."""
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter, generator)
 
     @torch.no_grad()
     def init_weight(self, name: str, weight: Tensor, generator: Optional[torch.Generator] = None) -> None:
-        """Draw one parameter with INIT_STD; residual projections scaled by depth, norms 1, padded rows 0."""
+        """Initialize a parameter: normal with INIT_STD, scaled down in residual projections; norms are 1."""
         if weight.ndim == 1:
             weight.fill_(1.0)
             return
@@ -258,7 +256,7 @@ class Transformer(nn.Module):
             if kernel in VARLEN:
                 cu_seqlens = compute_cu_seqlens(document_ids)
                 if device.type == "cuda":
-                    cu_seqlens = cu_seqlens.pin_memory()  # otherwise the copy waits for the device
+                    cu_seqlens = cu_seqlens.pin_memory()  # a copy from unpinned memory waits for the device
                 cu_seqlens = cu_seqlens.to(device, non_blocking=True)
                 torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
             document_ids = document_ids.to(device, non_blocking=True)
@@ -284,13 +282,12 @@ class Transformer(nn.Module):
 
         Args:
             tokens_BT: int64 ids.
-            targets_BT: int64 ids, already shifted. IGNORE_INDEX is not predicted and counts 0.
-            document_ids_BT: int32; a token attends to its own document and to SHARED_PREFIX. None = a row is
-                one document.
-            target_index_M: int64, the flattened targets that are not ignored; the head runs only there.
-                None = everywhere.
-            reduction: "none" returns (B, T); "sum" their sum, which costs one head matmul less; a LogitsLoss
-                the sum of that loss.
+            targets_BT: int64 ids, already shifted; IGNORE_INDEX marks positions to skip, which count as 0.
+            document_ids_BT: int32; a token attends to its own document and to SHARED_PREFIX. None = each
+                row is one document.
+            target_index_M: int64 positions of the flattened targets to predict; None = all.
+            reduction: "none" returns (B, T). "sum" returns their sum and saves a matmul of the head. A
+                LogitsLoss returns the sum of that loss.
         """
         # Bypass FSDP's hook on `hidden`: it would end the forward and gather the head again.
         hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT)
@@ -305,11 +302,9 @@ class Transformer(nn.Module):
 
     def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
                cache: Optional[KVCache] = None, *, only_B: Optional[Tensor] = None) -> Tensor:
-        """Return all logits, (B, T, vocab_size) float32, or those of one token of each row, (B, vocab_size).
+        """Return float32 logits: (B, T, vocab_size), or (B, vocab_size) of the one token per row in `only_B`.
 
-        Args:
-            cache: the earlier tokens of the rows, to which these are added. Not with document ids.
-            only_B: the index of that token.
+        The tokens continue those in the `cache`, which excludes document ids.
         """
         hidden = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
         if only_B is not None:

@@ -1,4 +1,4 @@
-"""Building a model, compiling and wrapping it for the hardware, loading its weights, checking a start."""
+"""Build a model, compile and wrap it for the hardware, load its weights, and check them against settings."""
 
 import os
 import random
@@ -31,7 +31,7 @@ from parallel import fsdp
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
 
-CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 # ---------------------------------------------------------------------------- device, dtype, seeds
@@ -46,7 +46,7 @@ def choose_device(config: RunConfig) -> str:
 
 
 def bf16_is_fast(device_type: str) -> bool:
-    """Return whether the hardware multiplies bf16 natively; other CPUs are several times faster in fp32."""
+    """Return whether the hardware multiplies bf16 natively. Other CPUs are several times faster in fp32."""
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return CPU_MULTIPLIES_BF16
@@ -63,16 +63,16 @@ def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
 
 def device_and_dtype(device: Optional[torch.device],
                      dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return these; None: the GPU if there is one, and bf16 on a GPU, fp32 on a CPU."""
+    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on a GPU, else fp32."""
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def make_deterministic(config: RunConfig, device_type: str) -> None:
-    """With DETERMINISTIC=true, allow torch only deterministic CUDA kernels; a CPU's always are.
+    """With DETERMINISTIC=true, let torch use only deterministic CUDA kernels; those of a CPU always are.
 
-    Call it before anything is computed on CUDA. An operation without such a kernel then raises an error that
-    `classify_exception` explains. warn_only would leave torch's attention nondeterministic.
+    Call it before the first CUDA computation. An operation without such a kernel raises an error, which
+    `classify_exception` explains. With warn_only, torch's attention would not be deterministic.
     """
     if not config.deterministic or device_type != "cuda":
         return
@@ -82,7 +82,7 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
         raise SettingsError(f"DETERMINISTIC=true needs CUBLAS_WORKSPACE_CONFIG={allowed} in the environment, "
                             f"but it is {workspace!r}; unset it, or set DETERMINISTIC=false")
     torch.use_deterministic_algorithms(True)  # torch.compile respects it too
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # only costs time here
     torch.backends.cudnn.deterministic = True
 
 
@@ -99,7 +99,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 @collective
 def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-    """Return a Transformer on the rank's device. Its initial weights depend on SEED only, not on sharding."""
+    """Return a Transformer on the rank's device. Its initial weights depend only on SEED, not on sharding."""
     model = model_on_meta(config, vocab_size, dtype)
     allocate_model(model, config, ranks)
     generator = torch.Generator(ranks.device).manual_seed(config.seed)
@@ -124,7 +124,7 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
 
 @collective
 def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
-    """Give a model on the meta device memory on the rank's device: with SHARDING, of its own rows only."""
+    """Move a model from the meta device to the rank's device; with SHARDING, only the rank's rows of it."""
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
@@ -140,7 +140,7 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
 def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
                        dtype: torch.dtype = torch.float32,
                        device: torch.device | str = "cpu") -> Transformer:
-    """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
+    """Return a model with a Hugging Face Llama's tensors in their stored dtype, which computes in `dtype`."""
     state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
     model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
@@ -154,7 +154,7 @@ def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, v
 def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
     """Return why torch.compile cannot be used here, or None if it can."""
     if config.debug:
-        return "DEBUG=true watches every module, which needs eager execution"
+        return "DEBUG=true checks every module, which needs eager execution"
     language, compilers = "C++", (os.environ.get("CXX"), "g++", "clang++")
     if device_type == "cuda":
         language, compilers = "C", (os.environ.get("CC"), "gcc", "cc", "clang")
@@ -169,12 +169,12 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
 
 @cache
 def why_no_kernel(device_type: str) -> Optional[str]:
-    """Return why a minimal compiled kernel fails on this device, or None; tried once per process."""
+    """Return why a minimal compiled kernel fails on this device, or None; tested once per process."""
     numbers = torch.arange(8.0, device=device_type)
     try:
         if torch.equal(torch.compile(lambda x: 2 * x + 1)(numbers), 2 * numbers + 1):
             return None
-        reason = "it gives wrong numbers"
+        reason = "its results are wrong"
     except Exception as error:  # compilers and drivers raise errors without a common class
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
@@ -184,7 +184,7 @@ def why_no_kernel(device_type: str) -> Optional[str]:
 
 
 def compile_where_possible(model: Transformer, config: RunConfig, device_type: str) -> Optional[str]:
-    """Compile the model if COMPILE is set; return why that is not possible, or None."""
+    """Compile the model if COMPILE is true; return the reason if that is not possible, else None."""
     reason = why_not_compile(config, device_type) if config.compile else None
     if config.compile and reason is None:
         compile_model(model)
@@ -197,7 +197,7 @@ def compile_model(model: Transformer) -> None:
     One compilation serves all blocks, and DDP exchanges a block's gradients while earlier ones are computed.
     With selective activation checkpointing, the compiler chooses what a block keeps for its backward.
     """
-    # Training and evaluation, adapters on and off, a mask or none: each needs its own compilation of a block.
+    # A block is compiled separately for training and evaluation, adapters on and off, a mask or none.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     selective = model.config.activation_checkpointing == "selective"
     budget = model.config.activation_memory_budget if selective else 1.0
@@ -209,7 +209,7 @@ def compile_model(model: Transformer) -> None:
 
 
 def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:
-    """Return the model, in DDP if there are several ranks, which exchange gradients in `gradient_dtype`.
+    """Return the model, wrapped in DDP if several ranks exchange its gradients, in `gradient_dtype`.
 
     A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
     to the GPU.
@@ -223,7 +223,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     def start_waiting(parameter: Tensor) -> None:
         HEARTBEAT.is_waiting = True
 
-    # The backward reaches the first parameter last, or nearly so: then it waits for the other ranks.
+    # The backward reaches the first parameter (nearly) last, and then waits for the other ranks.
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     first.register_post_accumulate_grad_hook(start_waiting)
     return parallel
@@ -236,39 +236,40 @@ def exchange_in_bf16(process_group, bucket):
 
 @contextmanager
 def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """A `with` block around a micro-batch's forward and backward; ranks exchange gradients in the last."""
+    """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
     if fsdp.is_sharded(model):
-        # Within a shard group every backward exchanges: a rank has no memory for whole gradients.
+        # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
         model.set_requires_all_reduce(is_last)
-    # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
+    # no_sync must include the forward, in which DDP decides whether to exchange.
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
         yield
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the norm of all gradients together. Collective if the model is sharded."""
+    """Return the global gradient norm. Collective if the model is sharded."""
     return fsdp.total_norm(parameter.grad for parameter in model.parameters()
                                if parameter.grad is not None)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
-    """Return the divisor that brings gradients of this norm to at most `max_norm`; None if that is 0 (off).
+    """Return the divisor that clips gradients of this norm to `max_norm`; None if that is 0 (off).
 
-    1 if the norm is not finite: one bad gradient must not spread to all parameters.
+    It is 1 if the norm is not finite, so that one bad gradient does not spread to all parameters.
     """
     if max_norm == 0:
         return None
     return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
 
 
-# ------------------------------------------------------------------------- weights, and a start's model
+# ---------------------------------------------------------------------- loading and checking weights
 
 
 def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
                     finite: bool = True) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, with the rows and layers that this model has."""
+    """Return the parameters of the model in a folder, limited to this model's rows and layers."""
     refuse_adapters(folder)
-    tensors = huggingface.first_part(huggingface.load_model_weights(folder), vocab_size, config.keep_layers)
+    stored = huggingface.load_model_weights(folder)
+    tensors = huggingface.select_rows_and_layers(stored, vocab_size, config.keep_layers)
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
 
@@ -280,12 +281,12 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Return whether a parameter, or the optimizer's state of it, has a row for each id."""
+    """Return whether a parameter, or its optimizer state, has one row per token id."""
     return name.startswith(huggingface.VOCABULARY)
 
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
-    """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
+    """Return the optimizer state without the rows of padded ids, which are never saved."""
     trimmed = {name: lazy(tensor) for name, tensor in tensors.items()}
     for name, tensor in trimmed.items():
         if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
@@ -310,7 +311,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
-    """Compare the settings, found in `sources`, with the model in a folder; return warnings."""
+    """Compare the settings, which come from `sources`, with the model in a folder; return warnings."""
     refuse_adapters(folder)
     saved = read_model_config(folder)
     if config.keep_layers:
@@ -320,41 +321,41 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
         saved = saved.model_copy(update={"n_layers": config.keep_layers})
 
     def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
-        """The saved values of settings that differ, and a description."""
-        others, parts = {}, []
+        """Return the saved values of settings that differ, and a description."""
+        saved_values, differences = {}, []
         for name in names:
             there, here = getattr(saved, name.lower()), getattr(config, name.lower())
             if there != here:
                 causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
                 where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
-                others[name] = there
-                parts.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
-        return others, "; ".join(parts)
+                saved_values[name] = there
+                differences.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
+        return saved_values, "; ".join(differences)
 
-    others, description = compare(MODEL_SHAPE)
-    if others:
-        raise CheckpointError(f"{folder} holds another model: {description}. To start from it, remove what "
-                              f"differs, or {assignments(others)}")
-    # With these the same weights compute something else, which may be intended, to learn longer contexts.
+    saved_values, description = compare(MODEL_SHAPE)
+    if saved_values:
+        raise CheckpointError(f"{folder} contains a different model: {description}. To start from it, remove "
+                              f"these settings, or {assignments(saved_values)}")
+    # Different values may be intended, for example to learn longer contexts.
     names = ["NORM_EPS", "ROPE_THETA", "ROPE_SCALING_FACTOR"]
     if saved.rope_scaling_factor:
         names += ["ROPE_LOW_FREQ_FACTOR", "ROPE_HIGH_FREQ_FACTOR", "ROPE_ORIGINAL_MAX_LEN"]
-    others, description = compare(names)
-    return [f"the model in {folder} was made with other settings: {description}"] if others else []
+    saved_values, description = compare(names)
+    return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
-    """Compare the tokenizer with a model from elsewhere, and return what to report."""
+    """Compare the tokenizer's size with an imported model; return messages for the log."""
     rows = huggingface.read_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows < vocab_size:
-        raise CheckpointError(f"the tokenizer has {vocab_size:,} ids and the model in {folder} {rows}; set "
-                              "TOKENIZER_PATH to the model's own, and prepare the data with it")
+        raise CheckpointError(f"the tokenizer has {vocab_size:,} ids, but the model in {folder} has {rows}; "
+                              "set TOKENIZER_PATH to the model's tokenizer, and prepare the data with it")
     unused = rows - vocab_size
-    return [f"the last {unused:,} rows of the model's vocabulary have no token: left out"] if unused else []
+    return [f"dropping the model's last {unused:,} vocabulary rows, which have no token"] if unused else []
 
 
 def find_model(name: str) -> Path:
-    """Return the folder that a script's argument names, as in a setting, and print which one it is."""
+    """Resolve a script's model argument like a setting; print and return the folder."""
     run_dir = Path("-")
     if not os.path.exists(Path(name).expanduser()):
         loaded = load_config(complete=False)

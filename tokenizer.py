@@ -1,6 +1,6 @@
-"""Text to token ids and back: Llama 3's tokenizer over a tiktoken file, or any Hugging Face tokenizer.
+"""Tokenizers: Llama 3's with a tiktoken file, or any Hugging Face tokenizer.
 
-Text never becomes a control token: a literal `<|eot_id|>` in a document is encoded as its ten characters.
+Text never becomes a control token: a literal `<|eot_id|>` in a document is encoded as ten characters.
 """
 
 import base64
@@ -23,30 +23,30 @@ from common.remote import HUB_NAME, hub_folder, why_not
 from common.text import command
 from config import SAMPLE
 
-# How Llama 3 splits text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
+# Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-# In the order of Meta's code for Llama 3.1. Other releases name the spare tokens differently (the folder on
-# the hub has a reserved token at 5, later code `<|image|>` at 11); the tokens that a text model uses have the
-# same number in all of them.
+# In the order of Meta's code for Llama 3.1. Other releases name spare tokens differently (the hub folder has
+# a reserved token at 5, later code has `<|image|>` at 11), but the tokens of text models have the same
+# numbers.
 NAMED_SPECIALS = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
     "<|eot_id|>", "<|python_tag|>")
 SPECIALS = NAMED_SPECIALS + tuple(f"<|reserved_special_token_{number}|>" for number in range(2, 247))
 
-# tiktoken's regex engine overflows its stack on longer runs. Meta's code cuts at the same places: same ids.
+# tiktoken's regex engine overflows its stack on longer runs. Meta's code cuts at the same places.
 MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 RUN, SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
 
-# The character for each byte in Hugging Face's byte-level vocabularies (GPT-2's table).
+# Characters for bytes in Hugging Face's byte-level vocabularies (GPT-2's table).
 PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
 OTHER_BYTES = sorted({*range(256)} - {*PRINTABLE})
 BYTE_TO_CHAR = {byte: chr(byte) for byte in PRINTABLE} | {
     byte: chr(256 + number) for number, byte in enumerate(OTHER_BYTES)}
 
-# The control tokens of a Hugging Face tokenizer that comes without a configuration.
+# Control tokens of Hugging Face tokenizers without a configuration.
 KNOWN_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
@@ -58,7 +58,7 @@ CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
-# Renders what data_pipeline.templates.ChatFormat encodes.
+# Equivalent to data_pipeline.templates.ChatFormat.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -73,9 +73,9 @@ CHAT_TEMPLATE = """\
 
 
 class BaseTokenizer:
-    """What both tokenizers share."""
+    """Base class of both tokenizers."""
 
-    byte_fallback_ids: frozenset[int] = frozenset()  # bytes that decode together with their neighbors
+    byte_fallback_ids: frozenset[int] = frozenset()  # single bytes, which decode in runs
     sha256: str
     other_sha256: frozenset[str]  # hashes of the same tokenizer in other file formats
     tokenizer_json: str  # the content of a tokenizer.json
@@ -90,14 +90,14 @@ class BaseTokenizer:
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
-        """Return a hash of what affects ids in a tokenizer.json, and of a document's bos and eos."""
-        parts = [document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        content = json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True)
+        """Return a hash of the fields of a tokenizer.json that affect ids, and of bos and eos."""
+        fields = [document.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        content = json.dumps([fields, self.bos_id, self.eos_id], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def _write_files(self, folder: str | Path, names: Mapping[str, str], chat_template: str | None) -> None:
         """Write the files of a Hugging Face folder; `names` are the control tokens by role."""
-        # The class is the generic one: a model's own class may not follow tokenizer.json.
+        # The generic class: a model's specific class may ignore parts of tokenizer.json.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **names,
                   "clean_up_tokenization_spaces": False}
         files = {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
@@ -109,9 +109,9 @@ class BaseTokenizer:
 
 
 class Tokenizer(BaseTokenizer):
-    """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens.
+    """Llama 3's tokenizer with any BPE ranks: ids are the ranks, followed by 256 special tokens.
 
-    `byte_lengths` are the UTF-8 bytes of text that each id stands for; a special token stands for none.
+    `byte_lengths` has the number of UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
     def __init__(self, ranks: dict[bytes, int]):
@@ -143,17 +143,17 @@ class Tokenizer(BaseTokenizer):
 
     @property
     def tokenizer_json(self) -> str:
-        """The content of a tokenizer.json that gives the same ids.
+        """The content of a tokenizer.json with the same ids.
 
-        tiktoken merges any two tokens whose concatenation is a token, in the order of its rank: so each such
-        pair is a merge here. Of the pairs that give one token only one can occur, so their order is
+        tiktoken merges any two tokens whose concatenation is a token, in order of its rank, so every such
+        pair is a merge here. Only one pair of those with the same result can occur, so their order is
         irrelevant.
         """
         ranks, bos = self.ranks, "<|begin_of_text|>"
         name = {token: "".join(map(BYTE_TO_CHAR.__getitem__, token)) for token in self._ordered}
         merges = [f"{name[token[:i]]} {name[token[i:]]}" for token in self._ordered
                   for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
-        # The steps before and after the merges.
+        # Steps before and after the merges.
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                       "use_regex": False}
         split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
@@ -162,7 +162,7 @@ class Tokenizer(BaseTokenizer):
                          for number, sequence in enumerate("AB"))
         add_bos = {"type": "TemplateProcessing", "single": first, "pair": first + second,
                    "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}}}
-        # ignore_merges: a piece of text that is a token is this token, even if no merges lead to it.
+        # ignore_merges: text that equals a token becomes this token, even if no merges lead to it.
         return json.dumps({
             "version": "1.0", "truncation": None, "padding": None,
             "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,
@@ -179,25 +179,25 @@ class Tokenizer(BaseTokenizer):
         }, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text of any length, as Meta's code does. A lone surrogate becomes U+FFFD."""
+        """Return the ids of text of any length, like Meta's code. Lone surrogates become U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids: control tokens by their names, bytes that are not UTF-8 as U+FFFD."""
+        """Return the text of ids, with names of control tokens, and U+FFFD for invalid UTF-8."""
         return self._encoding.decode([int(token) for token in ids])
 
     def save_huggingface(self, folder: str | Path) -> None:
-        """Write a folder with which `transformers.AutoTokenizer.from_pretrained` gives the same ids.
+        """Write a folder for `transformers.AutoTokenizer.from_pretrained` with the same ids.
 
-        As with Meta's own folders a plain call puts the bos in front, `add_special_tokens=False` does not.
+        As with Meta's folders, a plain call prepends bos; `add_special_tokens=False` omits it.
         """
         self._write_files(folder, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
                                    "pad_token": "<|finetune_right_pad_id|>"}, CHAT_TEMPLATE)
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
-    """Any tokenizer.json, with the control tokens that the files beside it name."""
+    """Any tokenizer.json, with control tokens from the files beside it."""
 
     def __init__(self, file: Path, name: str):
         def read(path: Path) -> dict:
@@ -215,12 +215,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
                             "copy") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # so that a literal <|eot_id|> in text stays text
-        # True if separately encoded pieces decode to the whole text: byte-level, without a leading space.
+        self._tokenizer.encode_special_tokens = True  # a literal <|eot_id|> in text stays text
+        # Whether text may be encoded in pieces: byte-level, without a leading space.
         self._can_split = (self._document.get("decoder") or {}).get("type") == "ByteLevel" and (
             '"add_prefix_space": true' not in json.dumps(self._document.get("pre_tokenizer")))
 
-        # The control token of each role that has one, from the configuration or by a known name.
+        # The control token of each role, from the configuration or by a known name.
         config, self.control_tokens = {}, {}
         for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
@@ -229,14 +229,14 @@ class HuggingFaceTokenizer(BaseTokenizer):
             token = config.get(role)
             names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
             if not all(isinstance(text, str) for text in names):
-                raise DataError(f"{setting}: {role} is {token!r:.60} in its configuration, expected a text; "
+                raise DataError(f"{setting}: {role} is {token!r:.60} in its configuration, expected text; "
                                 "correct it")
             if token is None and role == "bos_token" and "eos_token" in config:
-                continue  # a configuration without a bos means that there is none
+                continue  # a configuration without bos means that there is none
             if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
                 self.control_tokens[role] = here[0]
 
-        # The chat template: a file of its own, or in the configuration.
+        # The chat template, from its file or the configuration.
         template_file, template = file.parent / "chat_template.jinja", config.get("chat_template")
         try:
             template = read_text(template_file) if os.path.lexists(template_file) else template
@@ -252,8 +252,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
         # The ids.
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}
         if "eos_token" not in ids:
-            raise DataError(f"{setting}: {file} has no end-of-sequence token of a known name; name it as "
-                            "eos_token in a tokenizer_config.json beside it")
+            raise DataError(f"{setting}: {file} has no end-of-sequence token with a known name; add it as "
+                            "eos_token to a tokenizer_config.json beside it")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._added_tokens = self._document.get("added_tokens") or ()
         self.special_tokens = [token for token in self._added_tokens if token["special"]]
@@ -266,9 +266,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def byte_lengths(self) -> list[int] | None:
-        """The UTF-8 bytes of (normalized) text that each id stands for; a special token stands for none.
+        """Number of UTF-8 bytes of (normalized) text that each id stands for; 0 for special tokens.
 
-        None unless it is byte-level BPE: the tokens of others do not add up to the text.
+        None unless the tokenizer is byte-level BPE; tokens of others do not add up to the text.
         """
         if not self._can_split:
             return None
@@ -281,7 +281,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def byte_fallback_ids(self) -> frozenset[int]:
-        """The tokens of single bytes, `<0x41>`, whose runs decode as a whole: to text, or to U+FFFD each."""
+        """Tokens of single bytes, such as `<0x41>`, whose runs decode together, to text or U+FFFD."""
         if '"ByteFallback"' not in json.dumps(self._document.get("decoder")):
             return frozenset()
         return frozenset(number for token, number in self._tokenizer.get_vocab().items()
@@ -289,21 +289,21 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of what affects ids: parts of tokenizer.json, and a document's bos and eos."""
+        """Hex digest of everything that affects ids: fields of tokenizer.json, bos and eos."""
         return self._document_sha256(self._document)
 
     @cached_property
     def other_sha256(self) -> frozenset[str]:
-        """Hashes of the equal tiktoken file and of its tokenizer.json; empty if there is none."""
+        """Hashes of an equivalent tiktoken file and of its tokenizer.json; empty if there is none."""
         def behaviour(tokenizer_json: str) -> list[Any]:
-            """Return what affects the ids of byte-level BPE, in a form that is equal for equal tokenizers."""
+            """Return a canonical form of what affects the ids of byte-level BPE."""
             document = json.loads(tokenizers.Tokenizer.from_str(tokenizer_json).to_str())
             model = document["model"]
             merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges")]
-            # Of the merges that give one token only one can occur, so their order is irrelevant.
+            # Only one of the merges with the same result can occur, so their order is irrelevant.
             rank_of_merge = [model["vocab"]["".join(merge)] for merge in merges]
             return [sorted(merges), rank_of_merge == sorted(rank_of_merge), model,
-                    *(document[part] for part in ("normalizer", "pre_tokenizer", "added_tokens"))]
+                    *(document[key] for key in ("normalizer", "pre_tokenizer", "added_tokens"))]
 
         vocab = self._document["model"].get("vocab")
         alphabet = {char: byte for byte, char in BYTE_TO_CHAR.items()}
@@ -317,15 +317,15 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return frozenset([same.sha256, *same.other_sha256] if is_same else [])
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
-        """Return the ids of text of any length, without bos or eos. A lone surrogate becomes U+FFFD.
+        """Return the ids of text of any length, without bos or eos. Lone surrogates become U+FFFD.
 
-        Some tokenizers put a space before a text unless a control token precedes it (`is_first=False`).
+        Some tokenizers prepend a space to text, unless a control token precedes it (`is_first=False`).
         """
         tokenizer = self._tokenizer if is_first else self._later_tokenizer
         pieces = split_long(text) if self._can_split else [without_surrogates(text)]
         try:
             ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
-        except BaseException as error:  # a panic of the Rust library is not an Exception
+        except BaseException as error:  # a panic in the Rust library is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that starts "
@@ -346,7 +346,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def save_huggingface(self, folder: str | Path) -> None:
-        """Write such a folder too; its tokenizer.json decides whether a plain call adds a bos."""
+        """Write a folder for transformers; its tokenizer.json decides whether a plain call adds bos."""
         names = {role: token for role, token in self.control_tokens.items()
                  if role != "eot_token" or token not in KNOWN_NAMES[role]}
         template = self.chat_template
@@ -356,7 +356,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def tokenizer_json(self) -> str:
-        """The content of its tokenizer.json, without truncation and padding."""
         return json.dumps({**self._document, "truncation": None, "padding": None}, ensure_ascii=False)
 
 
@@ -364,10 +363,10 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
     """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, or a name on the hub.
 
     Args:
-        backend: "tiktoken", "huggingface", or "auto", which decides by the look of the path.
+        backend: "tiktoken", "huggingface", or "auto", which depends on the path.
     """
     file = Path(path).expanduser()
-    # A local file or folder comes first; what cannot be one may be a name on the hub.
+    # A local file or folder takes precedence over a hub name.
     on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
     if backend == "auto":
         is_huggingface = on_hub or file.suffix == ".json" or os.path.isfile(file / "tokenizer.json")
@@ -381,14 +380,15 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
                             f"{why_not(error)} a local path") from error
     if backend == "huggingface" and os.path.isdir(file):
         file = file / "tokenizer.json"
-    # Open it, or explain why that is impossible.
+    # Open the file, or explain why that is impossible.
     if not os.path.isfile(file):
-        what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
-        advice = ("give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a "
+        is_folder = os.path.isdir(file)
+        problem = "is a folder without a tokenizer.json" if is_folder else f"there is no file {file}"
+        advice = ("use a BPE file in tiktoken's format (such as Llama 3's tokenizer.model) or a "
                   f"tokenizer.json, or train one with {command('scripts/train_tokenizer.py')}")
         if file.is_relative_to(SAMPLE):
             advice = f"make the embedded sample with {command('scripts/make_sample.py', '--folder', SAMPLE)}"
-        raise DataError(f"TOKENIZER_PATH={path}: {what}; {advice}")
+        raise DataError(f"TOKENIZER_PATH={path}: {problem}; {advice}")
     try:
         if backend == "huggingface":
             return HuggingFaceTokenizer(file, path)
@@ -399,9 +399,9 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:
-    """Return the ranks in a file of tiktoken's format: each line is a token's bytes in base64 and its rank.
+    """Return the ranks in a file in tiktoken's format: each line is a token in base64 and its rank.
 
-    tiktoken's own reader caches by the file's name: a new file under an old name would give the old ranks.
+    tiktoken's reader caches by file name, and would return the old ranks for a new file with the same name.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
@@ -416,14 +416,14 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
         if token in ranks:
             raise DataError(f"{path}:{number}: the token {token!r} occurs twice; get a new copy")
         ranks[token] = rank
-    # The file must be complete: consecutive ranks, and a token for each byte.
+    # Check that the file is complete: consecutive ranks, and a token for each byte.
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(f"TOKENIZER_PATH={path}: the ranks of its {len(ranks)} tokens should be 0 to "
                         f"{len(ranks) - 1}, each once; a line is missing or changed")
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise DataError(f"TOKENIZER_PATH={path}: has no token for {len(absent)} of the 256 bytes (the first "
-                        f"is {absent[0]}), so some text could not be encoded; a line is missing or changed")
+                        f"is {absent[0]}), so it cannot encode some texts; a line is missing or changed")
     return ranks
 
 
@@ -432,22 +432,22 @@ def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
     path = Path(path)
     lines = [base64.b64encode(token) + b" %d\n" % rank
              for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
-    with disk_errors(path, DataError, "choose another place"):
+    with disk_errors(path, DataError, "choose another path"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(b"".join(lines))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Train a byte-level BPE and return its ranks: 256 bytes, then the merges in order. Deterministic.
+    """Train a byte-level BPE deterministically; return its ranks: 256 bytes, then the merges in order.
 
     Args:
-        vocab_size: number of ranks; the 256 special tokens are added to them.
+        vocab_size: number of ranks, without the 256 special tokens.
     """
     if not 256 <= vocab_size <= 10_000_000:
         raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte, and at "
                             "most 10,000,000")
-    # Text is split as Llama 3 does; the library works with a printable character for each byte.
+    # Split text like Llama 3; the library represents each byte by a printable character.
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
@@ -455,17 +455,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=list(BYTE_TO_CHAR.values()),
                                   show_progress=False)
     bpe.train_from_iterator((piece for text in texts for piece in split_long(text)), trainer)
-    # Back to bytes.
+    # Convert the result back to bytes.
     char_to_byte = {char: byte for byte, char in BYTE_TO_CHAR.items()}
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(vocabulary) < vocab_size:
         raise DataError(f"the text yields only {len(vocabulary):,} tokens, fewer than --vocab-size "
-                        f"{vocab_size}; ask for fewer or give more text")
+                        f"{vocab_size}; lower it, or provide more text")
     return {bytes(map(char_to_byte.__getitem__, token)): rank for token, rank in vocabulary}
 
 
 def without_surrogates(text: str) -> str:
-    """Return the text with surrogate pairs joined, and lone ones, which UTF-8 cannot hold, as U+FFFD."""
+    """Join surrogate pairs, and replace lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -474,19 +474,19 @@ def without_surrogates(text: str) -> str:
 
 
 def split_long(text: str) -> Iterator[str]:
-    """Yield pieces of a text that a tokenizer takes without overflow; nearly every document is one piece.
+    """Yield pieces of a text that a tokenizer can process; nearly every document is one piece.
 
-    A piece has at most MAX_PIECE_CHARS, and at most MAX_RUN_CHARS in a row that are all spaces or all not.
+    A piece has at most MAX_PIECE_CHARS characters, and runs of spaces or non-spaces of at most MAX_RUN_CHARS.
     """
     text = without_surrogates(text)
     for start in range(0, max(len(text), 1), MAX_PIECE_CHARS):
-        part, cut = text[start:start + MAX_PIECE_CHARS], 0
-        # A run of MAX_RUN_CHARS covers a block of half its length: most texts need no walk through words.
+        piece, cut = text[start:start + MAX_PIECE_CHARS], 0
+        # A run of MAX_RUN_CHARS fills a block of half this length; without such a block, skip the search.
         block = MAX_RUN_CHARS // 2
-        blocks = (part[first:first + block] for first in range(0, len(part) - block + 1, block))
+        blocks = (piece[first:first + block] for first in range(0, len(piece) - block + 1, block))
         if any(text.isspace() or SPACE.search(text) is None for text in blocks):
-            for run in RUN.finditer(part):
+            for run in RUN.finditer(piece):
                 for end in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
-                    yield part[cut:end]
+                    yield piece[cut:end]
                     cut = end
-        yield part[cut:]
+        yield piece[cut:]

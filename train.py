@@ -1,4 +1,4 @@
-"""Train Llama 3: `python train.py`, on several GPUs `python scripts/launch.py`. --help lists the settings."""
+"""Train Llama 3: `python train.py`, or `python scripts/launch.py` on several GPUs. --help lists settings."""
 
 import math
 import os
@@ -52,7 +52,7 @@ from run.trackers import abandoning_trackers
 
 
 def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
-    """Run with these flags, or with what was loaded already; returns the exit code."""
+    """Run with these flags, or with settings that are already loaded; return the exit code."""
     loaded = loaded or load_or_exit(argv, USAGE, FORECASTS)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
     except Exception as error:
         stop_watchdog()
         report = classify_exception(error)
-        if report is None:  # a bug of ours
+        if report is None:  # a bug in Paddock
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             write_error_file(1, sentence, traceback.format_exc())
             raise
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
 
 @collective
 def train(loaded: Loaded) -> int:
-    """Start the run and take the steps that are left; returns the exit code."""
+    """Start the run and train until it is finished; return the exit code."""
     try:
         with open_run(loaded) as run:
             check.print_overview(run)
@@ -94,12 +94,12 @@ def train(loaded: Loaded) -> int:
 
 @collective
 def train_loop(run: Run, measured: Measurements) -> int:
-    """Take steps, and do what is due after each; returns the exit code."""
+    """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.info(f"Nothing to do: {progress.step} steps are finished, of "
-                 f"MAX_STEPS={config.max_steps}.{early}")
+        log.info(f"Nothing to do: the run has finished {progress.step} of MAX_STEPS={config.max_steps} "
+                 f"steps.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = guards.FirstBad(run.model) if config.debug else None
@@ -153,13 +153,12 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
                lr: float) -> StepResult:
     """Take one optimizer step on the exact mean over all units of the global batch.
 
-    The host waits for the GPU once, after everything is enqueued. Therefore the device itself leaves out an
-    update that is not finite, or that of a loss spike if the policy is to skip it, and the host reads
-    afterwards what was done.
+    The host waits for the GPU only once, after everything is enqueued. So the device decides whether to skip
+    the update (it is not finite, or LOSS_SPIKE_POLICY excludes it), and the host reads the decision later.
 
     Args:
         batches: this rank's micro-batches.
-        count: the units (targets or pairs) in these.
+        count: number of units (targets or pairs) in them.
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
@@ -168,40 +167,40 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     if is_sharded(ddp_model):
         average_vectors(ddp_model, ranks)
     if scaler:
-        for part in run.optimizer.parts:
-            scaler.unscale_(part)
+        for optimizer in run.optimizer.optimizers:
+            scaler.unscale_(optimizer)
     norm = gradient_norm(run.model)
     HEARTBEAT.enter("update")
 
-    # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
+    # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     stops = torch.full_like(norm, run.context.signals.received is not None)
-    own = torch.stack([value.double() for value in (*sums.values(), norm, stops)])
-    *totals, norms, stops = ranks.all_reduce(own)
+    local_sums = torch.stack([value.double() for value in (*sums.values(), norm, stops)])
+    *totals, norms, stops = ranks.all_reduce(local_sums)
     means = [total / units for total in totals]
 
     middle, deviation = guards.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
-    left_out = ~(means[0].isfinite() & norms.isfinite())
+    skipped = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
-        left_out |= means[0] > limit
-    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
+        skipped |= means[0] > limit
+    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
-    *means, norms, stops, norm, left_out, units = ranks.tolist(torch.stack(
-        [value.double() for value in (*means, norms, stops, norm, left_out, units)]))
-    assert units > 0, "a step without a single target"
+    *means, norms, stops, norm, skipped, units = ranks.tolist(torch.stack(
+        [value.double() for value in (*means, norms, stops, norm, skipped, units)]))
+    assert units > 0, "the step has no targets"
     loss, *others = means
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
-    if scaler and finite:  # a run that ends here is saved with the scale that it had
+    if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
     metrics = dict(zip([*sums][1:], others))
-    return StepResult(loss, metrics, round(units), norm, finite, not left_out, spike, stops > 0)
+    return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0)
 
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
                          scale: Tensor | float) -> dict[str, Tensor]:
-    """Forward and backward of this rank's micro-batches; ranks exchange gradients with the last.
+    """Run this rank's micro-batches forward and backward; ranks exchange gradients in the last backward.
 
     Args:
         scale: world_size / units. Losses are sums, and DDP averages over ranks.
@@ -226,12 +225,9 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
 
 
 def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
-    """Whether this rank's loss and gradients are finite when computed again, without those of other ranks.
+    """Recompute this rank's part of a step of `count` units; return whether loss and gradients are finite.
 
     Collective if the model is sharded.
-
-    Args:
-        count: the units of all ranks.
     """
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
     scale = run.ranks.world_size / count
@@ -244,11 +240,7 @@ def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
 
 
 def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, float]) -> dict[str, Any]:
-    """The metrics of a logged step, which are also printed.
-
-    Args:
-        measured: its speed, and more.
-    """
+    """Print the metrics of a step, with its `measured` speed, power and phases, and return them."""
     config, progress = run.config, run.progress
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
                "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, **measured,
@@ -260,9 +252,9 @@ def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, fl
 
 @collective
 def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
-    """Evaluate, log and save what is due after the last step; returns its metrics.
+    """Evaluate, log and save if due after the last step; return its metrics.
 
-    Interrupted: a rank received a stop signal; what is due remains to be done.
+    Raises Interrupted at a stop signal; the resumed run then completes the step.
     """
     config, progress = run.config, run.progress
     evaluate(run)

@@ -1,7 +1,7 @@
-"""Weights and configuration in the formats of Hugging Face and Meta, and models of the hub's local cache.
+"""Weights and configurations in the formats of Hugging Face and Meta, and models in the hub's local cache.
 
-Paddock's parameter names are Meta's. Hugging Face has other names, rotates the two halves of a head instead
-of neighbouring pairs (so the rows of wq and wk are permuted), and stores no padding of the vocabulary.
+Paddock uses Meta's parameter names. Hugging Face has other names, rotates the two halves of a head instead of
+neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabulary padding.
 """
 
 import hashlib
@@ -29,17 +29,17 @@ INDEX_FILE = "model.safetensors.index.json"
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*"]}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
-DEFAULT_CONTEXT = 2048  # as in transformers, where a config.json gives no length
-VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row for each id
-# Trained ids, ascending, of "tok_embeddings" and "output"; with tied embeddings the first means both.
+DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
+VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
+# Ascending ids of trained rows of "tok_embeddings" and "output"; if tied, the first means both.
 TokenIds = Mapping[str, Sequence[int]]
 
-# Hugging Face's names of our parameters. Their shapes are those of `ModelConfig.block_shapes`.
+# Hugging Face's names of our parameters, whose shapes are in `ModelConfig.block_shapes`.
 HUGGINGFACE_NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", **LINEAR_LAYERS,
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-ROTATED = ("wq", "wk")  # whose rows are permuted within each head
-# Settings, and the fields of config.json and of its rope_parameters that give them.
+ROTATED = ("wq", "wk")  # rows are permuted within each head
+# Settings, and the corresponding fields of config.json and of its rope_parameters.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
                  "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
@@ -56,36 +56,36 @@ def huggingface_name(name: str) -> str:
     stem = name.removesuffix(".weight")
     if not stem.startswith("layers."):
         return f"{HUGGINGFACE_NAMES[stem]}.weight"
-    _, layer, part = stem.split(".", 2)
-    return f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}.weight"
+    _, layer, module = stem.split(".", 2)
+    return f"model.layers.{layer}.{HUGGINGFACE_NAMES[module]}.weight"
 
 
 def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every parameter of the model, in its own order."""
+    """Return the name and shape of every parameter, in the model's order."""
     matrix, block = (vocab_rows, model_config.dim), model_config.block_shapes
     shapes = {"tok_embeddings.weight": matrix}
     for layer in range(model_config.n_layers):
-        shapes |= {f"layers.{layer}.{part}.weight": shape for part, shape in block.items()}
+        shapes |= {f"layers.{layer}.{module}.weight": shape for module, shape in block.items()}
     shapes["norm.weight"] = (model_config.dim,)
     return shapes if model_config.tie_embeddings else shapes | {"output.weight": matrix}
 
 
 def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
                      vocab_rows: int) -> None:
-    """Raise CheckpointError unless these shapes by name are the ones that checkpoints and adapters store."""
+    """Raise CheckpointError unless checkpoints and adapters can store parameters of these shapes."""
     stored = {name: shape for name, shape in parameter_shapes(model_config, vocab_rows).items()
               if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
-    found = {name: tuple(shape) for name, shape in parameters.items()}
-    if names := [name for name in (*found, *stored) if found.get(name) != stored.get(name)]:
+    shapes = {name: tuple(shape) for name, shape in parameters.items()}
+    if names := [name for name in (*shapes, *stored) if shapes.get(name) != stored.get(name)]:
         raise CheckpointError(
             f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
-            f"{found.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
+            f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
             "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
             "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
-    """Return the weight with the rows of each rotated head in the other layout's order."""
+    """Return the weight with the rows of each rotated head in the order of the other layout."""
     if name.rsplit(".", 2)[-2] not in ROTATED or name.endswith(".lora_A"):
         return weight
     half = model_config.head_dim // 2
@@ -103,15 +103,15 @@ def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggin
 
 
 def checked(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Return a tensor of floats that raises CheckpointError when it reads one that is not finite."""
+    """Return a float tensor that raises CheckpointError when it reads a non-finite number."""
     if not tensor.dtype.is_floating_point:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, expected floats; use another checkpoint")
 
     def read(start: int, stop: int) -> Tensor:
         rows = tensor.read(start, stop)
-        # The sum takes one pass and no mask, but it may overflow although each number is finite.
+        # A sum needs one pass and no mask, but may overflow although all numbers are finite.
         if not rows.sum(dtype=torch.float32).isfinite() and not rows.float().isfinite().all():
-            raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
+            raise CheckpointError(f"{name} contains non-finite numbers; use another checkpoint")
         return rows
 
     return replace(tensor, read=read)
@@ -119,14 +119,14 @@ def checked(name: str, tensor: LazyTensor) -> LazyTensor:
 
 def to_theirs(name: str, tensor: Tensor | LazyTensor, model_config: ModelConfig,
               vocab_size: int) -> LazyTensor:
-    """Return one of our tensors in Hugging Face's layout, without the padding of the vocabulary."""
+    """Return one of our tensors in Hugging Face's layout, without vocabulary padding."""
     tensor = permuted(name, lazy(tensor), model_config, to_huggingface=True)
     return tensor.first_rows(vocab_size) if name in VOCABULARY else tensor
 
 
 def to_ours(name: str, tensor: LazyTensor, shape: tuple[int, ...], model_config: ModelConfig,
             mismatch: str) -> LazyTensor:
-    """Invert `to_theirs`, or raise `mismatch` unless the tensor has our shape."""
+    """Invert `to_theirs`. Raises CheckpointError(mismatch) unless the tensor has our shape."""
     tensor = tensor.padded(shape[0]) if name in VOCABULARY else tensor
     if tensor.shape != shape:
         raise CheckpointError(mismatch.format(tensor.shape, shape))
@@ -155,9 +155,9 @@ def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
 
 def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int,
                      finite: bool = True) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors under our names, the vocabulary padded with zero rows.
+    """Return a Hugging Face Llama's tensors under our names, with zero rows as vocabulary padding.
 
-    With `finite`, reading a row that holds NaN or infinity is an error.
+    If `finite`, reading a NaN or infinity is an error.
     """
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:
@@ -169,10 +169,10 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     theirs = {huggingface_name(name): name for name in shapes}
     missing = [name for name in theirs if name not in tensors]
     unknown = [name for name in tensors if name not in (*theirs, "lm_head.weight")
-               and not name.endswith("inv_freq")]  # a buffer of old files
+               and not name.endswith("inv_freq")]  # a buffer in old files
     if unknown or missing:
-        what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which this model does not have"
-        raise CheckpointError(f"the weights {what} ({len(missing)} missing, {len(unknown)} unknown); set "
+        problem = f"lack {missing[0]}" if missing else f"contain {unknown[0]}, which this model does not have"
+        raise CheckpointError(f"the weights {problem} ({len(missing)} missing, {len(unknown)} unknown); set "
                               "N_LAYERS and the other model settings as in the checkpoint's config.json")
     state = {}
     for theirs_name, name in theirs.items():
@@ -183,9 +183,9 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     return state
 
 
-def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
-               keep_layers: Optional[int]) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors without ids that no token has, and with KEEP_LAYERS only."""
+def select_rows_and_layers(tensors: Mapping[str, LazyTensor], vocab_size: int,
+                           keep_layers: Optional[int]) -> dict[str, LazyTensor]:
+    """Return a Hugging Face Llama's tensors without unused ids, and only its first `keep_layers` layers."""
     kept, by_id = {}, {huggingface_name(name) for name in VOCABULARY}
     for name, tensor in tensors.items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -196,10 +196,10 @@ def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
 
 def from_meta(tensors: Mapping[str, Tensor],
               params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """Return parameters and model settings of Meta's Llama 3 files: consolidated.00.pth, params.json.
+    """Return parameters and model settings from Meta's Llama 3 files, consolidated.00.pth and params.json.
 
-    Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
-    of the rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.
+    Meta's files store the tied head of the 1B and 3B models separately, and omit their rotary scaling factor,
+    which is 32; Llama 3.1's is 8. Source: the models' published configurations.
     """
     state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
     required = ("dim", "n_layers", "n_heads", "norm_eps")
@@ -207,7 +207,7 @@ def from_meta(tensors: Mapping[str, Tensor],
     missing = [key for key in required if key not in params]
     missing += [name for name in (*VOCABULARY, gate) if name not in state]
     if missing:
-        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
+        raise CheckpointError(f"these are not Meta's Llama 3 files: they lack {', '.join(missing)}")
     tied = state["tok_embeddings.weight"].equals(state["output.weight"])
     if tied:
         del state["output.weight"]
@@ -222,14 +222,15 @@ def from_meta(tensors: Mapping[str, Tensor],
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or state[name].shape != expected.get(name)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use its own")
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use "
+                              "the one of this model")
     return state, settings
 
 
 def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
-    """Return a hash of a model's weights under Hugging Face's names, however they are divided into files.
+    """Return a hash of weights under Hugging Face's names, independent of their division into files.
 
-    A tied head that is stored all the same and the buffers of old files do not count.
+    It ignores a stored copy of a tied head, and buffers in old files.
     """
     digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
     for name, tensor in sorted(tensors.items()):
@@ -257,7 +258,7 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     if c.rope_scaling_factor is not None:
         scaling = {field: getattr(c, name) for name, field in SCALING_FIELDS.items()}
         scaling = {"rope_type": "llama3", **scaling}
-        # The scaling is for this length, however short the rows of this run are.
+        # The length that the scaling was made for, even if this run has shorter rows.
         max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
     dtype_name = str(dtype).removeprefix("torch.")
     return {
@@ -275,7 +276,7 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
 
 def checked_settings(settings: Mapping[str, Any], file_name: str, fields: Mapping[str, str] = {},
                      section: type[Section] = ModelConfig) -> Any:
-    """Return a section of settings that a file gives; its own names for them are in `fields`."""
+    """Return settings from a file as a section; `fields` are their names in the file."""
     try:
         return section.model_validate(settings, strict=True)
     except ValidationError as error:
@@ -287,7 +288,7 @@ def checked_settings(settings: Mapping[str, Any], file_name: str, fields: Mappin
 
 
 def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the rotary embedding, as transformers 5 reads it.
+    """Return the rotary embedding's parameters in a config.json, as transformers 5 reads them.
 
     Version 4 reads the top level and `rope_scaling`; in version 5 `rope_scaling` replaces `rope_parameters`.
     """
@@ -304,7 +305,7 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
             **(given["rope_scaling."] or given["rope_parameters."])}
     for name, place in given.items():
         for key, value in place.items():
-            if rope.get(key) not in (value,):  # NaN is refused later
+            if rope.get(key) not in (value,):  # NaN is rejected later
                 raise CheckpointError(f"config.json contradicts itself: {name}{key} is {value!r:.40}, and "
                                       f"{rope.get(key)!r:.40} elsewhere; keep the value that the model was "
                                       "trained with")
@@ -312,7 +313,7 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
-    """Return a whole number above 0 from a config.json; None if it has none."""
+    """Return a positive integer field of a config.json; None if it is missing."""
     count = config.get(field)
     if count is not None and (type(count) is not int or not 0 < count <= MAX_NUMBER):
         raise CheckpointError(f"config.json gives {field}={count!r:.40}, expected a whole number above 0; "
@@ -321,7 +322,7 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the longest text of a config.json's model, in tokens."""
+    """Return the context length of a config.json's model, in tokens."""
     return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
 
 
@@ -329,7 +330,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     """Return the fields of ModelConfig that a config.json gives."""
     if config.get("model_type") != "llama":
         kind = config.get("model_type")
-        raise CheckpointError(f"config.json describes a {kind!r} model; only Llamas are read")
+        raise CheckpointError(f"config.json describes a {kind!r} model, but only Llama models are supported")
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if config.get(key) is None]
     if missing:
@@ -347,7 +348,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     for field in ("vocab_size", "max_position_embeddings"):
         count_in(config, field)
 
-    # What our model computes in one way only.
+    # Check features that our model does not vary.
     fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": model.head_dim,
              "pretraining_tp": 1, "sliding_window": None, "quantization_config": None}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
@@ -357,7 +358,8 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
         unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:
-        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model lacks; use another")
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which is not supported; use another "
+                              "model")
     return settings
 
 
@@ -366,10 +368,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                       tokenizer, max_seq_len: int) -> dict[str, str]:
-    """Write a Hugging Face model folder: config.json, generation_config.json, weights and tokenizer files.
-
-    Returns the SHA-256 of the files with the weights.
-    """
+    """Write a model folder in Hugging Face's format; return the SHA-256 of its weight files."""
     folder = Path(folder)
     tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
     config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
@@ -386,11 +385,8 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
 
 def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
                  max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
-    """Write tensors as model.safetensors, or several files if one would be too large, with an index.
-
-    Returns the SHA-256 of these files.
-    """
-    # Not by huggingface_hub, which is optional here and writes a file in one call without a heartbeat.
+    """Write tensors as model.safetensors or several smaller files, and an index; return their SHA-256."""
+    # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
     shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
@@ -407,7 +403,7 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
         hashes[file_name] = write_tensors(folder / file_name, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    # Also of a single file: without an index, vLLM takes the optimizer's file for weights too.
+    # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return hashes
 
@@ -421,12 +417,12 @@ def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index):
         pickles = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
-        what = f"has {pickles[0]}, but" if pickles else "holds"
-        raise CheckpointError(f"{folder} {what} no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not "
-                              "read: save the model as safetensors first")
+        pickled = f"has {pickles[0]}, but" if pickles else "has"
+        raise CheckpointError(f"{folder} {pickled} no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not "
+                              "supported: save the model as safetensors first")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} does not say which file holds which tensor; download it again")
+        raise CheckpointError(f"{index} does not map tensors to files; download it again")
     tensors = {}
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
@@ -436,7 +432,7 @@ def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file formatted as in the folders of Hugging Face."""
+    """Write JSON in the format of Hugging Face's folders."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -452,9 +448,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_model_name(name: str) -> bool:
-    """Return whether this can name a model of the hub, perhaps with a revision: `owner/name@revision`.
+    """Return whether this can be a hub name, such as `owner/name@revision`.
 
-    A path into a local folder, such as a misspelt `runs/frist`, names none.
+    A path into an existing folder, such as a misspelt `runs/frist`, cannot.
     """
     model = name.partition("@")[0]
     is_path = "/" in model and os.path.isdir(model.partition("/")[0])
@@ -462,17 +458,17 @@ def is_model_name(name: str) -> bool:
 
 
 def hub_model(name: str) -> Path:
-    """Return the folder of a model of the hub, which is downloaded unless the cache has it."""
+    """Return the local folder of a hub model, downloading it unless it is cached."""
     repository, _, revision = name.partition("@")
     try:
         return hub_folder(repository, "config.json", is_complete, revision or None, **HUB_FILES)
-    except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
+    except Exception as error:  # its class depends on the version of the hub's HTTP library
         raise CheckpointError(f"{name} is not a local folder, and the request to the hub failed: "
                               f"{why_not(error)} a path") from error
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a model folder has its configuration and all of its weights."""
+    """Return whether a model folder has its configuration and all weights."""
     index = folder / INDEX_FILE
     files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
     return all((folder / file).exists() for file in ("config.json", *files))

@@ -1,4 +1,4 @@
-"""evaluations.jsonl: the results of evaluations item by item, by which two runs are compared in pairs."""
+"""evaluations.jsonl: evaluation results per item, for paired comparisons of runs."""
 
 import base64
 import math
@@ -11,10 +11,10 @@ import numpy as np
 
 from checkpoint.schema import read_entries
 
-BITS = ("correct", "correct_norm", "exact")  # right or wrong, in the order of the items
+BITS = ("correct", "correct_norm", "exact")  # booleans in the order of the items
 NUMBERS = ("loss", "count", "rouge_l")
-LARGEST = 1e30  # of a number, so that sums of squares are finite
-VALIDATION, GENERATION = "validation", "generation"  # lines of other names are of multiple-choice sets
+LARGEST = 1e30  # larger numbers have infinite sums of squares
+VALIDATION, GENERATION = "validation", "generation"  # other names are multiple-choice sets
 
 
 class ItemScores(NamedTuple):
@@ -22,17 +22,17 @@ class ItemScores(NamedTuple):
 
     step: int
     name: str
-    items: str  # a hash of what was evaluated; only scores of the same items can be compared in pairs
-    scores: dict[str, np.ndarray]  # by metric, a value for each item: bool for BITS, float64 for NUMBERS
+    items: str  # hash of the items; only scores of the same items can be compared in pairs
+    scores: dict[str, np.ndarray]  # by metric, a value per item: bool for BITS, float64 for NUMBERS
 
 
 def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
-    """Return booleans as base64 text, eight in a byte, the first one highest."""
+    """Return booleans as base64 text, eight per byte, most significant bit first."""
     return base64.b64encode(np.packbits(np.asarray(values, bool)).tobytes()).decode()
 
 
 def unpacked_bits(text: str, count: int) -> np.ndarray:
-    """Invert `packed_bits`. Raises ValueError if the text does not hold this many."""
+    """Invert `packed_bits`. Raises ValueError if the text does not contain `count` values."""
     data = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
     if len(data) != -(-count // 8):
         raise ValueError(f"{len(data)} bytes for {count} items")
@@ -40,7 +40,7 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
 
 
 def read_item_scores(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
-    """Yield the evaluations of a run in the order of the log; count invalid lines by the name of the file."""
+    """Yield the evaluations in a run's log; `invalid` counts invalid lines by file name."""
     invalid = Counter() if invalid is None else invalid
     for entry in read_entries(path, invalid):
         try:
@@ -50,7 +50,7 @@ def read_item_scores(path: Path, invalid: Optional[Counter[str]] = None) -> Iter
 
 
 def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the scores of a line. Raises ValueError and others if one does not fit its items."""
+    """Return the scores of a line. Raises ValueError and other errors if they do not fit the items."""
     scores = {name: unpacked_bits(entry[name], entry["n"]) for name in BITS if name in entry}
     scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
     if not entry["n"] or any(values.shape != (entry["n"],) for values in scores.values()):
@@ -63,28 +63,30 @@ def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def measured_as(name: str) -> str:
-    """Return the metric in metrics.jsonl that has the result of an evaluation of this name."""
+    """Return the metric in metrics.jsonl with the result of this evaluation."""
     return {VALIDATION: "val_loss", GENERATION: "generation_n"}.get(name, f"{name}_acc")
 
 
 def error_of_share(share: float, n: int) -> float:
-    """Return the standard error of a share: the sample's standard deviation divided by the root of n."""
+    """Return the standard error of a share: sample standard deviation / sqrt(n)."""
     return math.sqrt(share * (1 - share) / max(1, n - 1))
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Return the standard error of the values' mean; 0 for a single one, about which nothing is known."""
+    """Return the standard error of the mean; 0 for a single value, where it is unknown."""
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
-    """Return the standard error of the mean loss of all units, from blocks of units; None for fewer than two.
+    """Return the standard error of the mean loss over all units, from blocks; None for fewer than two blocks.
 
-    Units of a block are alike, and blocks differ in size. The mean R is the ratio of two sums over B blocks,
-    of their loss sums L and their counts C; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
+    Units of a block are correlated, and blocks differ in size. The mean R is the ratio of the sums of loss
+    sums L and counts C over B blocks; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
+    Source: Cochran 1977, Sampling Techniques, chapter 6, ratio estimate without finite correction.
 
-    `losses` are the mean losses of the blocks, and `counts` their units.
-    Source: Cochran 1977, Sampling Techniques, chapter 6, the ratio estimate without finite correction.
+    Args:
+        losses: mean loss of each block.
+        counts: number of units in each block.
     """
     blocks, total = len(losses), counts.sum()
     if blocks < 2 or not total:

@@ -13,27 +13,27 @@ from common.text import command
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 1
-CARD = "README.md"  # which the user may edit, so it is not listed
+CARD = "README.md"  # not listed, so that the user may edit it
 GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
 NEWER = "it was written by a newer Paddock; use that version"
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return the only valid bytes of this manifest, its own hash included: any other byte is damage."""
+    """Return the exact bytes of a valid manifest, which include its own hash."""
     content = json.dumps(manifest, indent=1, sort_keys=True)
     seal = hashlib.sha256(content.encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
 def read_sealed(folder: Path) -> bytes:
-    """Return the content of a checkpoint's manifest, verified by its own hash; its files are not."""
+    """Return the content of a checkpoint's manifest, verified by its own hash, but not its files."""
     path = Path(folder) / MANIFEST
     try:
         content = read_plain(path)
     except FileNotFoundError as error:
         problem = GONE if not os.path.isdir(folder) else (
-            f"has no {MANIFEST}: it is not a Paddock checkpoint, or it is incomplete; import a model "
-            f"from elsewhere with {command('scripts/import_checkpoint.py')}")
+            f"has no {MANIFEST}: it is not a Paddock checkpoint, or it is incomplete; import other models "
+            f"with {command('scripts/import_checkpoint.py')}")
         raise CheckpointError(f"{folder} {problem}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -45,15 +45,15 @@ def read_sealed(folder: Path) -> bytes:
     if not intact:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
     if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
+        raise CheckpointError(f"{path} has format {number}, but this version reads {FORMAT}: {NEWER}")
     return content
 
 
 def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
              advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
-    """Return what is wrong with a file that a manifest lists, in words; None if it is intact.
+    """Describe the fault of a file that a manifest lists; None if it is intact.
 
-    `advance` gets the number of bytes of each block that was hashed.
+    `advance` is called with the size of each hashed block.
     """
     path = folder / name
     if leads_outside(name, folder):
@@ -62,7 +62,7 @@ def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
         with open(path, "rb", opener=plain) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected["size"]:
-                return f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were written"
+                return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}"
             intact = sha256(file, advance) == expected["sha256"]
     except FileNotFoundError:
         return f"{path} is missing"

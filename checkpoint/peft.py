@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
+"""LoRA adapters in PEFT's format, with the hash of their base in a separate file."""
 
 import os
 import re
@@ -31,39 +31,39 @@ BASE_FILE = "paddock_adapter.json"
 PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
 LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
                "lora_rslora": "use_rslora"}
-# The fields of adapter_config.json that are read, or change nothing that is computed.
+# Fields of adapter_config.json that are read, or do not affect the computation.
 READ_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
     "layers_to_transform", "trainable_token_indices", "base_model_name_or_path", "revision", "task_type",
     "auto_mapping", "peft_version", "inference_mode", "ensure_weight_tying", "fan_in_fan_out",
     "megatron_core", "qalora_group_size", "runtime_config"}
-# What the others must be. Further values of init_lora_weights change the base's weights.
+# Required values of the other fields. Other values of init_lora_weights change the base's weights.
 PLAIN_VALUES = {"peft_type": ("LORA",), "bias": ("none", None),
                 "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
                 "layers_pattern": (None, "", [], "layers", ["layers"])}
 NOTHING = (None, False, {}, [], "")
-MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and use that model"
+MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and use the merged model"
 
 
 class Adapter(NamedTuple):
     """The content of an adapter folder."""
 
-    state: dict[str, Tensor]  # what LoRA trains, under our names
+    state: dict[str, Tensor]  # trained parameters under our names
     config: LoraConfig
-    base_path: Optional[str]  # a folder, or a name on the hub
+    base_path: Optional[str]  # a folder or hub name
     base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
-    token_ids: TokenIds  # whose rows are trained
+    token_ids: TokenIds  # ids of trained rows
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
         """Raise CheckpointError unless the adapters were trained on these weights."""
         if self.base_sha256 not in (None, base_sha256):
             raise CheckpointError(f"the adapters belong to another base: the weights in {base} have SHA-256 "
-                                  f"{base_sha256}, those that the adapters were trained on had "
-                                  f"{self.base_sha256} (then in {self.base_path}); name that base")
+                                  f"{base_sha256}, but the adapters were trained on {self.base_sha256} "
+                                  f"(then in {self.base_path}); set that base")
 
 
 def peft_name(name: str) -> str:
-    """Return PEFT's name of a LoRA factor, of trained token rows, or of a fully trained parameter."""
+    """Return PEFT's name of a LoRA factor, trained token rows, or a fully trained parameter."""
     stem, _, last = name.rpartition(".")
     suffix = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
     return f"base_model.model.{huggingface.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
@@ -71,7 +71,7 @@ def peft_name(name: str) -> str:
 
 def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
             vocab_size: int) -> dict[str, LazyTensor]:
-    """Return what LoRA trains under PEFT's names; a tied matrix both as embedding and as head."""
+    """Return trained parameters under PEFT's names; a tied matrix appears as embedding and as head."""
     tensors = {peft_name(name): to_theirs(name, tensor, model_config, vocab_size)
                for name, tensor in state_dict.items()}
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
@@ -81,7 +81,7 @@ def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelCo
 
 def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
               token_ids: TokenIds) -> dict[str, Tensor]:
-    """Return PEFT's tensors under our names; the inverse of `to_peft`."""
+    """Return PEFT's tensors under our names, inverting `to_peft`."""
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
@@ -93,15 +93,15 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
         if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
-            raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
+            raise CheckpointError("the adapters train head and embeddings separately, but the base ties them")
     for name, shape in shapes.items():
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
             tensor = checked(peft_name(name), tensor)
             state[name] = to_ours(name, tensor, shape, model_config, mismatch).whole()
     if remaining:
-        raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
-                              f"({len(remaining)} such tensors); use the base that they were made for")
+        raise CheckpointError(f"the adapters contain {min(remaining)}, which this model does not have "
+                              f"({len(remaining)} such tensors); use the base that they were trained on")
     return state
 
 
@@ -110,12 +110,12 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     modules = [LORA_LAYERS[name] for name in config.lora_target_modules.split(",")]  # in the model's order
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
-    whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
+    whole = [module for module, is_trained in zip(("embed_tokens", "lm_head"), trained) if is_trained or both]
     rows: Any = {PEFT_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
-    if tied and rows:  # a list means the embedding, which is the head too
+    if tied and rows:  # a list means the embedding, which is also the head
         rows = rows["embed_tokens"]
     base = {"base_model_name_or_path": base_path}
-    if name := name_of_download(base_path):  # PEFT downloads it where it is missing
+    if name := name_of_download(base_path):  # PEFT downloads it if missing
         base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
             **{field: getattr(config, name) for name, field in LORA_FIELDS.items()},
@@ -126,10 +126,10 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
 
 def check_targets(content: Mapping[str, Any], names: Collection[str], model_config: ModelConfig,
                   token_ids: TokenIds) -> None:
-    """Raise CheckpointError unless tensors of these names are adapters that this model can have.
+    """Raise CheckpointError unless tensors with these names are adapters that this model supports.
 
-    They must be on the same linear layers of every block, besides the matrices and rows that the fields of
-    adapter_config.json name. Which layers have adapters is read from the tensors.
+    Adapters must be on the same linear layers in every block, besides the matrices and rows listed in
+    adapter_config.json. The tensors' names decide which layers have adapters.
     """
     def refuse(field: str, problem: str, advice: str = MERGE) -> NoReturn:
         raise CheckpointError(f"{CONFIG_FILE} has {field}={content.get(field)!r:.80}, {problem}; {advice}")
@@ -148,27 +148,28 @@ def check_targets(content: Mapping[str, Any], names: Collection[str], model_conf
                for name in names if ".lora_" in name}
     if outside := adapted & {"model.embed_tokens", "lm_head"}:
         refuse("target_modules", f"and {min(outside)} cannot have adapters here")
-    for part in LINEAR_LAYERS.values():
-        layers = [f"model.layers.{layer}.{part}" for layer in range(model_config.n_layers)]
+    for module in LINEAR_LAYERS.values():
+        layers = [f"model.layers.{layer}.{module}" for layer in range(model_config.n_layers)]
         missing = [layer for layer in layers if layer not in adapted]
         if 0 < len(missing) < len(layers):
             field = next((field for field in ("layers_to_transform", "exclude_modules")
                           if content.get(field) not in (None, [], "")), "target_modules")
-            refuse(field, f"which leaves out {missing[0]}: only adapters on the same linear layers of every "
-                   "block can be read")
+            refuse(field, f"which omits {missing[0]}: only adapters on the same linear layers of every "
+                   "block are supported")
 
 
 def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
     """Return the trained token ids of an adapter_config.json."""
-    found = content.get("trainable_token_indices") or {}
-    found = found if isinstance(found, dict) else {"embed_tokens": found}  # which a list means
+    indices = content.get("trainable_token_indices") or {}
+    indices = indices if isinstance(indices, dict) else {"embed_tokens": indices}  # the meaning of a list
     token_ids = {}
-    for module, ids in found.items():
+    for module, ids in indices.items():
         layer = next((ours for ours, name in PEFT_LAYERS.items() if module.rpartition(".")[2] == name), None)
         valid = isinstance(ids, list) and all(type(each) is int and 0 <= each < padded_vocab for each in ids)
         if layer is None or not valid or not ids or ids != sorted(set(ids)):
-            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending "
-                                  f"ids of embed_tokens and lm_head below {padded_vocab} can be read")
+            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={indices!r:.200}; only "
+                                  "ascending ids of embed_tokens and lm_head are supported, below "
+                                  f"{padded_vocab}")
         token_ids[layer] = ids
     if tied and token_ids:
         if len(set(map(tuple, token_ids.values()))) > 1:
@@ -180,10 +181,7 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
                         tokenizer) -> dict[str, str]:
-    """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files.
-
-    Returns the SHA-256 of the file with the weights.
-    """
+    """Write an adapter folder for PEFT, with the base's hash and the tokenizer; return hashes of weights."""
     tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
     hashes = {WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})}
@@ -194,22 +192,22 @@ def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfi
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
-    """Return the adapters of a folder of ours or PEFT's, which must fit the model."""
+    """Return the adapters in a Paddock or PEFT folder, which must fit the model."""
     if not os.path.exists(folder / CONFIG_FILE):
-        raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
+        raise CheckpointError(f"{folder} contains no adapters ({CONFIG_FILE} is missing); use another folder")
     content = read_json(folder / CONFIG_FILE)
     unlike = [f"{key}={value!r:.80}" for key, value in content.items()
               if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
     unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
     if unlike:
-        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA can be read: {MERGE}")
-    own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {MERGE}")
+    base_info = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     tensors = open_tensors(folder / WEIGHTS_FILE)
     check_targets(content, tensors, model_config, token_ids)
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
-        raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
+        raise CheckpointError(f"{folder / WEIGHTS_FILE} contains no adapters; use another folder")
     stems = {re.sub(r"\d+", str(layer), name[:-1], count=1) for name in state if ".lora_" in name
              for layer in range(model_config.n_layers)}
     if missing := sorted({stem + which for stem in stems for which in "AB"} - state.keys()):
@@ -220,11 +218,12 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
                  "lora_train_head": "output.weight" in state,
                  "lora_train_embeddings": "tok_embeddings.weight" in state}
     config = checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
-    return Adapter(state, config, content.get("base_model_name_or_path"), own.get("base_sha256"), token_ids)
+    return Adapter(state, config, content.get("base_model_name_or_path"), base_info.get("base_sha256"),
+                   token_ids)
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raise CheckpointError if a folder holds adapters and not a whole model."""
+    """Raise CheckpointError if a folder contains adapters instead of a whole model."""
     if os.path.exists(folder / CONFIG_FILE):
-        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: "
+        raise CheckpointError(f"{folder} contains adapters, not a whole model; merge them first: "
                               f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

@@ -1,4 +1,4 @@
-"""Which settings may differ between a checkpoint and the run that resumes from it."""
+"""Compare the settings of a checkpoint with those of the run that resumes from it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,34 +16,34 @@ from config import (
     on_resume,
 )
 
-# Reported elsewhere (EPOCHS as MAX_STEPS), or not worth it.
+# Reported elsewhere (EPOCHS as MAX_STEPS), or not worth reporting.
 SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 
 
 class Changes(NamedTuple):
-    """What to report about changed settings."""
+    """Messages about changed settings."""
 
     notes: list[str]
     warnings: list[str]
 
 
 def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mapping[str, Any], folder: Path,
-                  own: bool = True, sources: Mapping[str, str] = {}) -> Changes:
+                  is_own: bool = True, sources: Mapping[str, str] = {}) -> Changes:
     """Compare a run's settings and inputs with those of the checkpoint.
 
     Args:
-        state: the trainer's state in the checkpoint, with its `settings`, `identity` and `world_size`.
-        now_identity: `life.Inputs.identity`.
-        own: the checkpoint belongs to this very run.
-        sources: where settings were found.
+        state: the checkpoint's trainer state, with `settings`, `identity` and `world_size`.
+        now_identity: the current `life.Inputs.identity`.
+        is_own: the checkpoint was written by this run.
+        sources: the source of each explicit setting.
     """
     now = config.public() | now_identity
     before = {"KEEP_LAYERS": None} | state["settings"] | state["identity"]
-    if now["N_LAYERS"] == before.get("N_LAYERS"):  # how they were chosen matters at the start only
+    if now["N_LAYERS"] == before.get("N_LAYERS"):  # only matters at the start of a run
         del now["KEEP_LAYERS"]
-    if "LORA_TARGET_MODULES" in before:  # older versions stored it as it was spelt
+    if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling
         before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
@@ -64,7 +64,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:
-        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, config, folder, own)
+        remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, config, folder, is_own)
         raise CheckpointError(f"{folder} belongs to a different run: {differences(refused)}. {remedies}")
     titles = {"safe": "Changed since the checkpoint, safe",
               "curve": "changed since the checkpoint, and changes the curve",
@@ -81,7 +81,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
 
 def cannot_be_allowed(name: str) -> bool:
-    """Whether a change of this setting does not fit the saved model, adapters or optimizer state."""
+    """Return whether another value of this setting cannot work with the saved model or optimizer state."""
     if name.startswith("LORA_"):
         return name not in ("LORA_ALPHA", "LORA_RSLORA", "LORA_DROPOUT", "LORA_BASE_QUANTIZATION")
     return name in MODEL_SHAPE or name == "OPTIMIZER"
@@ -97,9 +97,14 @@ def assignments(values: Mapping[str, Any]) -> str:
 
 
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config, folder: Path,
-             own: bool) -> str:
-    """What the user can do about fixed settings that had the values `before`: only what works here."""
-    # Restore them, or start another run, from the start or with the checkpoint's weights.
+             is_own: bool) -> str:
+    """Return the remedies that work for changed fixed settings.
+
+    Args:
+        before: their values in the checkpoint.
+        is_own: the checkpoint was written by this run.
+    """
+    # Restore the settings, or start another run, without or with the checkpoint's weights.
     files = [name for name in before if name.endswith("_PATH")]
     restore = (assignments({name: value for name, value in before.items() if name not in files}),
                f"restore what {' and '.join(files)} named" if files else "")
@@ -108,12 +113,12 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
-    if own and config.resume != config.named_checkpoint and can_begin:
+    if is_own and config.resume != config.named_checkpoint and can_begin:
         ways.append(f"start a new run with another RUN_NAME{', with --reset-optimizer' if named else ''}")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
         flags = f"--{(named or START_FROM)[0].replace('_', '-')} {folder} --reset-optimizer"
         ways.append("load only its weights with "
-                    f"{f'--run-name NAME --resume auto {flags}' if own else flags}")
+                    f"{f'--run-name NAME --resume auto {flags}' if is_own else flags}")
 
     # Accept the change.
     if fits and not any(map(cannot_be_allowed, before)):

@@ -1,6 +1,6 @@
-"""The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
+"""Schemas of a checkpoint's manifest and state, and of the lines in a run's logs.
 
-A field that an older version did not write has a default; an unknown field means a newer version wrote it.
+Fields that older versions did not write have defaults; an unknown field means that the file is newer.
 """
 
 import sys
@@ -17,13 +17,13 @@ from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
 
-SEGMENTS = "configs"  # the folder in a run's folder with the settings of each part of the run
-MAX_LINE_BYTES = 1 << 24  # of a log
-TAIL_BYTES = 256  # compared, to notice that a log was replaced
+SEGMENTS = "configs"  # subfolder of a run's folder with the settings by first step
+MAX_LINE_BYTES = 1 << 24  # in a log
+TAIL_BYTES = 256  # compared to detect that a log was replaced
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
-MOST_SECONDS = 1e11  # of a time in a log, in Unix seconds: the year 5138
+MOST_SECONDS = 1e11  # largest Unix time in a log: the year 5138
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=-MOST_SECONDS, lt=MOST_SECONDS)]
 PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
@@ -31,13 +31,13 @@ KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
 
 
 class Known(BaseModel):
-    """Has these fields and no others."""
+    """A schema without unknown fields."""
 
     model_config = KNOWN_FIELDS
 
 
 class Open(BaseModel):
-    """May have any other fields."""
+    """A schema that allows unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -57,14 +57,14 @@ class Manifest(Known):
     step: Count
     world_size: WorldSize = 1
     val_loss: Optional[float] = None
-    written: int = Field(ge=0)  # 1 + the highest number beside it: the order of writing
+    written: int = Field(ge=0)  # order of writing: 1 + the highest number in the folder
     files: dict[PathText, File] = Field(min_length=1)
     sha256: str  # of the manifest without this field
 
 
 @dataclass
 class SavedProgress:
-    """What a checkpoint remembers of a run besides weights and optimizer."""
+    """The state of a run in a checkpoint besides weights and optimizer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_FIELDS
 
@@ -77,16 +77,16 @@ class SavedProgress:
     validations_without_best: Count = 0
     wandb_run_id: Optional[str] = None
     recent_losses: list[float] = field(default_factory=list)  # the window of the loss-spike test
-    begun_from: Optional[PathText] = None  # the start checkpoint, as the settings named it when the run began
-    base: Optional[PathText] = None  # its path: the base of adapters, the reference of preferences
-    base_sha256: Optional[str] = None  # of its weights
-    base_beside: Optional[PathText] = None  # its path relative to the run's folder, for a tree that is moved
-    # The metrics of the last step, until all that is due after it is measured: a signal may come first.
+    begun_from: Optional[PathText] = None  # the start checkpoint as named in the settings at the first start
+    base: Optional[PathText] = None  # path of this checkpoint: base of adapters, reference for preferences
+    base_sha256: Optional[str] = None  # hash of its weights
+    base_beside: Optional[PathText] = None  # its path relative to the run's folder, in case both are moved
+    # Metrics of the last step until its evaluations are complete, which a signal may interrupt.
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
 class RunSettings(Open):
-    """The settings in a run's config.json that its report reads; each version has others besides."""
+    """Settings in a run's config.json that its report reads."""
 
     TRAINING_STAGE: str = ""
     MAX_STEPS: Count = 0
@@ -119,7 +119,7 @@ class RunData(Open):
 
 
 class Settings(Open):
-    """The settings that a checkpoint was written with; each version has its own."""
+    """Settings of a checkpoint that every version has."""
 
     TRAINING_STAGE: str
     LORA_ENABLED: bool = False
@@ -147,14 +147,13 @@ class State(Known):
 
     @model_validator(mode="after")
     def check_steps(self) -> "State":
-        """Refuse more skipped steps than steps."""
         if self.progress.skipped_steps > self.progress.step:
             raise ValueError("progress.skipped_steps is more than progress.step")
         return self
 
 
 class Line(Open):
-    """One line of a log; in metrics.jsonl with a field for each metric."""
+    """A line of a log; metrics.jsonl adds a field per metric."""
 
     step: Count
 
@@ -169,15 +168,15 @@ class LedgerLine(Line):
 
 
 class EventLine(Line):
-    """One line of events.jsonl: what happened after a step, and when."""
+    """A line of events.jsonl: an event after a step."""
 
     time: Seconds
     event: str
-    seconds: Optional[Seconds] = None  # that it took
-    reason: Optional[str] = None  # of an end
-    previous_step: Optional[Count] = None  # at a start: the newest step that was logged before, and its time
+    seconds: Optional[Seconds] = None  # duration
+    reason: Optional[str] = None  # for the end of a process
+    previous_step: Optional[Count] = None  # for a start: the last step logged before, and its time
     previous_time: Optional[Seconds] = None
-    ratio: Optional[Number] = None  # of a slow rank, to the others
+    ratio: Optional[Number] = None  # for a slow rank: its time relative to the others
 
 
 class SampleLine(Line):
@@ -188,7 +187,7 @@ class SampleLine(Line):
 
 
 class EvaluationLine(Line):
-    """One line of evaluations.jsonl, apart from its scores (`item_scores`)."""
+    """A line of evaluations.jsonl, without its scores (see `item_scores`)."""
 
     name: str
     items: str
@@ -252,13 +251,13 @@ EVENTS = {
 
 
 def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:
-    """The value if it is a number between -most and most, else None."""
+    """Return the value if it is a number between -most and most, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) <= most else None
 
 
 def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]:
-    """The content of a checkpoint's JSON file, with defaults for missing fields."""
+    """Return the content of a checkpoint's JSON file, with defaults for missing fields."""
     try:
         return schema.model_validate_json(content).model_dump(by_alias=True)
     except ValidationError as error:
@@ -273,18 +272,18 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
 
 
 class LogFile:
-    """A log that another process may append to, or replace by a shorter one when it resumes the run.
+    """A log to which another process may append, or which it replaces when it resumes the run.
 
-    A missing file has no lines. A line without its end is being written, or was cut by a crash.
+    A missing file has no lines. A last line without a line end is incomplete.
     """
 
     def __init__(self, path: Path):
         self.path, self.offset, self.tail = path, 0, b""
-        self.cut = b""  # the last line, if it has no end
-        self.invalid = 0  # lines that were read and are not valid
+        self.cut = b""  # an incomplete last line
+        self.invalid = 0  # number of invalid lines so far
 
     def is_replaced(self) -> bool:
-        """Whether the file no longer has what was read of it."""
+        """Return whether the file no longer contains what was read from it."""
         with self._open() as file:
             file.seek(self.offset - len(self.tail))
             return file.read(len(self.tail)) != self.tail
@@ -305,7 +304,7 @@ class LogFile:
             return BytesIO()
 
     def parse(self, line: bytes) -> Optional[Line]:
-        """The entry in a line; None, which is counted, if it does not match the schema."""
+        """Return the entry in a line; if it does not match the schema, count it and return None."""
         try:
             return SCHEMAS.get(self.path.name, Line).model_validate_json(line)
         except ValidationError:
@@ -314,9 +313,9 @@ class LogFile:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
-    """Yield each line of a log with its end, raw and parsed; None for one that does not match the schema.
+    """Yield each line of a log, raw and parsed; None if it does not match the schema. Raises OSError.
 
-    A last line that was cut is left out, unless only its end is missing. Raises OSError.
+    An incomplete last line is skipped, unless only its line end is missing.
     """
     log = LogFile(path)
     for line in log.new_lines():
@@ -326,14 +325,14 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
 
 
 def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """The settings files of a run's parts in order, each with the first step of that part."""
+    """Return (first step, settings file) for each part of a run, in order."""
     return sorted((int(path.stem.removeprefix("step-")), path)
                   for path in (run_dir / SEGMENTS).glob("step-*.json")
                   if path.stem.removeprefix("step-").isdecimal())
 
 
 def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a log, if there is one; count the others by the name of the file."""
+    """Yield the valid lines of a log, if it exists; `invalid` counts the other lines by file name."""
     try:
         for _, entry in read_lines(path):
             if entry:

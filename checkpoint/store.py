@@ -1,8 +1,8 @@
-"""Checkpoints on disk: a crash at any instant leaves a good one, and nothing is parsed before it is verified.
+"""Checkpoints on disk. They survive a crash at any time, and are verified before they are parsed.
 
-A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MANIFEST.json with the size and
-SHA-256 of every file except README.md, which the user may edit, and only then its name. Deleting starts with
-renaming to `trash-...`. run/life.py chooses what a checkpoint holds, and tensors.py writes the bytes.
+A checkpoint is a folder such as `step-00000200`. It is written as `tmp-...`, then gets a MANIFEST.json with
+the size and SHA-256 of every file except README.md, and is renamed last. It is renamed to `trash-...` before
+it is deleted. run/life.py decides on the contents, and tensors.py writes the bytes.
 """
 
 import errno
@@ -30,10 +30,10 @@ from common.text import command, print_safely, printable
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
 
-# `replaced-` is a checkpoint whose step is being saved again; it stays good until the new one has its name.
+# `replaced-` marks a checkpoint whose step is being saved again; it stays valid until it is replaced.
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
-# What a network disk reports while it is unavailable. A full or read-only disk is an error at once.
+# Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN,
                     errno.EHOSTDOWN, errno.ENETUNREACH}
 RETRY_SECONDS = (1.0, 5.0, 25.0)
@@ -41,7 +41,7 @@ Warn = Callable[[str], None]
 
 
 def warn_on_console(text: str) -> None:
-    """Print a warning; used before a run has its log."""
+    """Print a warning when there is no run log."""
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 
@@ -49,38 +49,41 @@ def warn_on_console(text: str) -> None:
 
 
 def publish(folder: Path, write_files: Callable[[Path], Optional[Mapping[str, str]]],
-            facts: Mapping[str, Any], needed_bytes: int = 0, largest_file_bytes: int = 0,
+            details: Mapping[str, Any], needed_bytes: int = 0, largest_file_bytes: int = 0,
             warn: Warn = warn_on_console) -> None:
-    """Write a folder with its manifest, all or nothing, replacing one of the same name.
+    """Write a folder with its manifest atomically, replacing one of the same name.
 
-    If a network disk fails for a moment, everything is written again after RETRY_SECONDS: data written before
-    a failed fsync may be lost even if a second fsync succeeds. `write_files` may return the SHA-256 of files
-    that it hashed while writing. `facts` are the manifest's fields besides the files.
+    If a network disk fails temporarily, everything is rewritten after RETRY_SECONDS, because data written
+    before a failed fsync may be lost even if a second fsync succeeds.
+
+    Args:
+        write_files: fills a folder; may return the SHA-256 of files that it hashed while writing.
+        details: fields of the manifest besides the files.
     """
     folder = Path(folder).absolute()
     for seconds in (*RETRY_SECONDS, None):
         try:
             check_room(folder.parent, needed_bytes, largest_file_bytes)
-            with atomic_folder(folder, facts, needed_bytes, warn) as (temporary, hashes):
+            with atomic_folder(folder, details, needed_bytes, warn) as (temporary, hashes):
                 hashes |= write_files(temporary) or {}
             return
         except CheckpointError as error:
-            # Rust code puts the number into the text.
+            # Errors from Rust code have the number in their text.
             in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error.__cause__))
             number = getattr(error.__cause__, "errno", None) or (int(in_text[1]) if in_text else None)
             if seconds is None or number not in TRANSIENT_ERRORS:
                 raise
-            warn(f"{error}; trying again in {seconds:g} s")
+            warn(f"{error}; retrying in {seconds:g} s")
             time.sleep(seconds)
 
 
 @contextmanager
-def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
+def atomic_folder(folder: Path, details: Mapping[str, Any], needed_bytes: int,
                   warn: Warn) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A `with` block that fills a temporary folder, which then gets a manifest and this name, all or nothing.
+    """A `with` block that fills a temporary folder, which then gets a manifest and its name atomically.
 
-    Yields the folder, and a dict for the SHA-256 of files that were hashed while they were written; the other
-    files are hashed here.
+    Yields the folder, and a dict for the SHA-256 of files that are hashed while being written; other files
+    are hashed at the end.
     """
     temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}")
     replaced, hashes = folder.with_name(f"replaced-{folder.name}"), {}
@@ -89,7 +92,7 @@ def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
         temporary.mkdir(parents=True)
         yield temporary, hashes
 
-        # The files, then the manifest, all brought to the disk.
+        # Sync the files, then the manifest, to disk.
         files = {}
         for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
             sync(path)
@@ -100,13 +103,13 @@ def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
             files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name)}
         files.pop(CARD, None)
         written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
-        manifest = {"format": FORMAT, "paddock": __version__, **facts, "written": written, "files": files}
+        manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
         (temporary / MANIFEST).write_bytes(sealed(manifest))
         sync(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             sync_folder(inner)
 
-        # Its name. A crash between the two renames leaves the one that it replaces under `replaced-`.
+        # Rename it. A crash between the two renames leaves the old checkpoint under `replaced-`.
         if os.path.lexists(folder):
             if os.path.lexists(replaced):
                 _remove(replaced, warn)
@@ -115,7 +118,7 @@ def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
         sync_folder(folder.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # Rust's tokenizers report a full disk as a bare Exception; everything else is a bug, and stays one.
+        # Rust's tokenizers report a full disk as a bare Exception; anything else is a bug.
         if not isinstance(error, OSError) and type(error) is not Exception:
             raise
         raise CheckpointError(f"{folder} could not be written: {error}; "
@@ -125,7 +128,7 @@ def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
 
 
 def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
-    """Check that so many bytes can be written into a folder, which need not exist yet."""
+    """Check that a folder, which need not exist yet, is writable and has enough space."""
     if error := why_not_writable(folder):
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder "
                               f"({_space(folder, needed_bytes)})") from error
@@ -151,15 +154,17 @@ def _space(folder: Path, needed_bytes: int) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The checkpoint's manifest, verified by its own hash; the files that it lists are not."""
+    """Return a checkpoint's manifest, verified by its own hash, without verifying the files."""
     return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
 
 
 def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files all have their listed size and SHA-256.
+    """Verify size and SHA-256 of a checkpoint's listed files, and return its manifest.
 
-    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it. The
-    optimizer's file is verified only if the run `resumes` this trainer state.
+    The folder may be a link, but links inside must not lead outside.
+
+    Args:
+        resumes: given the trainer state, whether it will be resumed; if not, the optimizer's file is skipped.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -173,16 +178,16 @@ def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda s
 
 
 def verify_model(folder: Path) -> None:
-    """Verify all but the optimizer's file. A model from elsewhere has no manifest, and is not verified."""
+    """Verify a checkpoint except for its optimizer; a model without a manifest is not verified."""
     if os.path.exists(folder / MANIFEST):
         verify(folder, resumes=lambda state: False)
 
 
 def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
                     check: Callable[[Path], object] = verify) -> tuple[Optional[Path], list[str]]:
-    """The last written checkpoint that passes a check, and a warning for each bad one that was skipped.
+    """Return the newest checkpoint that passes a check, and a warning for each one that was skipped.
 
-    It is None only if there is no checkpoint at all, or none up to `last_step`.
+    It is None only if there are no checkpoints (up to `last_step`).
     """
     readable, reasons = newest_first(checkpoints_dir)
     for folder, manifest in readable:
@@ -202,7 +207,7 @@ def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
 
 
 def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
-    """The checkpoints with a valid manifest, last written first, and why the others' are not valid."""
+    """Return the checkpoints with valid manifests, newest first, and the faults of the others."""
     readable, reasons = [], []
     try:
         names = sorted(filter(CHECKPOINT_NAME.fullmatch, os.listdir(checkpoints_dir)), reverse=True)
@@ -219,10 +224,7 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
 
 
 def places(name: str, run_dir: Path) -> tuple[Path, ...]:
-    """The folders that a setting may mean, in the order in which they are tried.
-
-    A step or folder of this run, a path, or a run beside this one.
-    """
+    """Return the folders that a setting may mean: a step or folder of this run, a path, another run."""
     run_dir = Path(run_dir)
     beside = () if name.startswith((".", "/", "~")) else (run_dir.parent / name,)  # ./ is a path
     return run_dir / "checkpoints" / name, run_dir / name, Path(name).expanduser(), *beside
@@ -230,32 +232,33 @@ def places(name: str, run_dir: Path) -> tuple[Path, ...]:
 
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
            check: Callable[[Path], object] = verify_model) -> Path:
-    """The folder that a setting or a script's argument names; it passes a check if it has a manifest.
+    """Return the folder that a setting or a script's argument names, checked if it has a manifest.
 
-    It is a step of this run, a run of OUTPUT_DIR, the path of a checkpoint, run or model, or a model of the
-    hub (`owner/name`, `owner/name@revision`). Of several checkpoints it is the newest that passes.
+    The name is a step of this run, a run in OUTPUT_DIR, the path of a checkpoint, run or model, or a hub
+    model (`owner/name`, `owner/name@revision`). For a run, the newest checkpoint that passes the check is
+    returned.
     """
-    # The folder of this name.
-    found, run_dir = [], Path(run_dir)
+    # Find the folders with this name.
+    folders, run_dir = [], Path(run_dir)
     for folder in places(name, run_dir):
-        if folder.name and not os.path.isdir(folder):  # a crash while it was saved again renamed it
+        if folder.name and not os.path.isdir(folder):  # renamed by a crash while its step was saved again
             folder = folder.with_name(f"replaced-{folder.name}")
         if os.path.isdir(folder):
-            found.append(folder)
-    if not found and "/" in name and is_model_name(name):
+            folders.append(folder)
+    if not folders and "/" in name and is_model_name(name):
         if (folder := hub_model(name) / MANIFEST).exists():
             check(folder.parent)
         return folder.parent
-    if not found:
+    if not folders:
         raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
                               "path")
     by_path_and_name = list(places(name, run_dir)[2:])
-    if len(found) == 2 and found == by_path_and_name and not os.path.samefile(*found):
-        raise CheckpointError(f"{name!r} means both {found[0].absolute()} and {found[1]}; write one of these "
-                              "paths")
+    if len(folders) == 2 and folders == by_path_and_name and not os.path.samefile(*folders):
+        raise CheckpointError(f"{name!r} means both {folders[0].absolute()} and {folders[1]}; use one of "
+                              "these paths")
 
-    # Of a run or a folder of checkpoints, the newest.
-    folder = found[0]
+    # Choose the newest checkpoint of a run or a folder of checkpoints.
+    folder = folders[0]
     for checkpoints_dir in (folder, folder / "checkpoints"):
         newest, messages = newest_verified(checkpoints_dir, check=check)
         for message in messages:
@@ -276,7 +279,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The `schema.State`; empty for an imported model. Raises CheckpointError if it is gone."""
+    """Return the `schema.State`; empty for an imported model."""
     path = Path(folder) / STATE
     try:
         return parse(read_plain(path), State, path) if _has(path) else {}
@@ -285,13 +288,13 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
-    """The optimizer's tensors, on the CPU; like `read_state`."""
+    """Return the optimizer's tensors; empty for an imported model."""
     path = Path(folder) / OPTIMIZER
     return open_tensors(path) if _has(path) else {}
 
 
 def _has(path: Path) -> bool:
-    """Whether this file of a checkpoint exists. Raises CheckpointError if it did when it was chosen."""
+    """Return whether a checkpoint has this file. Raises CheckpointError if it was deleted."""
     folder = path.parent
     if not folder.is_dir() or (not path.exists() and (folder / MANIFEST).exists()
                                and path.name in read_manifest(folder)["files"]):
@@ -304,10 +307,10 @@ def _has(path: Path) -> bool:
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
           warn: Warn = warn_on_console) -> list[Path]:
-    """Delete the checkpoints that retention does not keep, and return them. Rank 0 calls it under the lock.
+    """Delete old checkpoints, and return them. Rank 0 calls it under the lock.
 
-    Keeps the `keep_last` written last (0 = all), the `keep_best` of lowest validation loss, the protected
-    (what the run was resumed from), and all that cannot be read. Deletes nothing unless the newest verifies.
+    Keeps the newest `keep_last` (0 = all), the `keep_best` with the lowest validation loss, the protected
+    ones (which the run started from), and unreadable ones. If the newest fails to verify, nothing is deleted.
     """
     readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
     measured = [item for item in readable if item[1]["val_loss"] is not None]
@@ -320,7 +323,7 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     try:
         verify(readable[0][0])
     except CheckpointError as error:
-        warn(f"no checkpoint is deleted, because the newest is bad: {error}")
+        warn(f"no checkpoint was deleted, because the newest one is bad: {error}")
         return []
     for folder in pruned:
         _remove(folder, warn)
@@ -328,14 +331,11 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
 
 
 def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Optional[Path] = None) -> None:
-    """Delete what a crash has left half-written or half-deleted, but not what the run started from.
-
-    Rank 0 calls it under the run's lock.
-    """
+    """Delete half-written and half-deleted folders, except `started_from`. Rank 0 calls it under the lock."""
     for replaced in sorted(checkpoints_dir.glob("replaced-step-*")):
         original = replaced.with_name(replaced.name.removeprefix("replaced-"))
         if original.exists():
-            if replaced != started_from:  # otherwise the one in its place is bad
+            if replaced != started_from:  # else its replacement is bad
                 _remove(replaced, warn)
             continue
         try:
@@ -347,7 +347,7 @@ def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Opt
 
 
 def _remove(folder: Path, warn: Warn) -> None:
-    """Rename to trash, then delete. What cannot be deleted (NFS keeps open files) is swept later."""
+    """Rename to trash, then delete. Leftovers (NFS keeps open files) are swept later."""
     trash = folder
     try:
         if not folder.name.startswith("trash-"):
@@ -356,6 +356,6 @@ def _remove(folder: Path, warn: Warn) -> None:
         if trash.is_dir() and not trash.is_symlink():
             shutil.rmtree(trash)
         else:
-            trash.unlink()  # a link is deleted, its target stays
+            trash.unlink()  # deletes a link, not its target
     except OSError as error:
         warn(f"{folder} could not be deleted: {error}")

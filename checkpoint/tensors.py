@@ -1,4 +1,4 @@
-"""Reading and writing safetensors files, tensor by tensor and by rows."""
+"""Read and write safetensors files, tensor by tensor and by rows."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT
 
-# Widest first, which is the order of tensors in a file of safetensors.
+# Widest first, the order of tensors in a safetensors file.
 DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
           torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8",
           torch.uint8: "U8", torch.bool: "BOOL"}
@@ -27,11 +27,11 @@ DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is needed, by rows. A scalar has one row, which is itself."""
+    """A tensor that is read on demand, by rows. A scalar has one row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[int, int], Tensor]  # the rows start..stop, which may share memory with others
+    read: Callable[[int, int], Tensor]  # returns rows start..stop, perhaps as a view
 
     @property
     def rows(self) -> int:
@@ -45,30 +45,30 @@ class LazyTensor:
         return self.read(0, self.rows)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Yield spans of rows that cover all, of at most BLOCK_BYTES each, or one row if it is larger."""
+        """Yield spans that cover all rows, each of at most BLOCK_BYTES or one row."""
         step = max(1, BLOCK_BYTES * self.rows // max(1, self.nbytes))
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def equals(self, other: "LazyTensor") -> bool:
-        """Return whether both hold the same numbers; reads them in pieces."""
+        """Return whether both contain the same numbers; reads them in blocks."""
         return self.shape == other.shape and all(torch.equal(self.read(*span), other.read(*span))
                                                  for span in self.spans())
 
     def first_rows(self, rows: int) -> "LazyTensor":
-        """Return the first so many rows, or all if there are fewer."""
+        """Return the first `rows` rows, or all if there are fewer."""
         return replace(self, shape=(min(rows, self.rows), *self.shape[1:]))
 
     def padded(self, rows: int) -> "LazyTensor":
-        """Return the tensor with rows of zeros at its end, if it has fewer than so many."""
+        """Return the tensor padded with zeros to at least `rows` rows."""
         def read(start: int, stop: int) -> Tensor:
-            there = self.read(min(start, self.rows), min(stop, self.rows))
-            return nn.functional.pad(there, (0, 0) * (there.ndim - 1) + (0, stop - start - len(there)))
+            stored = self.read(min(start, self.rows), min(stop, self.rows))
+            return nn.functional.pad(stored, (0, 0) * (stored.ndim - 1) + (0, stop - start - len(stored)))
 
         return self if rows <= self.rows else LazyTensor((rows, *self.shape[1:]), self.dtype, read)
 
 
 def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
-    """Return a tensor in memory as a LazyTensor, which reads views of it."""
+    """Wrap a tensor in a LazyTensor that reads views of it."""
     if isinstance(tensor, LazyTensor):
         return tensor
     tensor = tensor.detach()
@@ -83,12 +83,11 @@ def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
                   metadata: Optional[Mapping[str, str]] = None) -> str:
-    """Write a safetensors file, byte for byte as safetensors would, with one tensor in memory at a time.
+    """Write a safetensors file with one tensor in memory at a time; return its SHA-256.
 
-    Returns its SHA-256.
+    The bytes equal those of safetensors.torch.save_file, which copies all GPU tensors to the host at once,
+    and has no heartbeats that distinguish a slow disk from a hang.
     """
-    # Not by safetensors.torch.save_file: it copies all tensors of a GPU to the host at once, and it is one
-    # call without a heartbeat, so that a slow disk could not be told from a hang.
     ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
     header, end = ({"__metadata__": dict(metadata)} if metadata else {}), 0
     for name, tensor in ordered:
@@ -106,21 +105,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
                 file.write(data)
                 digest.update(data)
                 HEARTBEAT.beat()
-            del block, data  # so that the next tensor is read without this one
+            del block, data  # free this tensor before reading the next
     return digest.hexdigest()
 
 
 def open_tensors(path: Path) -> dict[str, LazyTensor]:
     """Return a safetensors file's tensors, which are read on the CPU.
 
-    What is read is a view of the mapped file: copy what you keep, or the file stays mapped.
+    They are views of the mapped file, which stays mapped as long as they exist.
     """
     def in_file(name: str) -> LazyTensor:
         rows = file.get_slice(name)
         shape = tuple(rows.get_shape())
 
         def read(start: int, stop: int) -> Tensor:
-            # Opened each time: while it is open, all that was read of a mapped file counts as memory.
+            # Reopened each time: while a mapped file is open, all that was read from it counts as memory.
             with _opened(path, version) as (file, _):
                 HEARTBEAT.beat()
                 return file.get_slice(name)[start:stop] if shape else file.get_tensor(name)
@@ -133,9 +132,9 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 @contextmanager
 def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_open, tuple]]:
-    """The open file, and a version that differs if another file replaces it; it must be `known`."""
+    """Yield the open file and a version that changes when the file is replaced, and must equal `known`."""
     try:
-        with open(path, "rb", opener=plain) as file:  # refuses a pipe, for which safetensors would wait
+        with open(path, "rb", opener=plain) as file:  # rejects a pipe, on which safetensors would block
             status = os.fstat(file.fileno())
         version = status.st_ino, status.st_size, status.st_mtime_ns
         if known not in (None, version):

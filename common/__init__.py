@@ -1,4 +1,4 @@
-"""What every room may use: errors, text, files, remote files, the command line, the sign of life."""
+"""Shared by all packages: errors, text, files, remote files, the command line, the heartbeat."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line of every script: --version, and --help in 80 columns."""
+"""Command-line parsing shared by all scripts: --version, and --help in 80 columns."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ VERSION = f"Paddock {__version__}"
 
 
 def filled(text: str, width: int = HELP_COLUMNS, **indents: str) -> list[str]:
-    """Return a paragraph as lines; flags and names are not broken at their hyphens."""
+    """Wrap a paragraph into lines, without breaking flags and names at hyphens."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indents)
 
 
@@ -33,13 +33,13 @@ class HelpFormatter(argparse.HelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
         for is_prose, group in groupby(text.splitlines(), key=lambda line: line[:1].strip() != ""):
-            part = [*group]
-            lines += filled(" ".join(part), width) if is_prose else part
+            paragraph = [*group]
+            lines += filled(" ".join(paragraph), width) if is_prose else paragraph
         return "\n".join(indent + line for line in lines)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of a script's flags, with --version; its --help begins with the script's docstring."""
+    """A parser for a script's flags, with --version; --help starts with the script's docstring."""
 
     def __init__(self, description: str, epilog: str = "", **options):
         options.setdefault("prog", f"python scripts/{Path(sys.argv[0]).name}")
@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's, but in no version of Python is `-hf-token` a call for help."""
+        """Like argparse, but never read `-hf-token` as -h, whatever the Python version."""
         for argument in takewhile(lambda each: each != "--", sys.argv[1:] if args is None else args):
             if argument.startswith("-h") and argument != "-h":
                 self.error(f"{argument.partition('=')[0]}: flag names start with two dashes")
@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the `type` of a flag whose value is a number within limits; `limits` describes them."""
+    """Return the `type` of a flag whose value is a number that `fits`; `limits` describes the range."""
     def parse(text: str) -> float:
         with suppress(ValueError):
             if fits(value := kind(text)):
@@ -71,7 +71,7 @@ SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of how the next token is chosen, named as in `inference.engine.Sampling`."""
+    """Add sampling flags, named as in `inference.engine.Sampling`."""
     parser.add_argument("--temperature", type=TEMPERATURE, default=0.8, metavar="T",
                         help="0 = always the most likely token (default: %(default)s)")
     parser.add_argument("--top-p", type=number(float, "above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -84,4 +84,4 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
                         help="sample from tokens of at least P times the highest probability (default: 0)")
     parser.add_argument("--repetition-penalty", type=number(float, "above 0", lambda value: 0 < value < inf),
                         default=1.0, metavar="R",
-                        help="above 1 makes tokens that already occur less likely (default: 1)")
+                        help="values above 1 make repeated tokens less likely (default: 1)")

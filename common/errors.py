@@ -1,4 +1,4 @@
-"""The errors that a user can fix, each with the exit code that tells a launcher what happened."""
+"""Errors that users can fix, with exit codes for launchers."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,13 +9,13 @@ from common.text import exit_if_unread, is_url, pip_install, print_safely, print
 
 
 class PaddockError(Exception):
-    """One or several sentences for the user: what was found, what was expected, what to change.
+    """Sentences for the user: the problem, the expectation, the remedy.
 
-    Passwords in URLs are masked and control characters are escaped.
+    Passwords in URLs are masked, and control characters are escaped.
     """
 
     exit_code = 1
-    on_all_ranks = False  # every rank raises the same error, so one rank of each machine prints it
+    on_all_ranks = False  # all ranks raise the same error, which one rank per machine prints
 
     def __init__(self, *sentences: str):
         super().__init__("\n".join(printable(without_passwords(sentence)) for sentence in sentences))
@@ -41,7 +41,7 @@ class NonFiniteError(PaddockError):
 
 
 class LossSpikeError(PaddockError):
-    """The loss is far above the recent ones, and LOSS_SPIKE_POLICY=stop."""
+    """The loss is far above recent ones, and LOSS_SPIKE_POLICY=stop."""
 
     exit_code = 4
     on_all_ranks = True
@@ -67,7 +67,7 @@ class HangError(PaddockError):
 
 @contextmanager
 def requires_package(package: str, feature: str) -> Iterator[None]:
-    """A `with` block that imports a package. Raises SettingsError with the pip command if it is missing."""
+    """A `with` block that imports a package; if it is missing, SettingsError contains the pip command."""
     try:
         yield
     except ImportError as error:
@@ -84,7 +84,7 @@ def local_path(text: str) -> Path:
 
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
-    """Run a script's main; a PaddockError or Ctrl-C prints one line and exits with its code."""
+    """Run a script's main; a PaddockError or Ctrl-C prints a line and exits with its code."""
     with exit_if_unread():
         try:
             main()

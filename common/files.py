@@ -1,4 +1,4 @@
-"""File primitives: opening plain files only, durable and atomic writes, SHA-256, locks."""
+"""File primitives: regular files only, durable and atomic writes, SHA-256, locks."""
 
 import ctypes
 import errno
@@ -19,25 +19,25 @@ from typing import Any, BinaryIO, Optional
 from common.errors import PaddockError
 from common.heartbeat import HEARTBEAT
 
-LARGEST_TEXT = 1 << 26  # bytes, of a file that is read as a whole
-BLOCK_BYTES = 1 << 26  # written or synced at once, between two heartbeats
+LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
+BLOCK_BYTES = 1 << 26  # written or synced between heartbeats
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)
 
 
 class NotAFileError(OSError):
-    """The path is a pipe, a socket, a device, a folder, or a link where links are not followed."""
+    """The path is a pipe, a socket, a device, a folder, or a link that must not be followed."""
 
     def __init__(self, path: str | Path):
         super().__init__(errno.EINVAL, "is not a plain file but a pipe, device, folder or link", str(path))
 
 
 def plain(path: str, flags: int) -> int:
-    """Open a plain file, also behind links; an `opener` for `open`. Never blocks, as opening a pipe would."""
+    """An `opener` for `open` that accepts only regular files, also behind links, and never blocks."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        # Of a pipe without a reader or a socket; of a folder; of a link with O_NOFOLLOW.
+        # From a socket or a pipe without a reader; a folder; a link with O_NOFOLLOW.
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP):
             raise NotAFileError(path) from error
         raise
@@ -48,22 +48,22 @@ def plain(path: str, flags: int) -> int:
 
 
 def leads_outside(name: str, folder: Path) -> bool:
-    """Return whether the file of this name in a folder lies outside of it, by `..` or through links."""
+    """Return whether a file name in a folder leads outside it, by `..` or through links."""
     home = Path(os.path.realpath(folder))
-    # In the hub's cache, a snapshot's files are links to anywhere in the cache of that model.
+    # Files of a snapshot in the hub's cache are links into the cache of that model.
     if home.parent.name == "snapshots":
         home = home.parents[1]
     return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return the text of a plain file, with line ends as newlines. Raises OSError or UnicodeDecodeError."""
+    """Return a file's text with line ends as newlines. Raises OSError or UnicodeDecodeError."""
     with open(path, encoding=encoding, opener=plain) as file:
         return file.read()
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a plain file of at most LARGEST_TEXT bytes. Raises OSError."""
+    """Return the content of a file of at most LARGEST_TEXT bytes. Raises OSError."""
     with open(path, "rb", opener=plain) as file:
         content = file.read(LARGEST_TEXT + 1)
     if len(content) > LARGEST_TEXT:
@@ -72,7 +72,6 @@ def read_plain(path: Path) -> bytes:
 
 
 def existing_parent(path: Path) -> Path:
-    """Return a path, or the first folder above it that exists."""
     return next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
 
 
@@ -82,7 +81,7 @@ def free_bytes(path: Path) -> int:
 
 
 def why_not_writable(folder: Path) -> Optional[OSError]:
-    """Return the error of creating a file in a folder, which need not exist yet; None if it works."""
+    """Return the error of creating a file in a folder, which need not exist yet, or None."""
     try:
         with tempfile.TemporaryFile(dir=existing_parent(folder)):
             return None
@@ -92,7 +91,7 @@ def why_not_writable(folder: Path) -> Optional[OSError]:
 
 @contextmanager
 def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterator[None]:
-    """A `with` block that writes, in which an OSError becomes this failure with this advice."""
+    """A `with` block that turns an OSError from writing into `failure` with `advice`."""
     try:
         yield
     except NotAFileError as error:
@@ -105,18 +104,18 @@ def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterato
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises OSError, or ValueError if it holds something else."""
+    """Return the JSON object in a file. Raises OSError, or ValueError for other content."""
     try:
         content = json.loads(read_text(path, "utf-8-sig"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}")
+        raise ValueError(f"it contains a {type(content).__name__}")
     return content
 
 
 def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return the SHA-256 of the rest of an open file; `advance` gets the number of bytes of each block."""
+    """Return the SHA-256 of the rest of an open file; `advance` is called with the size of each block."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
@@ -127,7 +126,7 @@ def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None
 
 def sync(path: Path) -> None:
     """Flush a file to the disk, block by block with heartbeats. Raises OSError."""
-    # Each descriptor reports a failed write once, so the blocks go through one of their own.
+    # A descriptor reports a failed write only once, so blocks are flushed through a separate one.
     with open(path, "rb") as file, open(path, "rb") as ahead:
         if hasattr(LIBC, "sync_file_range"):
             for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
@@ -148,9 +147,9 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A `with` block that writes the file it is given, which then replaces `path`.
+    """A `with` block that writes to the path it yields, which then replaces `path`.
 
-    After a crash there is either the old file or the new one. Raises OSError, and leaves the old file.
+    A crash leaves either the old or the new file. Raises OSError, which leaves the old file.
     """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -169,17 +168,17 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class FileLock:
-    """A lock on a file, released by `with` or when its holder dies; the file contains the holder's name."""
+    """A file lock, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
         self.taken = False
         try:
             self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=_not_through_links)
-        except PermissionError:  # another user's file, which can be locked all the same
+        except PermissionError:  # another user's file, which can still be locked
             self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
 
     def take(self) -> str:
-        """Take the lock; returns the name of its holder if that is another process, else an empty string.
+        """Try to take the lock; return the name of another holder, or an empty string on success.
 
         Raises OSError if the file system does not support locks.
         """
@@ -193,7 +192,7 @@ class FileLock:
         return ""
 
     def _write_holder(self, name: str) -> None:
-        with suppress(OSError):  # a full disk, or another user's file; the name is only for people
+        with suppress(OSError):  # a full disk, or another user's file; the name is only informative
             os.ftruncate(self.file.fileno(), 0)
             os.write(self.file.fileno(), name.encode())
 
@@ -207,13 +206,13 @@ class FileLock:
 
 
 def _not_through_links(path: str, flags: int) -> int:
-    return plain(path, flags | os.O_NOFOLLOW)  # the target of a link would be overwritten
+    return plain(path, flags | os.O_NOFOLLOW)  # protects the target of a link
 
 
 def holder_runs(lock: Path) -> Optional[bool]:
-    """Return whether the process that is named in a lock file runs; None if it is another machine's.
+    """Return whether the process named in a lock file is running; None if it is on another machine.
 
-    The lock is not tried, because a job that starts at that moment would find it taken.
+    This does not try the lock, because a job that starts at the same time would find it taken.
     """
     try:
         holder = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
@@ -224,7 +223,7 @@ def holder_runs(lock: Path) -> Optional[bool]:
     if holder[2] != socket.gethostname():
         return None
     try:
-        for descriptor in Path("/proc", holder[1], "fd").iterdir():  # another process may have its number now
+        for descriptor in Path("/proc", holder[1], "fd").iterdir():  # its number may have been reused
             with suppress(OSError):
                 if descriptor.samefile(lock):
                     return True

@@ -1,4 +1,4 @@
-"""What this process is doing now: the watchdog reads it to find a job that hangs."""
+"""The current activity of this process, which the watchdog reads to detect hangs."""
 
 import threading
 import time
@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
-BACKGROUND_SECONDS = 0.5  # between the beats of beat_in_background
-# The parts that phases begin with, where their names differ.
-PARTS = {"forward and backward": "forward", "update": "optimizer", "start-up": "other", "the end": "other"}
+BACKGROUND_SECONDS = 0.5  # between beats in beat_in_background
+# The first subphase of a phase, if its name differs.
+SUBPHASES = {"forward and backward": "forward", "update": "optimizer", "start-up": "other",
+             "the end": "other"}
 
 
-def ignore(part: str, waits: bool) -> None:
-    """Nobody measures the phases."""
+def ignore(subphase: str, waits: bool) -> None:
+    """Do nothing; the default of `Heartbeat.on_mark`."""
 
 
 class Heartbeat:
@@ -23,44 +24,44 @@ class Heartbeat:
     """
 
     def __init__(self) -> None:
-        self.stacks_folder: Optional[Path] = None  # where the watchdog writes stack traces
+        self.stacks_folder: Optional[Path] = None  # for the watchdog's stack traces
         self.step, self.phase, self.is_waiting, self.last_beat = 0, "start-up", False, time.monotonic()
-        self.part, self.started = PARTS[self.phase], time.time()
-        # Told of each part that begins, and when a wait in it begins and ends.
+        self.subphase, self.started = SUBPHASES[self.phase], time.time()
+        # Called when a subphase begins, and when a wait in it begins or ends.
         self.on_mark: Callable[[str, bool], None] = ignore
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
-        """Record that a phase begins; the step stays as it is unless one is given."""
+        """Record the start of a phase, and of a step if one is given."""
         self.phase = phase
         if step is not None:
             self.step = step
-        self.begin(PARTS.get(phase, phase))
+        self.begin(SUBPHASES.get(phase, phase))
 
-    def begin(self, part: str) -> None:
-        """Record that a part of the phase begins, which reports of a hang do not name."""
-        self.part = part
+    def begin(self, subphase: str) -> None:
+        """Record the start of a subphase, which is measured, but not named in reports of a hang."""
+        self.subphase = subphase
         self.beat()
-        self.on_mark(part, False)
+        self.on_mark(subphase, False)
 
     def beat(self) -> None:
         """Record that this process made progress."""
-        # In this order: a reader must not see a process that works but last beat before it waited.
+        # The time first: readers must not see a working process whose last beat was before its wait.
         self.last_beat, self.is_waiting = time.monotonic(), False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A `with` block in which this process waits for other ranks."""
         self.is_waiting, self.last_beat = True, time.monotonic()
-        self.on_mark(self.part, True)
+        self.on_mark(self.subphase, True)
         try:
             yield
         finally:
             self.beat()
-        self.on_mark(self.part, False)  # not after an error of the device, which the mark would raise again
+        self.on_mark(self.subphase, False)  # not after a device error, which a mark would raise again
 
     @contextmanager
     def beat_in_background(self) -> Iterator[None]:
-        """A `with` block around one long call that cannot beat but has its own time-outs."""
+        """A `with` block around a long call that cannot beat but has its own time-outs."""
         done = threading.Event()
 
         def keep_beating() -> None:

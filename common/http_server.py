@@ -1,4 +1,4 @@
-"""What the web servers of this project share: addresses, a socket that listens, and headers."""
+"""Shared by the project's web servers: addresses, listening sockets, and headers."""
 
 import errno
 import ipaddress
@@ -7,13 +7,13 @@ import socket
 from common.errors import SettingsError
 
 KEY_VARIABLE = "PADDOCK_API_KEY"  # the environment variable with a server's key
-# No page may embed, read or store what is served.
+# Forbid other pages to embed or read responses, and caches to store them.
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
            "Cross-Origin-Resource-Policy": "same-origin"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Return whether an address is reachable only from this machine."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -21,7 +21,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0 is a free one."""
+    """Return a socket that listens at an address; port 0 means any free one."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

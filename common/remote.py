@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub and to files behind URLs, repeated where a failure may be temporary."""
+"""Requests to the Hugging Face hub and to remote files, repeated after temporary failures."""
 
 import errno
 import os
@@ -21,22 +21,22 @@ from common.text import print_safely, without_passwords
 T = TypeVar("T")
 
 TRIES = 5
-FIRST_WAIT_SECONDS = 1.0  # doubled after each try, and shortened at random to spread out clients
-STALL_SECONDS = 60  # without a byte of a download before the connection counts as lost
+FIRST_WAIT_SECONDS = 1.0  # doubled after each try, and shortened randomly to spread out clients
+STALL_SECONDS = 60  # without data before a connection counts as lost
 HUB_SECONDS = 5
 TRANSIENT_STATUS = {408, 425, 429, *range(500, 600)}
-# By name, because each client has its own classes (requests, httpx, aiohttp), and the hub changes its client.
+# By name, because each client has its own classes (requests, httpx, aiohttp).
 TRANSIENT_ERRORS = {
     "ConnectionError", "NetworkError", "TimeoutError", "TimeoutException", "RemoteProtocolError", "Timeout",
     "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead", "gaierror"}
 PERMANENT_ERRORS = {"OfflineModeIsEnabled", "SSLCertVerificationError", "ClientConnectorCertificateError"}
-# Names that the hub allows: owner/name, or a name alone, which never has a dot. Anything else is a path.
+# Valid hub names: owner/name, or a name without owner and dots. Anything else is a path.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{,94}\w)?/\w([\w.-]{,94}\w)?|\w([\w-]{,94}\w)?)")
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, without passwords."""
-    if type(error) is FileNotFoundError and error.__cause__ is not None:  # fsspec's only has the name
+    if type(error) is FileNotFoundError and error.__cause__ is not None:  # fsspec's is only the name
         error = error.__cause__
     return without_passwords((str(error).strip() or type(error).__name__).splitlines()[0])
 
@@ -47,7 +47,7 @@ def _with_causes(error: BaseException) -> list[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that the server answered with, or None if it did not answer."""
+    """Return the HTTP status of the server's response, or None without a response."""
     for cause in _with_causes(error):
         response = getattr(cause, "response", None)
         status = getattr(cause, "status", None) or getattr(response, "status_code", None)
@@ -57,7 +57,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed later: no connection, a time-out, a busy server."""
+    """Return whether a retry may succeed: no connection, a time-out, a busy server."""
     chain = _with_causes(error)
     names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     unknown_host = any(isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN
@@ -69,10 +69,10 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -> T:
-    """Return what `request` returns, after up to TRIES tries; print a line with `name` before each wait.
+    """Return the result of `request`, after up to TRIES tries; print a line with `name` before each wait.
 
-    With `only_if_answered`, a server that does not answer the first try is not asked again, because the name
-    may be a mistyped path.
+    If `only_if_answered`, do not retry if the server does not respond at first: the name may be a mistyped
+    path.
     """
     for number in range(1, TRIES):
         try:
@@ -81,14 +81,14 @@ def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -
             if not is_transient(error) or only_if_answered and number == 1 and status_of(error) is None:
                 raise
             seconds = FIRST_WAIT_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1)
-            print_safely(f"{without_passwords(name)}: {first_line(error)}; trying again in {seconds:.1f} s "
+            print_safely(f"{without_passwords(name)}: {first_line(error)}; retrying in {seconds:.1f} s "
                          f"({number + 1} of {TRIES})", sys.stderr)
         time.sleep(seconds)
     return request()
 
 
 def why_not(error: Exception) -> str:
-    """Return why the hub refused a request, and what to check."""
+    """Return why a request to the hub failed, and what to check; the caller adds an alternative."""
     reason = first_line(error)
     if status_of(error) in (401, 403, 404):
         reason = f"the name does not exist, or this account has no access to it (HTTP {status_of(error)})"
@@ -96,14 +96,14 @@ def why_not(error: Exception) -> str:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL or path, and the name that it has there."""
+    """Return the fsspec file system of a URL or path, and its name there."""
     from fsspec.core import url_to_fs
 
     options = {}
     if url.startswith(("http://", "https://")):
         with requires_package("aiohttp", url):
             from aiohttp import ClientTimeout
-        # By default aiohttp allows 5 minutes for a whole file.
+        # aiohttp's default is 5 minutes for a whole file.
         timeout = ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
         options["client_kwargs"] = {"timeout": timeout}
     return url_to_fs(url, **options)
@@ -113,7 +113,7 @@ def file_system(url: str) -> tuple[Any, str]:
 def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
     """Download a file of a remote fsspec file system into a temporary file for the `with` block.
 
-    `simplecache::` makes the same call, but after a lost connection reads the part as if it were whole.
+    `simplecache::` makes the same call, but treats a partial file after a lost connection as complete.
     """
     with tempfile.TemporaryDirectory(prefix="download-") as folder:
         local = os.path.join(folder, "content")
@@ -125,18 +125,18 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
             raise DataError(f"{name}: the disk of {folder} is full; set TMPDIR to a folder with room for the "
                             "largest file of the source") from error
         file = open(local, "rb")
-    with file:  # it is already unlinked, so a killed process leaves nothing behind
+    with file:  # already unlinked, so that a killed process leaves nothing behind
         yield file
 
 
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
                revision: str | None = None, **patterns: list[str]) -> Path:
-    """Return the local copy of a model on the hub: the cached one if complete, else a new download.
+    """Return the local copy of a hub model: the cached one if complete, else a new download.
 
     Args:
-        required_file: requested first, so that a model that is missing or forbidden fails at once.
+        required_file: requested first, so that missing or forbidden models fail immediately.
         revision: a branch, tag or commit; None = the newest.
-        patterns: of files, as huggingface_hub.snapshot_download takes them.
+        patterns: file patterns for huggingface_hub.snapshot_download.
     """
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
@@ -154,10 +154,10 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
 
 
 def cached_dataset(name: str, config: str, revision: str) -> Path | None:
-    """Return the local copy of a dataset of the hub, without a request; its folder has the commit's name.
+    """Return the local copy of a hub dataset without a request; the folder is named after the commit.
 
-    It is a whole snapshot of the repository (`hf download`), or else the Arrow files that `datasets` made of
-    a config (`load_dataset`); None if there is neither.
+    It is a complete snapshot of the repository (`hf download`), or the Arrow files of a config that
+    `datasets` wrote (`load_dataset`); None if there is neither.
     """
     if not HUB_NAME.fullmatch(name):
         return None
@@ -168,8 +168,7 @@ def cached_dataset(name: str, config: str, revision: str) -> Path | None:
     try:
         snapshot = Path(snapshot_download(name, repo_type="dataset", revision=revision or None,
                                           local_files_only=True))
-        # The client has compared it with the list of its files. Where single files were requested, there is
-        # no list, and some may be missing.
+        # The client stores this list of files only for complete downloads.
         if (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").is_file():
             return snapshot
     except (OSError, ValueError):
@@ -187,13 +186,12 @@ def _say_once(line: str) -> None:
 
 
 def hub_revision(name: str, revision: str, config: str = "") -> str:
-    """Return the current commit of a revision (empty = the newest) of a dataset on the hub.
+    """Return the current commit of a revision (empty = the newest) of a hub dataset.
 
-    If the hub does not answer, return that of the local copy, and print a line.
+    If the hub does not respond, print a line and return the commit of the local copy.
     """
     if not HUB_NAME.fullmatch(name):
-        raise DataError(f"{name} is not a valid name of a dataset on the hub (owner/name); correct it, or "
-                        "give a path")
+        raise DataError(f"{name} is not a valid hub name (owner/name); correct it, or give a path")
     with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):
         from huggingface_hub import HfApi
     try:

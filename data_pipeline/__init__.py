@@ -1,1 +1,1 @@
-"""From text to rows: sources, chats, tokens, shards, packing."""
+"""From text to token shards: sources, chats, filters, preparation, mixtures."""

@@ -1,11 +1,11 @@
-"""Chats and preference pairs: read in any of the common formats, and tokenized with marks for the loss.
+"""Read chats and preference pairs in all common formats, and tokenize them with marks for the loss.
 
-A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system
-message, then turns of user and assistant; the assistant's is the last.
+A message is {"role", "content"}, with the roles system, user and assistant. A chat is an optional system
+message, followed by alternating messages of user and assistant; the last one is the assistant's.
 
-An example is a run of tokens that is cut into segments. A segment is one uint32 in a second stream beside the
+The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
 tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
-pair has three: the prompt, which is stored once, and the two answers.
+pair has three: the prompt, which is stored once, and both answers.
 """
 
 import os
@@ -41,31 +41,31 @@ TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "t
 UNPAIRED = ("is unpaired (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
-# Where a prompt may end within the prefix that two texts share, best place first.
+# Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
-# Part of the key: raise it when the same record would give other tokens or segments, or another split.
+# Part of the key: increase it when tokens, segments or split of a record change.
 EXAMPLES_VERSION = 2
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
 
 class Example(NamedTuple):
-    """A chat, which ends in an answer; or a prompt, which ends in the user's message, and two answers."""
+    """A chat ending in an answer, or a prompt ending in a user's message and two answers."""
 
     where: str
     messages: Messages
-    answers: tuple[str, ...] = ()  # the preferred one, and the other
+    answers: tuple[str, ...] = ()  # the preferred one first
 
 
 def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
-    """Yield the chats or preference pairs of a source; refuse records that are not."""
-    # Without a column's name a Parquet file gives all its columns.
+    """Yield the chats or preference pairs of a source; reject other records."""
+    # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         try:
             examples = chats_of(where, record) if kind == "chats" else [pair_of(where, record)]
         except DataError as error:
             reading.refuse(where, str(error))
             continue
-        # Count what the record contains but training ignores.
+        # Count fields that training ignores.
         reading.dropped.update(name for name in TOOLS if record.get(name))
         for messages in record.values():
             for message in messages if isinstance(messages, list) else ():
@@ -75,8 +75,8 @@ def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Examp
 
 
 def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
-    """Return the chats in a record: one, or as many as an instruction has instances."""
-    # Tables have the columns of all their records, so a null column counts as missing.
+    """Return the chats in a record: one, or one per instance of an instruction."""
+    # Tables have the columns of all records, so a null column counts as missing.
     filled = {name for name, value in record.items() if value is not None}
     if "messages" in filled:
         dialogs = [messages_in("messages", record["messages"])]
@@ -119,7 +119,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
         raise DataError("one of chosen and rejected is text, the other a dialog; expected both to be of the "
                         "same kind")
 
-    # The shared beginning is the prompt, or part of it.
+    # The common prefix is the prompt, or part of it.
     if not isinstance(chosen, str):
         ours, theirs = messages_in("chosen", chosen), messages_in("rejected", rejected)
         if not ours or not theirs:
@@ -136,7 +136,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
         shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
         prompt = [{"role": "user", "content": shared}]
 
-    # Both answers must be usable and differ.
+    # Both answers must be valid and different.
     prompt = check_turns(with_system(prompt or [], record.get("system")), "user")
     if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
         raise DataError("chosen and rejected are equal")
@@ -144,7 +144,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
 
 
 def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
-    """Return the messages before both answers, or None if the record has no column for them."""
+    """Return the messages before both answers, or None if the record has no such column."""
     if record.get("prompt") is not None:
         prompt = _spoken_turns(record["prompt"])
         if prompt != record["prompt"] and not prompt[-1]["content"].strip():
@@ -156,7 +156,7 @@ def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
 
 
 def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return Alpaca's instruction as the user's message, followed by the input if there is one."""
+    """Return Alpaca's instruction and input, if any, as the user's message."""
     content, more = text_in("instruction", record["instruction"]), record.get("input")
     if not _is_blank(more):
         content += "\n\n" + text_in("input", more)
@@ -164,22 +164,22 @@ def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _spoken_turns(value: Any) -> Any:
-    """Return the messages of a text that begins with `Human:`, and any other value unchanged."""
+    """Return the messages of a text that starts with `Human:`, and any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("Human:"):
         return value
-    parts = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
+    turns = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
     return [{"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
-            for speaker, words in zip(parts[::2], parts[1::2])]
+            for speaker, words in zip(turns[::2], turns[1::2])]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Split two texts into the prefix they share, up to a line, sentence or word end, and the two rests."""
+    """Split two texts into their common prefix, up to the end of a line, sentence or word, and two rests."""
     shared = os.path.commonprefix([chosen, rejected])
     for end in PROMPT_ENDS:
-        for place in reversed([found.start() for found in end.finditer(shared)]):
-            parts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
-            if all(part.strip() for part in parts):
-                return parts
+        for place in reversed([match.start() for match in end.finditer(shared)]):
+            texts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
+            if all(text.strip() for text in texts):
+                return texts
     raise DataError("has no prompt, and chosen and rejected have no common beginning to use as one; name the "
                     "column prompt")
 
@@ -187,8 +187,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def messages_in(name: str, value: Any, role: str = "") -> Messages:
     """Return the messages in a column: {"role", "content"} or ShareGPT's {"from", "value"}.
 
-    Args:
-        role: if given, the column may also be a text, which is one message of this role.
+    If `role` is given, the column may also be a text, which becomes one message of this role.
     """
     if isinstance(value, str) and role:
         return [{"role": role, "content": text_in(name, value)}]
@@ -216,7 +215,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
         raise DataError(f"{name} is marked as excluded from training (weight, train), which is not "
                         "supported; remove the mark")
     name = f"{name}.{content_name}"
-    if isinstance(content, list):  # of parts, as OpenAI's API takes it
+    if isinstance(content, list):  # content parts in OpenAI's format
         for number, part in enumerate(content):
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind not in TEXT_PARTS:
@@ -231,7 +230,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
 
 
 def text_in(name: str, value: Any) -> str:
-    """Return a value after checking that it is valid text and not blank."""
+    """Return a value, after checking that it is valid text and not blank."""
     flaw = flaw_of(value) or ("" if value.strip() else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
@@ -247,7 +246,7 @@ def _is_blank(text: Any) -> bool:
 
 
 def with_system(messages: Messages, system_prompt: Any) -> Messages:
-    """Return the messages with a system message in front, unless they have one or the prompt is blank."""
+    """Prepend a system message, unless the messages have one or the prompt is blank."""
     if messages and messages[0]["role"] == "system":
         if messages[0]["content"]:
             return messages
@@ -258,7 +257,7 @@ def with_system(messages: Messages, system_prompt: Any) -> Messages:
 
 
 def check_turns(messages: Messages, last: str) -> Messages:
-    """Return the messages after checking their roles; the last message must have the role `last`."""
+    """Return the messages, after checking their roles; the last message must have the role `last`."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise DataError("has no messages" if not messages else "has only a system message")
@@ -277,7 +276,7 @@ def check_turns(messages: Messages, last: str) -> Messages:
 
 
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
-    """Return what `prepare` needs to know of chats or pairs."""
+    """Return the DataKind of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
     return DataKind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
                     split_key, partial(tokenize_examples, sha256), partial(decode_examples, kind),
@@ -293,10 +292,10 @@ def text_of(example: Example, separator: str = "\n") -> str:
 def split_key(example: Example) -> str:
     """Return the text that determines the split of an example: the user's first message, normalized.
 
-    So all chats and pairs that begin with the same request are in one split, and no stage trains on an answer
-    to a held-out request. A system message does not count, because SYSTEM_PROMPT may have added it. White
-    space, letter case and Unicode forms do not count, because chat formats and tokenizers may remove them:
-    what gives the same tokens must give the same key.
+    All chats and pairs that start with the same request are in one split, so that no stage trains on an
+    answer to a held-out request. System messages are ignored, because SYSTEM_PROMPT may have added them, and
+    so are white space, letter case and Unicode forms, because chat formats and tokenizers may remove them:
+    equal tokens must have equal keys.
     """
     request = next(message["content"] for message in example.messages if message["role"] == "user")
     return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
@@ -304,7 +303,7 @@ def split_key(example: Example) -> str:
 
 @lru_cache(maxsize=1)
 def _worker_chat_format(spec: WorkerSpec, sha256: str) -> ChatFormat | TemplateFormat:
-    """Return the chat format of a worker process, made once."""
+    """Return the chat format of a worker process, which creates it once."""
     chat_format = load_chat_format(worker_tokenizer(spec))
     if chat_format.sha256 != sha256:
         raise DataError(f"{spec.tokenizer_path}: its chat template changed while it was used; start again")
@@ -312,7 +311,7 @@ def _worker_chat_format(spec: WorkerSpec, sha256: str) -> ChatFormat | TemplateF
 
 
 def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
-    """Return the examples of each split as flat arrays of ids and segments, and the refused examples."""
+    """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
     chat_format = _worker_chat_format(spec, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused = []
@@ -334,28 +333,28 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
                             "use another chat template or tokenizer")
         kept[split_of(split_key(example), spec.validation_fraction)].append(segments)
 
-    # As they are written: ids, and a number for each segment.
+    # Convert them to ids and segments.
     splits = {}
     for split, encoded in kept.items():
-        ids = list(chain.from_iterable(part for segments in encoded for part, _ in segments))
-        flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
-                 for segments in encoded for number, (part, is_target) in enumerate(segments, 1)]
-        targets = sum(len(part) for segments in encoded for part, is_target in segments if is_target)
+        ids = list(chain.from_iterable(segment for segments in encoded for segment, _ in segments))
+        flags = [len(segment) << 2 | (number == len(segments)) << 1 | is_target
+                 for segments in encoded for number, (segment, is_target) in enumerate(segments, 1)]
+        targets = sum(len(segment) for segments in encoded for segment, is_target in segments if is_target)
         splits[split] = Tokens(np.array(ids, spec.dtype), len(encoded), np.array(flags, "uint32"), targets)
     return ChunkTokens(splits, refused)
 
 
 def _label_fault(example: Example, segments: Segments,
                  chat_format: ChatFormat | TemplateFormat) -> str | None:
-    """Return what is wrong with an example's labels, or None if they are right.
+    """Describe the fault of an example's labels; None if they are right.
 
-    They are right if the targets, decoded, are the assistant's answers in order, each with its end of turn
-    and no other control token, and if context comes before them.
+    The decoded targets must be the assistant's answers in order, each after some context, with its end of
+    turn and without other control tokens.
     """
     tokenizer = chat_format.tokenizer
     answers = example.answers or [message["content"] for message in example.messages
                                   if message["role"] == "assistant"]
-    # As many targets as answers, each after some context.
+    # There must be as many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
         return f"{len(targets)} runs of targets for {len(answers)} answers"
@@ -363,7 +362,7 @@ def _label_fault(example: Example, segments: Segments,
         return "a target has no token before it"
     if not segments[-1][1]:
         return "the last tokens are not targets"
-    # Each target is the words of its answer and the end of turn, nothing else.
+    # Each target must consist of its answer and the end of turn.
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
         if ids[-1] != chat_format.end_of_turn_id:
@@ -371,25 +370,25 @@ def _label_fault(example: Example, segments: Segments,
         if not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
         words = tokenizer.decode(ids[:-1]).strip()
-        # Some tokenizers normalize text, so that its ids decode to something else.
+        # Some tokenizers normalize text, so that its ids decode to different text.
         if words != answer.strip() and words != tokenizer.decode(tokenizer.encode(answer.strip())).strip():
             return f"the targets are {words[:80]!r}, the answer {answer[:80]!r}"
     return None
 
 
 def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
-    """Return the text of a segment, its middle left out if it is long, with ⟦ ⟧ around targets."""
+    """Return the text of a segment, without the middle of long ones, and with ⟦ ⟧ around targets."""
     words = tokenizer.decode(ids)
     if (hidden := len(ids) - 2 * SHOWN_TOKENS) > 0:
-        ends = [tokenizer.decode(part) for part in (ids[:SHOWN_TOKENS], ids[-SHOWN_TOKENS:])]
+        ends = [tokenizer.decode(end) for end in (ids[:SHOWN_TOKENS], ids[-SHOWN_TOKENS:])]
         words = f" [... {hidden:,} tokens ...] ".join(ends)
     return f"⟦{words}⟧" if is_target else words
 
 
 def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
-    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around their targets.
+    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around targets.
 
-    The two targets of a pair begin new lines, named chosen and rejected.
+    The targets of a pair are on separate lines, labelled chosen and rejected.
     """
     def first_ids(shards: list[dict], dtype: str, count: int) -> list[int]:
         path = folder / shards[0]["file"]

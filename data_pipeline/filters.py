@@ -1,8 +1,7 @@
-"""Filters of a preparation: near-duplicates of earlier documents, and documents with evaluation items.
+"""Filters for preparation: near-duplicates of earlier documents, and documents with evaluation items.
 
-Both see a text as its runs of words, without punctuation and letter case. Workers examine the texts; what
-needs the documents before is decided in one process, in their order, so that the number of workers does not
-matter.
+Both compare runs of words, without punctuation and letter case. Workers examine the texts. Decisions that
+depend on earlier documents are made in one process, in order, so that the number of workers does not matter.
 """
 
 import os
@@ -20,19 +19,19 @@ from common.errors import DataError
 from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records
 from data_pipeline.workers import InOrder
 
-# Part of the key: raise it when the same filter would remove other documents.
+# Part of the key: increase it when a filter removes different documents than before.
 FILTERS_VERSION = 1
-SIMILAR_WORDS = 5  # as FineWeb (arXiv:2406.17557)
-OVERLAP_WORDS = 13  # as GPT-3 (arXiv:2005.14165, appendix C) and lm-evaluation-harness
-# Chinese and Japanese are written without spaces: there each character counts as a word.
+SIMILAR_WORDS = 5  # as in FineWeb (arXiv:2406.17557)
+OVERLAP_WORDS = 13  # as in GPT-3 (arXiv:2005.14165, appendix C) and lm-evaluation-harness
+# Chinese and Japanese have no spaces between words: each character counts as a word.
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
 
-HASHES = 128  # in a signature
+HASHES = 128  # per signature
 SEEDS = np.frombuffer(shake_128(b"near-duplicates").digest(8 * HASHES), "<u8") | np.uint64(1)
-BLOCK = 1024  # runs of words that are hashed at once: a megabyte
-BAND_RECALL = 0.95  # at least, of the pairs exactly as similar as the threshold
-WAYS = 8  # documents that a set of the table has room for
+BLOCK = 1024  # runs of words hashed at once: 1 MiB
+BAND_RECALL = 0.95  # minimum recall for pairs exactly at the threshold
+WAYS = 8  # documents per set of the table
 SIGNATURES = "signatures.bin"
 REASONS = {"near_duplicates": "that nearly duplicate an earlier one",
            "overlaps": "that share text with evaluation items"}
@@ -41,25 +40,25 @@ REASONS = {"near_duplicates": "that nearly duplicate an earlier one",
 class FilterOptions(NamedTuple):
     """Which documents are removed."""
 
-    similarity: float = 0.0  # of the 5-word runs to those of an earlier document, as Jaccard; 0 = no filter
-    evaluation: Source | None = None  # items of which no document may contain 13 words in a row
+    similarity: float = 0.0  # Jaccard similarity of 5-word runs to an earlier document; 0 = no filter
+    evaluation: Source | None = None  # evaluation items, which no document may share 13 words in a row with
 
 
 class Passed(NamedTuple):
-    """What is known after a chunk: the fraction of the sources read, and what the filters did."""
+    """The state after a chunk: the fraction of the source that was read, and the filters' results."""
 
     fraction: float | None
-    removed: list[tuple[str, str]]  # documents of this chunk: the reason, and the document's place and more
-    signatures: int  # of all documents kept so far
+    removed: list[tuple[str, str]]  # reason and description of each removed document
+    signatures: int  # number of signatures of kept documents so far
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text without letter case and punctuation; a text without words is one."""
+    """Return the words of a text in lower case, without punctuation; a text without words is one word."""
     return WORD.findall(text.casefold()) or [text.strip()]
 
 
 def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
-    """Return a hash of each run of so many words, in order: uint64; empty if there are fewer words."""
+    """Return a uint64 hash for each run of `length` words; empty if there are fewer words."""
     count = len(words) - length + 1
     if count < 1:
         return np.empty(0, np.uint64)
@@ -73,10 +72,10 @@ def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
 
 
 def signature_of(words: list[str]) -> np.ndarray:
-    """Return the MinHash of a text's 5-word runs: a byte of each of HASHES minima.
+    """Return the MinHash of a text's 5-word runs, one byte of each of HASHES minima.
 
-    Two signatures agree in a share of J + (1 - J) / 256 of their bytes on average, where J is the Jaccard
-    similarity of the two sets of runs. Source: b-bit minwise hashing, arXiv:0910.3349.
+    On average, two signatures share J + (1 - J) / 256 of their bytes, where J is the Jaccard similarity of
+    their sets of runs. Source: b-bit minwise hashing, arXiv:0910.3349.
     """
     runs = hashes_of_runs(words, min(SIMILAR_WORDS, len(words)))
     minima = np.full(HASHES, np.iinfo(np.uint64).max, np.uint64)
@@ -86,19 +85,19 @@ def signature_of(words: list[str]) -> np.ndarray:
 
 
 class NearDuplicates:
-    """The signatures of the documents that were kept, and a table that finds those similar to a new one.
+    """Signatures of kept documents, and a table for finding those similar to a new one.
 
-    Not datasketch, whose tables are Python objects: ten times the memory. A band of a signature names a set
-    of the table, which lists the first WAYS documents that come to it; those are then compared as a whole.
-    All follows from the signatures in their order, so that these alone are kept on disk.
+    Each band of a signature selects a set of the table, which lists up to WAYS documents; their signatures
+    are then compared as a whole. The table follows from the signatures in order, so only these are stored on
+    disk. datasketch's tables would need ten times the memory.
     """
 
     def __init__(self, similarity: float, signatures: np.ndarray = np.empty((0, HASHES), np.uint8)):
-        # The longest bands that still find BAND_RECALL of the pairs exactly as similar as the threshold.
+        # The longest bands that find at least BAND_RECALL of the pairs exactly at the threshold.
         self.rows = max(rows for rows in range(1, HASHES + 1)
                         if 1 - (1 - similarity ** rows) ** (HASHES // rows) >= BAND_RECALL)
         self.bands = HASHES // self.rows
-        # Agreeing bytes, of which some agree by chance.
+        # Number of equal bytes at the threshold, some of them by chance.
         self.least_equal = HASHES * (similarity + (1 - similarity) / 256)
         self.count = len(signatures)
         self.signatures = np.empty((max(1024, 2 * self.count), HASHES), np.uint8)
@@ -106,12 +105,12 @@ class NearDuplicates:
         self._build_table()
 
     def _build_table(self) -> None:
-        """Make a table that is a quarter to half full, and list the documents in it."""
+        """Build a table with all documents that is a quarter to half full."""
         self.sets = 1 << max(8, (2 * self.count // WAYS).bit_length())
-        self.table = np.zeros((self.bands, self.sets, WAYS), np.uint32)  # numbers from 1; 0 = free
+        self.table = np.zeros((self.bands, self.sets, WAYS), np.uint32)  # document numbers from 1; 0 = free
         for band in range(self.bands):
-            part = self.signatures[:self.count, band * self.rows:(band + 1) * self.rows]
-            chosen = self._sets_of(part)
+            band_bytes = self.signatures[:self.count, band * self.rows:(band + 1) * self.rows]
+            chosen = self._sets_of(band_bytes)
             order = np.argsort(chosen, kind="stable")
             chosen = chosen[order]
             way = np.arange(self.count) - np.searchsorted(chosen, chosen)
@@ -119,7 +118,7 @@ class NearDuplicates:
             self.table[band, chosen[fits], way[fits]] = order[fits] + 1
 
     def _sets_of(self, bands: np.ndarray) -> np.ndarray:
-        """Return the set that each band, a row of an array, names."""
+        """Return the set that each band (a row) selects."""
         hashes = np.zeros(len(bands), np.uint64)
         for row in range(self.rows):
             hashes = (hashes + bands[:, row]) * SEEDS[0]
@@ -127,15 +126,15 @@ class NearDuplicates:
         return (hashes & np.uint64(self.sets - 1)).astype(np.int64)
 
     def add(self, signature: np.ndarray) -> float | None:
-        """Add a document, or return its similarity to the most similar one if that reaches the threshold."""
+        """Add a document; if an earlier one reaches the threshold, return the highest similarity instead."""
         chosen = self._sets_of(signature[:self.bands * self.rows].reshape(self.bands, self.rows))
         listed = self.table[np.arange(self.bands), chosen]
-        found = listed[listed > 0]
-        if len(found):
-            equal = (self.signatures[found - 1] == signature).sum(axis=1).max()
+        candidates = listed[listed > 0]
+        if len(candidates):
+            equal = (self.signatures[candidates - 1] == signature).sum(axis=1).max()
             if equal >= self.least_equal:
                 return float((equal / HASHES - 1 / 256) / (1 - 1 / 256))
-        # New: it takes the first free way in each set.
+        # It is new: add it at the first free place of each set.
         if self.count == len(self.signatures):
             self.signatures = np.concatenate([self.signatures, np.empty_like(self.signatures)])
         self.signatures[self.count] = signature
@@ -149,7 +148,7 @@ class NearDuplicates:
 
 
 class EvaluationItems:
-    """All runs of 13 words in evaluation items."""
+    """All 13-word runs of evaluation items."""
 
     def __init__(self, source: Source):
         self.texts, self.places, hashes = [], [], []
@@ -160,25 +159,25 @@ class EvaluationItems:
                     self.places.append(where)
                     hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
         if not hashes:
-            raise DataError(f"--decontaminate {source.path}: no item has a text of {OVERLAP_WORDS} words, "
-                            "the length that is compared; give another file")
+            raise DataError(f"--decontaminate {source.path}: no item has a text with {OVERLAP_WORDS} words, "
+                            "the length that is compared; use another file")
         self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
-        ends = np.cumsum([len(found) for found in hashes])
+        ends = np.cumsum([*map(len, hashes)])
         self.text_of = np.searchsorted(ends, first, side="right").astype(np.int32)
 
     def overlap(self, words: list[str]) -> str | None:
-        """Return the first 13 words that a text has in common with an item, and the item's place; or None."""
+        """Return the first 13-word run that a text shares with an item, and the item's place, or None."""
         hashes = hashes_of_runs(words, OVERLAP_WORDS)
-        found = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
-        for start in np.flatnonzero(self.hashes[found] == hashes):
-            run, item = " ".join(words[start:start + OVERLAP_WORDS]), self.text_of[found[start]]
-            if f" {run} " in self.texts[item]:  # no collision of hashes
+        index = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        for start in np.flatnonzero(self.hashes[index] == hashes):
+            run, item = " ".join(words[start:start + OVERLAP_WORDS]), self.text_of[index[start]]
+            if f" {run} " in self.texts[item]:  # not a hash collision
                 return f"{run!r} is in {self.places[item]}"
         return None
 
 
 def texts_of_item(record: dict) -> list[str]:
-    """Return the texts of an evaluation item: HellaSwag's context with each ending, of others all strings."""
+    """Return the texts of an evaluation item: context and ending for HellaSwag, else all strings."""
     if isinstance(record.get("ctx"), str) and isinstance(record.get("endings"), list):
         return [f"{record['ctx']} {ending}" for ending in record["endings"]]
     texts, values = [], list(record.values())
@@ -196,7 +195,7 @@ evaluation_items = lru_cache(maxsize=1)(EvaluationItems)
 
 def examine(options: FilterOptions, text_of: Callable[[Any], str],
             items: list) -> tuple[np.ndarray, list[str | None]]:
-    """Return what each document's text alone tells: its signature, and its overlap. Runs in a worker."""
+    """Return the signature and the overlap with evaluation items of each document. Runs in a worker."""
     signatures = np.empty((len(items), HASHES if options.similarity else 0), np.uint8)
     overlaps: list[str | None] = [None] * len(items)
     for number, item in enumerate(items):
@@ -209,23 +208,22 @@ def examine(options: FilterOptions, text_of: Callable[[Any], str],
 
 
 class Filters:
-    """The filters of one preparation, which continue after `done`, a result of `sync`; {} begins."""
+    """The filters of one preparation, which continue after `done`, the last result of `sync` or {}."""
 
     def __init__(self, options: FilterOptions, text_of: Callable[[Any], str], folder: Path, done: dict):
         self.options, self.text_of, self.path = options, text_of, folder / SIGNATURES
-        # Those of REASONS for which documents are removed.
         used = [reason for reason, is_on in zip(REASONS, (options.similarity, options.evaluation)) if is_on]
         self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in used}
         self.on_disk = done.get("signatures", 0)
         if options.similarity:
             stored = np.fromfile(self.path, np.uint8, self.on_disk * HASHES) if self.on_disk else np.empty(0)
             if len(stored) < self.on_disk * HASHES:
-                raise DataError(f"{self.path}: is cut off; delete {folder} and start again")
+                raise DataError(f"{self.path}: is truncated; delete {folder} and start again")
             self.seen = NearDuplicates(options.similarity, stored.reshape(-1, HASHES))
 
     def apply(self, chunks: Iterable[tuple[list, float | None]],
               in_order: InOrder) -> Iterator[tuple[list, Passed]]:
-        """Yield the chunks without the documents that are removed."""
+        """Yield the chunks without the removed documents."""
         if not self.removed:
             yield from ((items, Passed(fraction, [], 0)) for items, fraction in chunks)
             return
@@ -237,21 +235,21 @@ class Filters:
                 if overlap:
                     removed.append(("overlaps", f"{item.where}: {overlap}"))
                 elif self.options.similarity and (similar := self.seen.add(signature)):
-                    what = f"{item.where}: {similar:.2f} similar to an earlier one"
-                    removed.append(("near_duplicates", what))
+                    description = f"{item.where}: {similar:.2f} similar to an earlier one"
+                    removed.append(("near_duplicates", description))
                 else:
                     kept.append(item)
             yield kept, Passed(fraction, removed, self.seen.count if self.options.similarity else 0)
 
     def count(self, removed: list[tuple[str, str]]) -> None:
-        """Count and list what was removed from a chunk that is written now."""
-        for reason, what in removed:
+        """Count and list the documents removed from a chunk that is being written."""
+        for reason, description in removed:
             self.removed[reason]["count"] += 1
             if len(self.removed[reason]["listed"]) < LISTED_BAD_RECORDS:
-                self.removed[reason]["listed"].append(what)
+                self.removed[reason]["listed"].append(description)
 
     def sync(self, signatures: int) -> dict:
-        """Write so many signatures to disk; return what `done` takes."""
+        """Write this many signatures to disk; return the new `done`."""
         if signatures > self.on_disk:
             with open(self.path, "r+b" if self.on_disk else "wb") as file:
                 file.seek(self.on_disk * HASHES)

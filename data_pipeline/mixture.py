@@ -1,4 +1,4 @@
-"""A mixture of prepared sets: mixture.json, which names them and their weights in each phase of a run."""
+"""Mixtures of prepared sets: mixture.json lists the sets and their weights in each phase of a run."""
 
 import hashlib
 import json
@@ -15,51 +15,51 @@ from common.files import write_json
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
 
 LABEL_COLUMNS = 32
-WEIGHT_UNITS = 1 << 24  # in the sum of a phase's weights, so that a position times a weight is below 2^63
+WEIGHT_UNITS = 1 << 24  # sum of a phase's integer weights; position * weight stays below 2^63
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class Phase(NamedTuple):
-    """A part of a run in which the sources of a mixture keep their weights."""
+    """A part of a run with constant weights of the sources."""
 
-    start: int  # its first position
-    weights: tuple[int, ...]  # of each source, as `weight_units` returns them
+    start: int  # first position
+    weights: tuple[int, ...]  # integer weight of each source, from `weight_units`
 
 
 def weight_units(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return weights as whole numbers with a sum of about WEIGHT_UNITS; none that is above 0 becomes 0."""
-    largest = max(weights)  # dividing first, as the sum of floats could overflow or vanish
+    """Return weights as integers with a sum of about WEIGHT_UNITS; positive weights stay positive."""
+    largest = max(weights)  # divide first: the sum of floats could overflow or vanish
     total = sum(weight / largest for weight in weights)
     return tuple(max(1, round(weight / largest / total * WEIGHT_UNITS)) if weight else 0
                  for weight in weights)
 
 
-class Part(BaseModel, strict=True):
-    """A source: its name in the weights and in the tables, and its prepared set, relative to the mixture."""
+class MixtureSource(BaseModel, strict=True):
+    """A source: its label in weights and tables, and the path of its set relative to the mixture."""
 
     label: str
     set: str
 
 
 class MixPhase(BaseModel, strict=True, extra="forbid"):
-    """The weights up to a share of MAX_STEPS; a source without one is not read."""
+    """The weights until a share of MAX_STEPS; sources without a weight are not read."""
 
     until: float = Field(1.0, gt=0, le=1)
     weights: dict[str, Weight]
 
 
 class Mixture(BaseModel, strict=True):
-    """What mixture.json holds."""
+    """The content of mixture.json."""
 
     format: Literal[1] = 1
-    sources: list[Part] = Field(min_length=1)
+    sources: list[MixtureSource] = Field(min_length=1)
     phases: list[MixPhase] = Field(min_length=1)
 
     @model_validator(mode="after")
     def check_phases(self) -> "Mixture":
         labels = [source.label for source in self.sources]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
-            raise ValueError(f"two sources are called {repeated!r}; give each its own label")
+            raise ValueError(f"two sources have the label {repeated!r}; use different labels")
         ends = [phase.until for phase in self.phases]
         if ends[-1] != 1 or not all(one < next for one, next in pairwise(ends)):
             raise ValueError(f"the phases end at {ends}; each must end later than the one before it, and the "
@@ -72,7 +72,7 @@ class Mixture(BaseModel, strict=True):
                 raise ValueError(f"phase {number} has no weight above 0")
         for label, weights in zip(labels, zip(*self.weights)):
             if not any(weights):
-                raise ValueError(f"{label!r} has no weight above 0 in a phase; give it one, or leave it out")
+                raise ValueError(f"{label!r} has no weight above 0 in a phase; add one, or remove the source")
         return self
 
     @property
@@ -80,21 +80,21 @@ class Mixture(BaseModel, strict=True):
         return [[phase.weights.get(source.label, 0.0) for source in self.sources] for phase in self.phases]
 
     def phases_of_run(self, steps: int, rows_per_step: int) -> tuple[Phase, ...]:
-        """Return the phases of a run of so many steps; each begins with a step."""
+        """Return the phases of a run of this length; each starts with a step."""
         begins = [0, *(round(phase.until * steps) for phase in self.phases[:-1])]
         return tuple(Phase(step * rows_per_step, weight_units(weights))
                      for step, weights in zip(begins, self.weights))
 
-    def fingerprint(self, of_sets: Sequence[str]) -> str:
-        """Return the hash of all that decides the rows of a run, given the fingerprints of the sets."""
+    def fingerprint(self, set_fingerprints: Sequence[str]) -> str:
+        """Return a hash of everything that determines the rows of a run."""
         phases = [[phase.until, weight_units(weights)] for phase, weights in zip(self.phases, self.weights)]
-        return hashlib.sha256(json.dumps([*of_sets, phases]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*set_fingerprints, phases]).encode()).hexdigest()
 
 
 def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path], phases: list[dict]) -> Path:
-    """Write the mixture of prepared sets beside them; return its folder, which sets and weights name."""
-    parts = [{"label": label, "set": os.path.join("..", path.name)} for label, path in zip(labels, sets)]
-    mixture = Mixture.model_validate({"sources": parts, "phases": phases})
+    """Write a mixture beside its prepared sets; return its folder, named after sets and weights."""
+    sources = [{"label": label, "set": os.path.join("..", path.name)} for label, path in zip(labels, sets)]
+    mixture = Mixture.model_validate({"sources": sources, "phases": phases})
     folder = output_dir / mixture.fingerprint([path.name for path in sets])[:16]
     folder.mkdir(exist_ok=True)
     write_json(folder / MIXTURE, mixture.model_dump())
@@ -127,40 +127,37 @@ def read_mixture(folder: Path) -> Mixture:
     return mixture
 
 
-def source_facts(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
-    """Return a table of the sources, as JSON: their training splits, weights, and shares of a run."""
+def source_table(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
+    """Return a table of the sources as JSON: training splits, weights, and shares of a run."""
     lengths = [end - begin for begin, end in pairwise([0.0, *(phase.until for phase in mixture.phases)])]
     totals = [sum(weights) for weights in mixture.weights]
-    facts = []
+    table = []
     for number, source in enumerate(mixture.sources):
         train = read_manifest(folder / source.set).splits["train"]
         weights = [weights[number] / total for weights, total in zip(mixture.weights, totals)]
         share = sum(length * weight for length, weight in zip(lengths, weights))
-        facts.append({"source": source.label, "set": os.path.normpath(folder / source.set),
+        table.append({"source": source.label, "set": os.path.normpath(folder / source.set),
                       "documents": train.documents, "tokens": train.tokens, "weights": weights,
                       "share": share})
-    return facts
+    return table
 
 
-def describe_sources(mixture: Mixture, facts: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of `source_facts`.
-
-    If they have "passes" over each source, it shows those; else how many tokens a run takes for one.
-    """
+def describe_sources(mixture: Mixture, sources: Sequence[dict[str, Any]]) -> list[str]:
+    """Return `source_table` as lines, with "passes" over each source if present, else the tokens per pass."""
     ends = [f"{phase.until:.4g}" for phase in mixture.phases]
     rows = [["source", "documents", "tokens", *(f"until {end}" for end in ends if len(ends) > 1), "share",
-             "passes" if "passes" in facts[0] else "a pass every"]]
-    for fact in facts:
-        label, room = fact["source"], LABEL_COLUMNS
-        weights = [f"{weight:.2%}" for weight in fact["weights"]] if len(ends) > 1 else []
-        read = f"{fact['passes']:.2f}" if "passes" in fact else f"{fact['tokens'] / fact['share']:,.0f}"
-        rows.append([label if len(label) <= room else f"...{label[3 - room:]}", f"{fact['documents']:,}",
-                     f"{fact['tokens']:,}", *weights, f"{fact['share']:.2%}", read])
+             "passes" if "passes" in sources[0] else "a pass every"]]
+    for entry in sources:
+        label, room = entry["source"], LABEL_COLUMNS
+        weights = [f"{weight:.2%}" for weight in entry["weights"]] if len(ends) > 1 else []
+        read = f"{entry['passes']:.2f}" if "passes" in entry else f"{entry['tokens'] / entry['share']:,.0f}"
+        rows.append([label if len(label) <= room else f"...{label[3 - room:]}", f"{entry['documents']:,}",
+                     f"{entry['tokens']:,}", *weights, f"{entry['share']:.2%}", read])
     return table(rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines: the first column to the left, the others to the right."""
+    """Format rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return ["  ".join(cells) for cells in aligned]

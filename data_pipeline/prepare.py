@@ -1,8 +1,9 @@
-"""Prepares a set: sources become token shards and a manifest, on all cores, however often it is killed.
+"""Prepare a set: turn a source into token shards and a manifest, on all cores, resuming after interruptions.
 
-What a set holds is a `DataKind`: documents (here), chats or preference pairs (chats). One process reads the
-sources and hands chunks of items to workers; their tokens are written in the order of the chunks, so that the
-number of workers does not matter. A journal counts what is on disk: a killed preparation continues there.
+The content of a set is a `DataKind`: documents (here), chats or preference pairs (chats.py). One process
+reads the source and sends chunks of items to workers. Their tokens are written in the order of the chunks, so
+that the number of workers does not matter. A killed preparation continues from its journal of what is on
+disk.
 """
 
 import hashlib
@@ -41,16 +42,16 @@ from data_pipeline.workers import (
     worker_tokenizer,
 )
 
-# Part of the key: raise it when the same text would give other tokens, or the same tokens other files.
+# Part of the key: increase it when tokens or files differ for the same text.
 CODE_VERSION = 1
 CHUNK_CHARACTERS = 1_000_000
-# A list of ids becomes an array three times as fast as it becomes a numpy array.
+# A list of ids is converted to an array three times as fast as to a numpy array.
 TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
-# If VALIDATION_FRACTION is not set: the fraction of a set of at least SMALL_SET items, and of a smaller one.
-# If there are fewer than FEW_DOCUMENTS, each gives the last TAIL of its text.
+# Default validation fractions for sets of at least SMALL_SET items, and for smaller ones. With fewer than
+# FEW_DOCUMENTS, the last TAIL of each document is held out.
 LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
 FEW_DOCUMENTS, TAIL = 20, 0.1
 SHOWN_LEFT_OUT = 20
@@ -58,26 +59,26 @@ SHOWN_LEFT_OUT = 20
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """How a set is prepared."""
+    """Options of a preparation."""
 
     tokenizer_path: str
     tokenizer_backend: str
-    shard_tokens: int  # in a full shard
-    validation_fraction: float | None  # of the items, by a hash of their text; None = by the set's size
-    workers: int = 0  # processes that tokenize; 0 = one per core; the result does not depend on it
-    max_documents: int = 0  # only the first so many documents or examples; 0 = all
-    on_bad_record: str = "fail"  # or "skip": count and list records that cannot be used
+    shard_tokens: int  # tokens in a full shard
+    validation_fraction: float | None  # held-out share of items, by hash of their text; None = by size
+    workers: int = 0  # tokenizing processes, which do not affect the result; 0 = one per core
+    max_documents: int = 0  # use only the first documents or examples; 0 = all
+    on_bad_record: str = "fail"  # or "skip": count and list unusable records
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
-    near_duplicates: float = 0.0  # drop those at least so similar to an earlier one (Jaccard); 0 = none
-    decontaminate: str = ""  # a path of evaluation items: drop documents that share a 13-word span with one
-    journal_seconds: float = 10.0  # between two entries of the journal
+    near_duplicates: float = 0.0  # drop documents with at least this Jaccard similarity; 0 = none
+    decontaminate: str = ""  # path of evaluation items: drop documents that share a 13-word span
+    journal_seconds: float = 10.0  # between entries of the journal
 
 
 class PreparationPlan(NamedTuple):
-    """All that decides the content of a prepared set."""
+    """Everything that determines the content of a prepared set."""
 
     kind: DataKind
-    inputs: list[Source]  # the source and, after it, the evaluation items that it is compared with
+    inputs: list[Source]  # the source, and any evaluation items to compare with
     identities: list[dict]  # of the inputs
     tokenizer: Any
     options: PreparationOptions
@@ -88,14 +89,14 @@ class PreparationPlan(NamedTuple):
         filters = {"near_duplicates": options.near_duplicates} if options.near_duplicates else {}
         filters |= {"decontaminate": OVERLAP_WORDS} if options.decontaminate else {}
         filters |= {"filters_version": FILTERS_VERSION} if filters else {}
-        # Seed, stop and weights, of a time when a set could hold several sources, keep the keys as they were.
+        # Seed, stop and weights are left over from sets with several sources, and keep keys unchanged.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
                 "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **filters}
 
     @property
     def key(self) -> str:
-        """The name of the set's folder: a hash of its source, tokenizer and settings."""
+        """The set's folder name: a hash of its source, tokenizer and settings."""
         content = json.dumps([self.identities, self.tokenizer.sha256, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -105,7 +106,7 @@ class PreparationPlan(NamedTuple):
 
 
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
-    """Return the documents of each split as one flat array of ids, in order."""
+    """Return the documents of each split as a flat array of ids, in order."""
     tokenizer = worker_tokenizer(spec)
     ids = {split: array(TYPECODES[spec.dtype]) for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
@@ -131,49 +132,45 @@ DOCUMENTS = DataKind("", read_texts, lambda document: len(document.text), attrge
 
 
 def fraction_to_hold_out(kind: DataKind, items: Iterable) -> float | None:
-    """Return the validation fraction of a set; None if each of its few documents gives its last part."""
+    """Return the validation fraction of a set; None to hold out the end of each of its few documents."""
     positions = sorted({position_of(kind.split_key(item)) for item in islice(items, SMALL_SET)})
     if len(positions) == SMALL_SET:
         return LARGE_SET_FRACTION
     if len(positions) < FEW_DOCUMENTS and not kind.name:
         return None
-    # At least one, whatever the hashes are, and at least one to train on.
+    # Hold out at least one, and leave at least one to train on.
     return max(SMALL_SET_FRACTION, sum(positions[:2]) / 2) if len(positions) > 1 else 0.0
 
 
 def cut_tails(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the beginning of each document for training, and the rest for validation.
+    """Yield the beginning of each document for training, and its end for validation.
 
-    The rest begins after the last blank line, or else line, that ends in a tenth of the text before TAIL.
+    The cut is after the last blank line, or else line end, in the tenth of the text before TAIL.
     """
     for where, text, _ in documents:
         start, end = round(len(text) * (1 - 2 * TAIL)), round(len(text) * (1 - TAIL))
         borders = [text.rfind(border, start, end) + len(border) for border in ("\n\n", "\n")
                    if border in text[start:end]]
         cut = borders[0] if borders else end
-        for part, split in ((text[:cut], "train"), (text[cut:], "validation")):
-            if part and not part.isspace():
-                yield Document(where, part, split)
+        for piece, split in ((text[:cut], "train"), (text[cut:], "validation")):
+            if piece and not piece.isspace():
+                yield Document(where, piece, split)
 
 
 def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare a set, or find that it was prepared before; return its folder.
-
-    Args:
-        tokenizer: the one that `options` name, loaded.
-    """
-    # Else the prepared set would change its own source.
+    """Prepare a set unless it exists; return its folder. `tokenizer` is the one in `options`, loaded."""
+    # The output must not become part of the source.
     is_local = source.path and not is_url(source.path)
     if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
-                            "part of it next time; choose a folder elsewhere")
-    # The key names the folder; the first to get the lock builds it.
+                            "part of it next time; choose another folder")
+    # The key names the folder. The first process to get the lock builds it.
     inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
     with disk_errors(output_dir, DataError, "choose another --output"):
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
-        if options.validation_fraction is None:  # versions before 1.0 held out this fraction of every set
+        if options.validation_fraction is None:  # the fixed fraction of versions before 1.0
             fixed = replace(options, validation_fraction=LARGE_SET_FRACTION)
             earlier = output_dir / plan._replace(options=fixed).key
             if read_own_json(earlier / MANIFEST).get("splits", {}).get("validation", {}).get("documents"):
@@ -182,7 +179,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
                 if not (folder / MANIFEST).is_file():
                     build(plan, folder)
-    # Perhaps it was prepared earlier with --on-bad-record skip.
+    # It may have been prepared with --on-bad-record skip.
     bad = read_own_json(folder / MANIFEST)["skipped"]["bad_records"]
     if bad and options.on_bad_record == "fail":
         raise DataError(f"{bad[0]}; {folder} was prepared without such records: correct them, or accept it "
@@ -191,17 +188,17 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
 
 
 def build(plan: PreparationPlan, folder: Path) -> None:
-    """Prepare a set in a working folder beside `folder`, and give it that name when it is complete."""
+    """Prepare a set in a temporary folder, and rename it to `folder` when it is complete."""
     working = folder.with_name(f"tmp-{folder.name}")
     try:
         prepared = write_shards(plan, working)
     except PaddockError:
-        if not (working / JOURNAL).is_file():  # there is nothing to continue from
+        if not (working / JOURNAL).is_file():  # nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
     if identify_all(plan.inputs, folder.parent) != plan.identities:
         shutil.rmtree(working)
-        raise DataError("a source changed while it was read; start again when nothing writes to it")
+        raise DataError("a source changed while it was read; start again when it no longer changes")
     kind, tokenizer = plan.kind, plan.tokenizer
     source = {name: without_passwords(value) for name, value in asdict(plan.inputs[0]).items() if value}
     write_json(working / MANIFEST, {
@@ -213,13 +210,13 @@ def build(plan: PreparationPlan, folder: Path) -> None:
         "examples": kind.decode(working, prepared["splits"], tokenizer, plan.dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
-    # With what a kill in the middle of a write left.
+    # Including temporary files left by a kill.
     for path in (*folder.glob(f"{JOURNAL}*"), folder / SIGNATURES):
         path.unlink(missing_ok=True)
 
 
 def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
-    """Return the identity of each source; the hashes of local files are kept for the next call."""
+    """Return the identity of each source; hashes of local files are stored for the next call."""
     known = read_own_json(output_dir / KNOWN_HASHES)
     before = json.dumps(known)
     with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
@@ -237,10 +234,10 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
 
-    # The source is always read from its beginning; what the journal counts is not tokenized again.
+    # The source is always read from its start, but finished chunks are not tokenized again.
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
     reading = Reading(skip_bad)
-    refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
+    refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
 
     def read(reading: Reading) -> Iterator:
         return islice(kind.read(source, reading), options.max_documents or None)
@@ -255,7 +252,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                       journal.get("filters", {}))
     spec = WorkerSpec(options.tokenizer_path, options.tokenizer_backend, plan.tokenizer.sha256, plan.dtype,
                       fraction or 0.0, options.system_prompt)
-    # Tokens are written in order; now and then they are synced, and the journal says how far.
+    # Tokens are written in order. Regularly they are synced, and the journal records the position.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
             folder, split, options.shard_tokens, plan.dtype, has_segments=bool(kind.name),
@@ -270,7 +267,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = last_shown = time.monotonic()
 
-        def show_fraction() -> None:  # of a source without items, such as blank lines, nothing else is shown
+        def show_fraction() -> None:  # the only progress while a source has no items, such as blank lines
             nonlocal last_shown
             if reading.bytes_total and time.monotonic() - last_shown >= bar.mininterval:
                 last_shown = time.monotonic()
@@ -294,7 +291,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                     "filters": filters.sync(chunk.signatures)})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
-    # What was skipped, by the reader and by the workers.
+    # Combine what the reader and the workers skipped.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
     if reading.dropped:
@@ -307,11 +304,11 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
-    """Return what became of the documents of a set without any to train on, and what to do."""
+    """Return the error for a set without training documents, with the reasons and the remedy."""
     source, kind = plan.inputs[0], plan.kind.name
     counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"],
               "were removed": sum(removed["count"] for removed in filters.removed.values())}
-    why = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "the source is empty"
+    why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     advice = how_to_get_more(kind, [source.path])
     if held_out:
@@ -321,15 +318,15 @@ def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, fil
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
-    """Return what to do if there are too few documents, or examples of a kind."""
+    """Return the advice for too few documents, or examples of a kind."""
     is_text = not kind and any(kind_of(path)[0] == "text" for path in paths)
     split_text = ", or split the text into more (--documents)" if is_text else ""
-    return f"give more {'examples' if kind else 'documents'}{split_text}"
+    return f"add more {'examples' if kind else 'documents'}{split_text}"
 
 
 def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
                reading: Reading) -> Iterator[tuple[list, float | None]]:
-    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the source that was read by then."""
+    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the source read so far."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)
@@ -342,7 +339,7 @@ def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
 
 
 def progress_bar(**options) -> tqdm:
-    """Return a progress bar that suits a log file too."""
+    """Return a progress bar that is also suitable for log files."""
     bar = tqdm(unit_scale=True, dynamic_ncols=True, **options)
     if not bar.fp.isatty():
         bar.mininterval = 30  # seconds; each update is a new line in a log file
@@ -361,7 +358,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def read_own_json(path: Path) -> dict:
-    """Return a JSON object that a preparation wrote, or {} if there is none."""
+    """Return a JSON object written by a preparation, or {} if there is none."""
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:
@@ -369,18 +366,18 @@ def read_own_json(path: Path) -> dict:
 
 
 def describe_prepared(folder: Path) -> str:
-    """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
+    """Describe a prepared set for the user: counts, skipped records, and examples."""
     manifest = read_prepared(folder)
     lines = describe_counts(folder, manifest)
     for number, example in enumerate(manifest["examples"], 1):
-        # Further lines are indented, so that none looks like a line of ours.
+        # Further lines are indented to distinguish them from ours.
         first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
         lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
     return "\n".join(lines)
 
 
 def describe_counts(folder: Path, manifest: dict) -> list[str]:
-    """Return the lines with a prepared set's counts, and what was skipped or removed."""
+    """Return lines with a prepared set's counts, and with skipped and removed records."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
     for name, split in splits.items():
@@ -403,7 +400,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:
-            lines.append(f"  ... more of them in {folder / MANIFEST}")
+            lines.append(f"  ... more in {folder / MANIFEST}")
     return lines
 
 
@@ -417,5 +414,5 @@ def read_prepared(folder: Path) -> dict:
 
 
 def names_of_sources(manifest: dict) -> list[str]:
-    """Return the path or name of each source; sets of earlier versions can have several."""
+    """Return the path or name of each source; sets of old versions can have several."""
     return [source.get("path") or source["name"] for source in manifest["source"]["sources"]]

@@ -1,7 +1,7 @@
-"""Token shards: llm.c's format and a manifest. Opening, verifying and reading them, and writing them.
+"""Open, verify, read and write token shards, in llm.c's format with a manifest.
 
-Files are verified once, and watched while they are read. They are never memory-mapped: truncating a mapped
-file kills the process that reads it (SIGBUS).
+Files are verified once, and monitored while they are read. They are never memory-mapped, because truncating a
+mapped file kills the reading process (SIGBUS).
 """
 
 import glob
@@ -35,12 +35,12 @@ from common.text import command
 MANIFEST = "manifest.json"
 MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
 VERIFIED = ".verified.json"
-# What a prepared set can hold: the setting that names it, and the script that makes it.
+# Kinds of prepared sets: the setting with their path, and the script that prepares them.
 KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
          "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
          "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py")}
 HEADER_BYTES = 1024
-# llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
+# llm.c's header: 256 little-endian int32, starting with magic, version and token count.
 MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 NPY_MAGIC = b"\x93NUMPY"
 SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
@@ -48,29 +48,28 @@ PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as S
 RAW_NAMES = {"train", "val", "validation"}
 SCAN_BYTES = 1 << 22
 FINGERPRINT_BYTES = 4096
-OTHER_OPEN_FILES = 64  # of this process, besides shards
+OTHER_OPEN_FILES = 64  # open files of this process besides shards
 
 # ------------------------------------------------------------------------------------------- verified files
 
 
 class Cache(NamedTuple):
-    """The folders for what is computed from data: `chosen`; else beside the data, or else `fallback`."""
+    """Folders for results computed from data: `chosen` if set, else beside the data, else `fallback`."""
 
     chosen: Optional[Path] = None  # CACHE_DIR
     fallback: Optional[Path] = None
 
     def places(self, data: Path, fingerprint: str) -> list[Path]:
-        """Return the folders in which results for the data in a folder may be, the preferred one first."""
+        """Return the possible folders of results for a folder's data, preferred one first."""
         name = f"data-{fingerprint[:16]}"
         if self.chosen:
             return [self.chosen / name]
         return [data, *([self.fallback / name] if self.fallback else [])]
 
     def place_to_write(self, data: Path, fingerprint: str, name: str = "") -> tuple[Path, str]:
-        """Return the first writable folder, and why the preferred one is not: "" if it is.
+        """Return the first writable folder, and why preferred ones are not writable ("" if none).
 
-        Args:
-            name: of the result, an entry there that may exist already and belong to another user.
+        `name` is the result's name, which may already exist there and belong to another user.
         """
         refusals = []
         for place in self.places(data, fingerprint):
@@ -89,22 +88,22 @@ class Cache(NamedTuple):
 
 
 def file_stamp(status: os.stat_result) -> dict[str, int]:
-    """Return what identifies an unchanged file in a later process, as JSON."""
-    # The change time as well: a copy that preserves the modification time may still be a bad copy.
+    """Return a JSON value that identifies an unchanged file in a later process."""
+    # Including the change time: a copy with the same modification time may be damaged.
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
 def load_verified(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the facts of a folder's verified files by name; {} if none are stored or readable."""
+    """Return stored results for a folder's verified files by name; {} if there are none."""
     with suppress(OSError, ValueError):
         known = read_json(folder / VERIFIED)
-        if all(isinstance(facts, dict) for facts in known.values()):
+        if all(isinstance(result, dict) for result in known.values()):
             return known
     return {}
 
 
 def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
-    """Store the facts of a folder's verified files; return whether that was possible."""
+    """Store results for a folder's verified files; return whether this succeeded."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / VERIFIED, known)
@@ -113,14 +112,14 @@ def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
 
 
 class WatchedFile:
-    """A file that is read in pieces and must not change meanwhile.
+    """A file that is read in pieces, and must not change meanwhile.
 
-    If only its times change, or an equal file takes its name, it is hashed again and reading continues.
+    If only its times change, or an equal file replaces it, it is hashed again and reading continues.
 
     Args:
-        status: of the file when it was verified; None = it may change.
-        scattered: the pieces are far apart, so the kernel should not read ahead: 100 times faster when cold.
-        digest: the SHA-256 of the verified content, if it is known.
+        status: of the verified file; None = it may change.
+        scattered: disable read-ahead for random access, which is 100 times faster when not cached.
+        digest: SHA-256 of the verified content, if known.
     """
 
     def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
@@ -135,12 +134,12 @@ class WatchedFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset` on."""
+        """Return `size` bytes at `offset`."""
         before = self.status
         try:
-            # The content first and the status after it, so that no change in between is missed.
+            # Read the status after the content, so that no change in between is missed.
             content, now = os.pread(self.descriptor, size, offset), os.fstat(self.descriptor)
-            # Not the change time: a backup that makes hard links changes it.
+            # Ignore the change time, which backups with hard links change.
             is_same = before is None or (now.st_size, now.st_mtime_ns, now.st_ino) == (
                 before.st_size, before.st_mtime_ns, before.st_ino)
             if is_same and len(content) == size:
@@ -154,12 +153,12 @@ class WatchedFile:
             raise self._unreadable(error) from error
         if before is None:
             raise DataError(f"{self.path}: is cut short; start again to recompute the missing rows")
-        how = f"it had {before.st_size:,} bytes and now has {now.st_size:,}"
+        change = f"it had {before.st_size:,} bytes and now has {now.st_size:,}"
         if before.st_ino != now.st_ino:
-            how = "another file has its name"
+            change = "another file has its name"
         elif before.st_size == now.st_size:
-            how = "it was written to"
-        raise DataError(f"{self.path}: was changed while it was read: {how}; restore the file and start "
+            change = "it was written to"
+        raise DataError(f"{self.path}: was changed while it was read: {change}; restore the file and start "
                         "again, and the run resumes from its last checkpoint")
 
     def _unreadable(self, error: OSError) -> DataError:
@@ -171,7 +170,7 @@ class WatchedFile:
 
 
 class Entry(BaseModel, strict=True):
-    """One token file, in the manifest's own folder."""
+    """A token file in the manifest's folder."""
 
     file: str = Field(pattern=r"^[\w-][\w.-]*$")
     tokens: int
@@ -186,7 +185,7 @@ class Stream(BaseModel, strict=True):
 
     @model_validator(mode="after")
     def check_sum(self) -> "Stream":
-        """Refuse a list that lacks a shard, or contains one twice."""
+        """Check that no shard is missing or listed twice."""
         if len({entry.file for entry in self.shards}) < len(self.shards):
             raise ValueError("a shard is listed twice")
         if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
@@ -195,7 +194,7 @@ class Stream(BaseModel, strict=True):
 
 
 class Split(Stream):
-    """The tokens of one split and, for chats and pairs, the segments that they are cut into."""
+    """The tokens of a split and, for chats and pairs, their segments."""
 
     documents: int = 0  # or examples
     segments: Stream | None = None
@@ -224,15 +223,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the first fault of a file that violates its schema, for a message: where it is, and what."""
+    """Return the place and the message of the first violation of a schema."""
     fault = error.errors()[0]
-    what = fault["msg"].removeprefix("Value error, ")
-    return ": ".join([*filter(None, [".".join(map(str, fault["loc"]))]), f"{what[0].lower()}{what[1:]}"])
+    message = fault["msg"].removeprefix("Value error, ")
+    place = ".".join(map(str, fault["loc"]))
+    return ": ".join([*filter(None, [place]), f"{message[0].lower()}{message[1:]}"])
 
 
 @dataclass(frozen=True)
-class TokenizerFacts:
-    """What the data must agree with. A `Tokenizer` has these attributes too and can be given instead."""
+class TokenizerInfo:
+    """The properties of a tokenizer that data must match. A `Tokenizer` has the same attributes."""
 
     vocab_size: int
     sha256: str | None = None  # None = do not compare it with the manifest's
@@ -243,10 +243,10 @@ class TokenizerFacts:
 
 
 class Verification(NamedTuple):
-    """How much of a file's content is read to verify it, and where the result is remembered.
+    """How files are verified, and where results are stored.
 
-    `mode` is "auto" (skip files whose size and times are those of their last verification), "always", or
-    "never". Verifying needs one pass over all bytes, so one rank does it for all.
+    `mode` is "auto" (skip files whose size and times have not changed since their verification), "always" or
+    "never". Verification reads all bytes, so one rank does it for all.
     """
 
     mode: str = "auto"
@@ -271,13 +271,13 @@ def header_bytes(tokens: int, dtype: str) -> bytes:
 
 @dataclass(frozen=True)
 class Shard:
-    """One token file, opened when it is first read."""
+    """A token file, opened when it is first read."""
 
     path: Path
     dtype: str
     offset: int  # bytes before the first id
     tokens: int
-    sha256: str | None = None  # of the whole file, from the manifest; None without one
+    sha256: str | None = None  # hash of the whole file from the manifest, if any
     status: os.stat_result | None = None  # when the header was read
 
     @cached_property
@@ -302,7 +302,7 @@ class Shard:
             yield start, self.read(start, min(size, self.tokens - start), file)
 
     def check_ids(self, start: int, ids: np.ndarray, vocab_size: int) -> None:
-        """Raise DataError with the position of the first id beyond the vocabulary; `ids` begin at `start`."""
+        """Raise DataError with the position of the first id beyond the vocabulary; `ids` start at `start`."""
         if len(ids) and int(ids.max()) >= vocab_size:
             token = int(np.flatnonzero(ids >= vocab_size)[0])
             place = start + token
@@ -313,11 +313,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenSet:
-    """One split of a data set: its shards, concatenated to a single sequence of tokens.
+    """A split of a data set: its shards as a single sequence of tokens.
 
-    `fingerprint` identifies the data and is the same on every rank. `document_start_id` begins each document.
-    Every id that is read is compared with the vocabulary, as files can change after their verification and an
-    embedding kernel does not check its indices.
+    `fingerprint` identifies the data, the same on every rank. `document_start_id` starts each document. Every
+    id is compared with the vocabulary when read, because files may change after their verification, and
+    embedding kernels do not check indices.
     """
 
     shards: tuple[Shard, ...]
@@ -342,14 +342,14 @@ class TokenSet:
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         index = bisect_right(self._starts, start) - 1
         begin = start - self._starts[index]
-        parts = []
+        pieces = []
         while count:
             shard = self.shards[index]
-            parts.append(shard.read(begin, min(count, shard.tokens - begin)))
-            shard.check_ids(begin, parts[-1], self.vocab_size)
-            count -= len(parts[-1])
+            pieces.append(shard.read(begin, min(count, shard.tokens - begin)))
+            shard.check_ids(begin, pieces[-1], self.vocab_size)
+            count -= len(pieces[-1])
             index, begin = index + 1, 0
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield all tokens in order, in blocks of SCAN_BYTES, with sequential reads."""
@@ -362,18 +362,18 @@ class TokenSet:
 # -------------------------------------------------------------------------------------------------- opening
 
 
-def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, kind: str = "documents",
+def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, kind: str = "documents",
                    verification: Verification = Verification()) -> TokenSet:
-    """Open one split of prepared data or of token files made by others.
+    """Open one split of prepared data or of foreign token files.
 
-    Sizes, headers and the tokenizer's hash are always checked, with one small read per file. `verification`
-    says whether the contents are: SHA-256 against the manifest, and every id against the vocabulary.
+    Sizes, headers and the tokenizer's hash are always checked, with one small read per file. Depending on
+    `verification`, contents are checked too: SHA-256 against the manifest, and ids against the vocabulary.
 
     Args:
         path: a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
             `.npy`), a glob of such files, or a folder of them.
-        split: "train" or "validation"; files of others are chosen by `train` or `val` in their names.
-        kind: of KINDS, what the data must hold; files of others hold documents.
+        split: "train" or "validation"; foreign files are chosen by `train` or `val` in their names.
+        kind: the required kind, one of KINDS; foreign files contain documents.
     """
     path = Path(path)
     try:
@@ -395,7 +395,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             fingerprint = _fingerprint(shards)
         elif kind == "documents":
             shards = [_open_shard(file) for file in _foreign_files(path, split)]
-            # The sizes and the beginning, middle and end of each file, which every rank can afford to read.
+            # Hash the size, start, middle and end of each file, a small read for every rank.
             hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
             for shard in shards:
                 if shard.dtype < dtype_for(tokenizer.vocab_size):
@@ -419,7 +419,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
 
 
 def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
-    """Open the uint32 segments of prepared chats or pairs whose tokens `open_token_set` has opened."""
+    """Open the uint32 segments of prepared chats or pairs, after `open_token_set` for their tokens."""
     folder = prepared_folder(Path(path))
     shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
     segments = TokenSet(tuple(shards), _fingerprint(shards))
@@ -428,7 +428,7 @@ def open_segments(path: str | Path, split: str, verification: Verification = Ver
 
 
 def allow_open_files(files: int, folder: Path) -> None:
-    """Raise this process's limit on open files, or DataError if the system does not allow as many."""
+    """Raise this process's limit on open files; DataError if the system does not allow enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files + OTHER_OPEN_FILES > hard:
         fewer = files > 1 and hard > OTHER_OPEN_FILES
@@ -449,11 +449,11 @@ def prepared_folder(path: Path) -> Path | None:
     sets = sorted((place for place in inside if not place.name.startswith(("tmp-", "."))
                    and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE))),
                   key=lambda place: (place.is_symlink(), place))
-    found = [*{place.resolve(): place for place in sets}.values()]  # of a set, the link that names it
-    if len(found) > 1:
-        raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
-                        f"{', '.join(map(str, found))}")
-    return found[0] if found else None
+    sets = [*{place.resolve(): place for place in sets}.values()]  # links take precedence over their sets
+    if len(sets) > 1:
+        raise DataError(f"{path}: holds {len(sets)} prepared sets, name one of them: "
+                        f"{', '.join(map(str, sets))}")
+    return sets[0] if sets else None
 
 
 def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
@@ -485,8 +485,8 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     in_folder = path.is_dir()
     if in_folder:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
-        if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
-            raise DataError(f"{path}: {own} looks like part of a prepared set, but there is no {MANIFEST}; "
+        if shard := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
+            raise DataError(f"{path}: {shard} looks like part of a prepared set, but there is no {MANIFEST}; "
                             "restore it, or prepare the data again (files of another trainer need other "
                             "names)")
     else:
@@ -494,32 +494,33 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
             file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
         raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
-    # A file that the user names is training data unless its name says otherwise; in a folder it may not be.
+    # A file in the settings is training data unless its name indicates validation; one in a folder may not
+    # be.
     default = None if in_folder else "train"
-    of_split = []
+    chosen = []
     for file in files:
         words = set(re.split(r"[^a-z]+", file.stem.lower()))
         named = next((name for name, those in SPLIT_WORDS.items() if words & set(those)), default)
         if named == split:
-            of_split.append(file)
-    if not of_split:
+            chosen.append(file)
+    if not chosen:
         without = "; set VALIDATE_EVERY=0 if there is none" if split == "validation" else ""
         names = [file.name for file in files[:5]] + ["..."] * (len(files) > 5)
         raise DataError(f"{path}: no token file for {split} (with '{SPLIT_WORDS[split][0]}' in its name) "
                         f"among {', '.join(names)}{without}")
-    if len(suffixes := {file.suffix for file in of_split}) > 1:
+    if len(suffixes := {file.suffix for file in chosen}) > 1:
         raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(suffixes))}), "
                         "perhaps the same tokens twice; name one kind with a glob such as '*.bin'")
-    return of_split
+    return chosen
 
 
-def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
-    """Return the error for a path that is not a prepared set, with the command that makes one of it."""
+def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
+    """Return the error for a path that is not a prepared set, with the command to prepare it."""
     script = KINDS[kind][1]
     prepare = f"prepare it with {command(script, '--source', str(path))}"
     if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
         name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
-        return DataError(f"{path}: {what}; {name}{prepare}, or start with "
+        return DataError(f"{path}: {problem}; {name}{prepare}, or start with "
                          f"{command('scripts/run.sh')}, which prepares it")
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
     advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
@@ -527,8 +528,10 @@ def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
 
 
 def _open_shard(path: Path, digest: str | None = None) -> Shard:
-    """Return the shard that a file's header describes. A file that no manifest lists, with its digest, may
-    also be NumPy's, or nanoGPT's without a header, which only its name distinguishes from a damaged one.
+    """Return the shard described by a file's header.
+
+    Without a digest from a manifest, the file may also be NumPy's, or nanoGPT's without a header, which is
+    recognized by its name.
     """
     try:
         with open(path, "rb", opener=plain) as file:
@@ -568,8 +571,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
     if size != expected:
-        what = "is cut short" if size < expected else "is too long"
-        raise DataError(f"{path}: {what}: {size:,} bytes, but its header gives {tokens:,} tokens of "
+        problem = "is cut short" if size < expected else "is too long"
+        raise DataError(f"{path}: {problem}: {size:,} bytes, but its header gives {tokens:,} tokens of "
                         f"{dtype}, {expected:,} bytes; copy or prepare it again")
     if tokens <= 0:
         raise DataError(f"{path}: is empty, but its header gives {tokens} tokens; prepare it again")
@@ -585,9 +588,9 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
                            np.lib.format.read_array_header_2_0)
             shape, _, dtype = read_header(file)
             offset = file.tell()
-    except Exception as error:  # NumPy parses the header as Python, and raises whatever its parsers do
-        what = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: its header cannot be read ({what:.100}); copy it again") from error
+    except Exception as error:  # NumPy parses the header as Python, and raises errors of any class
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: its header cannot be read ({reason:.100}); copy it again") from error
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
         raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of "
                         "uint16 or uint32, so save it as that")
@@ -595,38 +598,38 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
 
 
 def _verify(token_set: TokenSet, verification: Verification) -> None:
-    """Compare every shard with its hash and the vocabulary; remember the result for the next start."""
+    """Compare every shard with its hash and the vocabulary; store the results for the next start."""
     if verification.mode == "never":
         return
     for folder in {shard.path.parent: None for shard in token_set.shards}:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
-        # What is remembered of each file, in all folders where that may be.
+        # Load stored results from all possible folders.
         places, due = verification.cache.places(folder, token_set.fingerprint), []
         known = dict(ChainMap(*map(load_verified, places)))
         for shard in shards:
-            facts = known.get(shard.path.name, {})
-            is_known = (facts.items() >= file_stamp(shard.status).items()
-                        and isinstance(facts.get("max_id"), int)
-                        and (shard.sha256 is None or isinstance(facts.get("sha256"), str)))
+            result = known.get(shard.path.name, {})
+            is_known = (result.items() >= file_stamp(shard.status).items()
+                        and isinstance(result.get("max_id"), int)
+                        and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
             if verification.mode == "always" or not is_known:
                 due.append(shard)
-        # Read the others, and remember what they contain, in the first folder that is writable.
-        for shard, facts in zip(due, _scan_all(due)):
-            known[shard.path.name] = file_stamp(shard.status) | facts
+        # Scan the other files, and store the results in the first writable folder.
+        for shard, result in zip(due, _scan_all(due)):
+            known[shard.path.name] = file_stamp(shard.status) | result
         any(due and save_verified(place, known) for place in places)
-        # Judge all of them: what was remembered may be bad too.
+        # Check all results: stored ones may be bad too.
         for shard in shards:
-            facts = known[shard.path.name]
-            if shard.sha256 is not None and facts["sha256"] != shard.sha256:
-                raise DataError(f"{shard.path}: is damaged: its SHA-256 starts with {facts['sha256'][:12]}, "
+            result = known[shard.path.name]
+            if shard.sha256 is not None and result["sha256"] != shard.sha256:
+                raise DataError(f"{shard.path}: is damaged: its SHA-256 starts with {result['sha256'][:12]}, "
                                 f"{MANIFEST} lists {shard.sha256[:12]}; copy or prepare it again")
-            if facts["max_id"] >= token_set.vocab_size:
+            if result["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():
                     shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id
 
 
 def _scan_all(shards: Sequence[Shard]) -> list[dict]:
-    """Scan the files in threads (hashing releases the GIL), with a progress bar if it takes seconds."""
+    """Scan the files in threads (hashing releases the GIL), with a progress bar if this takes seconds."""
     size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
     with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -640,7 +643,7 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
 
 
 def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
-    """Read the whole file once; return its largest id and, if there is one to compare with, its SHA-256."""
+    """Read a whole file; return its largest id and, if the manifest has one, its SHA-256."""
     hasher = hashlib.sha256() if shard.sha256 is not None else None
     max_id = 0
     if hasher is not None:
@@ -661,14 +664,14 @@ class Tokens(NamedTuple):
 
     ids: np.ndarray
     documents: int
-    segments: np.ndarray | None = None  # of examples: uint32, as data_pipeline/chats.py describes them
-    target_tokens: int = 0  # of examples: the number of tokens with a loss
+    segments: np.ndarray | None = None  # uint32 segments of examples, see data_pipeline/chats.py
+    target_tokens: int = 0  # number of target tokens of examples
 
 
 class ShardWriter:
-    """Writes one stream of ids as shards that are all full except the last.
+    """Writes a stream of ids as shards, all full except the last.
 
-    Continues after the ids that `done` (a result of `sync()`) counts; what was written later is cut.
+    Continues after the ids counted by `done`, a result of `sync()`; later ids are truncated.
     """
 
     def __init__(self, folder: Path, stream: str, shard_tokens: int, dtype: str, done: dict | None = None):
@@ -693,24 +696,20 @@ class ShardWriter:
         return self.tokens - sum(shard["tokens"] for shard in self.shards)
 
     def write(self, ids: np.ndarray) -> None:
-        """Append ids to as many shards as they need."""
+        """Append ids, starting new shards as needed."""
         ids = ids.astype(self.dtype.newbyteorder("<"), copy=False)
         while len(ids):
             if self.file is None:
                 self.file = open(self.path, "wb")
                 self.file.write(header_bytes(0, self.dtype.name))
-            part, ids = np.split(ids, [min(len(ids), self.shard_tokens - self.in_shard)])
-            self.file.write(part.data)
-            self.tokens += len(part)
+            piece, ids = np.split(ids, [min(len(ids), self.shard_tokens - self.in_shard)])
+            self.file.write(piece.data)
+            self.tokens += len(piece)
             if self.in_shard == self.shard_tokens:
                 self.sync(finish=True)
 
     def sync(self, finish: bool = False) -> dict:
-        """Write everything to disk and return the counts that `done` takes.
-
-        Args:
-            finish: the current shard is complete: its header gets the true count, and the file is hashed.
-        """
+        """Write everything to disk and, if `finish`, complete the current shard; return the new `done`."""
         if self.file is not None:
             count, path = self.in_shard, self.path
             if finish:
@@ -731,10 +730,7 @@ class ShardWriter:
 
 
 class SplitWriter:
-    """Writes one split: its tokens and, if it holds examples, their segments.
-
-    Continues after what `done` (a result of `sync()`) counts.
-    """
+    """Writes a split: its tokens and the segments of its examples, continuing after `done` (see `sync`)."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: str, has_segments: bool,
                  done: dict | None = None):

@@ -1,7 +1,7 @@
 """Sources of records: files, local or behind a URL, and datasets on the Hugging Face hub.
 
-Records are streamed as (where, record); `where` is the file and line (or row) that error messages name. A
-reader gets a `Reading`, which decides what happens to unusable records and counts what has been read.
+Records are streamed as (where, record), where `where` is the file and line (or row) for error messages. A
+`Reading` has the policy for unusable records, and counts what was read.
 """
 
 import io
@@ -35,16 +35,16 @@ from common.text import pip_install, without_passwords
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
+READABLE = f"{' '.join(KINDS)}, also compressed as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS, LISTED_COLUMNS = 1000, 20
-MAX_LINE_BYTES = 1 << 30  # a line is held in memory, and compressed files can unpack to far more
-SNIFF_BYTES = 8192  # read first, to tell text from binary and JSON lines from an array
-BLOCK_CHARACTERS = 1 << 16  # of a JSON array, read at once
+MAX_LINE_BYTES = 1 << 30  # lines are held in memory, and compressed files may unpack to much more
+SNIFF_BYTES = 8192  # read first, to distinguish text from binary, and JSON lines from an array
+BLOCK_CHARACTERS = 1 << 16  # read from a JSON array at once
 BLANK = re.compile(r"[ \t\r\n]*")
-# What `datasets` writes beside the .arrow files of a saved or cached dataset.
+# Files that `datasets` writes beside the .arrow files of a saved or cached dataset.
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SPLITTERS = ("whole", "line", "blank", "wikitext")  # how text is split into documents
+SPLITTERS = ("whole", "line", "blank", "wikitext")  # ways to split text into documents
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
@@ -57,14 +57,14 @@ class Source:
     config: str = ""
     split: str = "train"
     revision: str = ""
-    files: str = ""  # a pattern of the hub repository's files, where it has no config for them
+    files: str = ""  # a pattern for files of a hub repository without a config
     column: str = "text"
-    map: str = ""  # "prompt=problem,completion=solution": other names for columns; then only these are read
-    documents: str = "whole"  # how text is split into documents: one of SPLITTERS, or a separator line
+    map: str = ""  # new names of columns, "prompt=problem,completion=solution"; others are not read
+    documents: str = "whole"  # splits text into documents: one of SPLITTERS, or a separator line
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The columns that `map` names: {name that we expect: name in the data}."""
+        """The columns in `map`: {expected name: name in the data}."""
         pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
         columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
         is_whole = len(columns) == len(pairs) and all([*columns, *columns.values()])
@@ -82,7 +82,7 @@ SHORTCUTS = {
 
 
 class Document(NamedTuple):
-    """A text, and where it starts."""
+    """A text and where it starts."""
 
     where: str
     text: str
@@ -91,7 +91,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Reading:
-    """The state of reading one source: its policy for unusable records, and what was counted so far."""
+    """The state of reading a source: the policy for unusable records, and counts so far."""
 
     skip_bad: bool = False
     advice: str = "correct it, or skip such records: --on-bad-record skip"
@@ -101,8 +101,8 @@ class Reading:
     separators: int = 0  # lines that separated documents
     bytes_done: int = 0
     bytes_total: int = 0  # 0 = unknown
-    dropped: Counter[str] = field(default_factory=Counter)  # how often each unused field of chats occurred
-    advance: Callable[[], Any] = lambda: None  # called from time to time while reading
+    dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields of chats
+    advance: Callable[[], Any] = lambda: None  # called regularly while reading
 
     @property
     def fraction(self) -> float | None:
@@ -110,7 +110,7 @@ class Reading:
         return self.bytes_done / self.bytes_total if self.bytes_total else None
 
     def refuse(self, where: str, reason: str) -> None:
-        """Count and list a record that cannot be used."""
+        """Count and list an unusable record, or raise DataError."""
         if not self.skip_bad:
             raise DataError(f"{where}: {reason}; {self.advice}")
         self.bad += 1
@@ -123,7 +123,7 @@ Records = Iterator[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a source, as it was when the source was listed."""
+    """A file of a source, at the time of listing."""
 
     fs: Any
     name: str
@@ -137,15 +137,15 @@ class StoredFile:
 
     @property
     def url(self) -> str:
-        """The name for messages, without a password."""
+        """The name for messages, without passwords."""
         return self.name if self.is_local else without_passwords(self.fs.unstrip_protocol(self.name))
 
     def open(self) -> Any:
-        """Return a context manager that gives the file's bytes; a remote file is downloaded first."""
+        """Return a context manager with the file's content; a remote file is downloaded first."""
         return open(self.name, "rb") if self.is_local else downloaded(self.fs, self.name)
 
     def identity(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
-        """Return a local file's SHA-256, or what the store of a remote one reports as its version."""
+        """Return a local file's SHA-256, or the version that a remote store reports."""
         if not self.is_local:
             return self.fs.ukey(self.name)
         stat = os.stat(self.name)
@@ -163,14 +163,15 @@ def reading_errors(name: str) -> Iterator[None]:
         yield
     except PaddockError:
         raise
-    except Exception as error:  # the errors of fsspec, arrow, zlib and the hub have no common base class
-        raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
+    except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
+        raise DataError(f"{name}: {first_line(error)}; check that it exists and is complete and "
+                        "readable") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
     """Return the source for a shortcut, a path, a URL, a glob, or the name of a dataset on the hub."""
     if not text:
-        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
+        raise SettingsError("a source is empty; set it to a file, folder, glob or hub dataset")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
     is_hub_name = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
@@ -181,27 +182,27 @@ def identify(source: Source, known: dict[str, list],
              advance: Callable[[int], Any] = lambda count: None) -> dict:
     """Return everything that affects a source's records as JSON values, for the key of a prepared set.
 
-    Local files count by content, wherever they are; a dataset on the hub by its commit.
+    Local files are identified by content, independent of their location, and hub datasets by commit.
 
     Args:
-        known: hashes of local files that are known already, {name: [stamp, hash]}; new ones are added.
-        advance: called with the number of bytes that have just been hashed.
+        known: known hashes of local files, {name: [stamp, hash]}; new ones are added.
+        advance: called with the number of bytes just hashed.
     """
-    how = {"column": source.column, "documents": source.documents}
+    reading = {"column": source.column, "documents": source.documents}
     if source.renamed:
-        how["map"] = source.renamed
+        reading["map"] = source.renamed
     if source.name:
         return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
-                "revision": hub_revision(source.name, source.revision, source.config), **how}
+                "revision": hub_revision(source.name, source.revision, source.config), **reading}
     files = []
     for file in list_files(source.path, source.split):
         with reading_errors(file.url):
             files.append([file.kind, file.compression, file.size, file.identity(known, advance)])
-    return {"files": files, **how}
+    return {"files": files, **reading}
 
 
 def kind_of(name: str) -> tuple[str | None, str | None]:
-    """Return (kind, compression) by a file's suffixes; the kind is None if it cannot be read."""
+    """Return (kind, compression) by a file's suffixes; the kind is None if unsupported."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:
@@ -213,7 +214,7 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
     """Return the readable files of a path, folder, glob or URL, sorted by name.
 
     Args:
-        split: the split to read from a folder that `datasets` saved or cached.
+        split: the split to read from a folder saved or cached by `datasets`.
     """
     with reading_errors(path):
         files = retry(path, lambda: _find_files(path, split))
@@ -221,9 +222,9 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
         raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
     readable = [file for file in files if file.kind]
     if not readable:
-        raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
+        raise DataError(f"{path}: no file of a supported kind; use {READABLE}")
     for file in readable:
-        if flaw_of(file.name):  # JSON files could not hold its name
+        if flaw_of(file.name):  # JSON files could not contain its name
             raise DataError(f"{file.url}: the file's name is not UTF-8; rename it")
     return readable
 
@@ -231,29 +232,29 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
 def _find_files(path: str, split: str) -> list[StoredFile]:
     fs, root = file_system(path)
     try:
-        found = fs.info(root)["type"]
-    except FileNotFoundError as error:  # fsspec also raises it if a server does not answer
+        file_type = fs.info(root)["type"]
+    except FileNotFoundError as error:  # fsspec also raises it if a server does not respond
         if is_transient(error):
             raise
-        found = None
-    if found == "directory" or (found is None and fs.isdir(root)):  # some stores have no entry for a folder
+        file_type = None
+    if file_type == "directory" or (file_type is None and fs.isdir(root)):  # some stores lack folders
         names = [name for name, info in sorted(fs.find(root, detail=True).items())
                  if info["type"] == "file" and not os.path.basename(name).startswith((".", "_"))]
         if any(os.path.basename(name) in DATASET_FILES for name in names):
             names = _files_of_dataset(fs, root.rstrip("/"), split, names)
-    elif found is None:
+    elif file_type is None:
         is_glob = any(sign in root for sign in "*?[")
         names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if is_glob else []
     else:
-        names = [root] if found == "file" else []  # opening a pipe would block
+        names = [root] if file_type == "file" else []  # opening a pipe would block
     return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name))
             for name in names]
 
 
 def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[str]:
-    """Return the .arrow files of a split, of those in a folder that `datasets` saved or keeps as its cache.
+    """Return the .arrow files of a split in a folder saved or cached by `datasets`.
 
-    Not by datasets.load_from_disk, which maps the files, and whose other caches lie in the same folder.
+    Not by datasets.load_from_disk, which maps the files and ignores that other caches are in the same folder.
     """
     def content_of(name: str) -> dict:
         return json.loads(fs.cat_file(f"{root}/{name}")) if f"{root}/{name}" in names else {}
@@ -262,27 +263,27 @@ def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[
     if not arrow:
         return names
     if not any(f"{root}/{name}" in names for name in DATASET_FILES):
-        raise DataError(f"{root} has folders that `datasets` saved, such as {os.path.dirname(arrow[0])}; "
-                        "give one of them")
+        raise DataError(f"{root} has folders saved by `datasets`, such as {os.path.dirname(arrow[0])}; use "
+                        "one of them")
     splits = content_of("dataset_dict.json").get("splits") or []
     if splits and split in splits:
         root = f"{root}/{split}"
     saved = content_of("state.json").get("_data_files")
     if saved is not None:
-        return [f"{root}/{os.path.basename(part['filename'])}" for part in saved]
+        return [f"{root}/{os.path.basename(file['filename'])}" for file in saved]
     if not splits:  # a folder of the cache: name-split.arrow or name-split-00000-of-00002.arrow
         splits = [*(content_of("dataset_info.json").get("splits") or {})]
         arrow = [name for name in arrow
                  if not splits or re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", name)]
     if splits and split not in splits:
-        raise DataError(f"{root} has no split {split!r}; it has {', '.join(splits)}: name one with --split")
+        raise DataError(f"{root} has no split {split!r}, only {', '.join(splits)}; choose one with --split")
     return arrow
 
 
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
+    """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before = reading.bytes_done
-    # Lines as bytes; the limit protects memory from whatever a file unpacks to.
+    # Read lines as bytes, of limited length to protect memory.
     lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
     if file.kind == "text":  # --on-bad-record skip must not accept a binary file
         first, size = [], 0
@@ -292,16 +293,16 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
         if 2 * bad > len(first):
             raise DataError(f"{file.url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain "
-                            "NULs or bytes that are not UTF-8; convert it, or leave the file out")
+                            "NULs or bytes that are not UTF-8; convert it, or remove the file")
         lines = chain(first, lines)
-    # The lines as text.
+    # Decode the lines.
     for number, line in enumerate(lines, 1):
         where = f"{file.url}:{number}"
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
             raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB cannot be a record; "
-                            "correct it, or leave the file out")
+                            "correct it, or remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()
@@ -314,9 +315,9 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
 
 
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the lines of a text file, the objects of JSON lines, or those of one array in a .json file.
+    """Yield the lines of a text file, or the objects in JSON lines or in an array in a .json file.
 
-    A line end becomes a newline; objects have all their columns.
+    Line ends become newlines. Objects have all columns.
     """
     with reading_errors(file.url), file.open() as raw:
         stream, stem = raw, file.name
@@ -338,8 +339,8 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             if isinstance(record, dict):
                 yield where, record
             else:
-                one = "an object as each item" if is_array else "one JSON object in a line"
-                reading.refuse(where, f"expected {one}, got {type(record).__name__}")
+                expected = "an object as each item" if is_array else "one JSON object per line"
+                reading.refuse(where, f"expected {expected}, got {type(record).__name__}")
 
 
 def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
@@ -351,34 +352,34 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
         except (ValueError, RecursionError) as error:
             hint = ""
             if where == f"{file.url}:1" and line.lstrip()[:1] in ("{", "["):
-                hint = (". A record is a line; a .json file can also be one array of records, and an object "
-                        "around such an array must be taken away")
+                hint = (". Each line must be a record; a .json file can also be an array of records, but not "
+                        "inside an object")
             reading.refuse(where, f"not valid JSON: {error}{hint}")
 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
-    """Yield the items of a file that is one JSON array; one item and a block of the text are in memory.
+    """Yield the items of a JSON array file, with one item and a block of text in memory.
 
-    The items go through json's decoder, so that they mean what they mean in JSON lines.
+    The items are decoded by json, like those of JSON lines.
     """
-    text, at, line = "", 0, 1  # what has been read, and the place in it
-    before, number, expected = reading.bytes_done, 0, "["  # the next sign; "item", or "" for the end
+    text, at, line = "", 0, 1  # text in memory, and the current position
+    before, number, expected = reading.bytes_done, 0, "["  # next character; "item", or "" for the end
 
     def fault(reason: str) -> DataError:
-        return DataError(f"{file.url}:{line}: {reason}; correct it, or leave the file out")
+        return DataError(f"{file.url}:{line}: {reason}; correct it, or remove the file")
 
     def fill() -> bool:
-        """Read more; twice as much each time, so that a long item is not decoded too often."""
+        """Read more text, doubling the amount, so that a long item is not decoded too often."""
         nonlocal text, at
         more = decoded.read(max(BLOCK_CHARACTERS, len(text) - at))
         if more:
             text, at = text[at:] + more, 0
         return bool(more)
 
-    # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
+    # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as decoded:
         while True:
-            # Go to the next character that is not blank.
+            # Skip white space.
             end = BLANK.match(text, at).end()
             line, at = line + text.count("\n", at, end), end
             if at == len(text) and fill():
@@ -392,7 +393,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                 try:
                     value, end = json.JSONDecoder().raw_decode(text, at)
                 except json.JSONDecodeError as error:
-                    # At the end of what has been read, an error may only mean that the item goes on.
+                    # At the end of the text in memory, an error may only mean that the item continues.
                     is_torn = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
                     if is_torn and len(text) - at < MAX_LINE_BYTES and fill():
                         continue
@@ -400,7 +401,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                     raise fault(f"not valid JSON: {error.msg}") from error
                 except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
                     raise fault(f"not valid JSON: {error}") from error
-                if end == len(text) and fill():  # a number may go on
+                if end == len(text) and fill():  # a number may continue
                     continue
                 number += 1
                 yield f"{file.url}:{line} (item {number})", value
@@ -411,14 +412,14 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                 continue
             # A bracket or a comma.
             if not sign:
-                raise fault("the array has no end: the file is cut off")
+                raise fault("the array has no end: the file is truncated")
             if sign not in expected and expected != "item":
                 raise fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
             at, expected = at + 1, "" if sign == "]" else "item"
 
 
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the rows of a Parquet or Arrow file: only these columns if the file has them, else all."""
+    """Yield the rows of a Parquet or Arrow file, with these columns if the file has them, else with all."""
     is_parquet, before, row = file.kind == "parquet", reading.bytes_done, 0
     with requires_package("pyarrow", f"{file.url}, {'a Parquet' if is_parquet else 'an Arrow'} file,"):
         import pyarrow as pa
@@ -428,7 +429,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
             table = pq.ParquetFile(raw)
             has_all = columns and {*columns} <= {*table.schema_arrow.names}
             batches = table.iter_batches(batch_size=1024, columns=columns if has_all else None)
-        elif raw.peek(6)[:6] == b"ARROW1":  # with an index (Feather), else a stream as `datasets` writes it
+        elif raw.peek(6)[:6] == b"ARROW1":  # with an index (Feather), else a stream as written by `datasets`
             table = pa.ipc.open_file(raw)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
@@ -465,34 +466,34 @@ def columns_of(record: Mapping[str, Any]) -> str:
 
 
 def contents_of(record: Mapping[str, Any]) -> str:
-    """Return `columns_of`, and what to do if the records seem to be in a list within this one."""
+    """Return `columns_of`, with a hint if the records seem to be in a list inside this one."""
     lists = [name for name, value in record.items()
              if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]
-    hint = f" (if {lists[0]!r:.40} is the list of records, write it alone into a .json file)" if lists else ""
+    hint = f" (if {lists[0]!r:.40} is the list of records, write only it into a .json file)" if lists else ""
     return columns_of(record) + hint
 
 
 def flaw_of(text: Any) -> str | None:
-    """Return why a value is not encodable text, or None if it is."""
+    """Return why a value is not valid text, or None if it is."""
     if not isinstance(text, str):
         return f"is {'null' if text is None else type(text).__name__}, expected text"
     if "\0" in text:
-        return f"holds a NUL at character {text.index(chr(0)) + 1}"
+        return f"contains a NUL at character {text.index(chr(0)) + 1}"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return f"holds a lone surrogate at character {error.start + 1}"
+        return f"contains a lone surrogate at character {error.start + 1}"
     return None
 
 
 def read_records(source: Source, reading: Reading) -> Records:
-    """Yield every record of a source as (where, record), in a fixed order. Each line of text is one."""
-    for _, records in _read_parts(source, reading):
+    """Yield all records of a source as (where, record), in a fixed order. A line of text is a record."""
+    for _, records in _read_files(source, reading):
         yield from records
 
 
-def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
-    """Yield (kind, records) of each file of a source; a dataset on the hub is one part."""
+def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
+    """Yield (kind, records) for each file of a source, or once for a hub dataset."""
     renamed = source.renamed
     columns = [*renamed.values()] or [source.column] * bool(source.column)
     if source.name:
@@ -507,7 +508,7 @@ def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Records
 
 
 def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Reading) -> Records:
-    """Yield the records with the columns of --map alone, under their new names; unchanged without it."""
+    """Yield the records with only the columns of --map under their new names, or unchanged without it."""
     for where, record in records:
         if missing := [old for old in renamed.values() if old not in record]:
             reading.refuse(where, f"has no column {missing[0]!r}; it has {columns_of(record)} (--map)")
@@ -516,21 +517,21 @@ def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Readi
 
 
 def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Records:
-    """Stream the rows of a dataset on the hub at one fixed commit, from a local copy if there is one."""
+    """Stream the rows of a hub dataset at a fixed commit, from a local copy if there is one."""
     with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
     revision = source.revision
     if not COMMIT.fullmatch(revision):
         revision = hub_revision(source.name, revision, source.config)
     copy = cached_dataset(source.name, source.config, revision)
-    if copy and (copy / "dataset_info.json").is_file():  # Arrow files of all files of the config
+    if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
         if not source.files:
             for file in list_files(str(copy), source.split):
                 yield from READERS[file.kind](file, columns, reading)
             return
         copy = None
     with reading_errors(f"{source.name} ({source.config or 'default'}, {source.split})"):
-        # Requests for the rows are retried by datasets and the hub's client.
+        # datasets and the hub's client retry requests for rows.
         rows = retry(source.name, lambda: datasets.load_dataset(
             str(copy or source.name), source.config or None, split=source.split, streaming=True,
             revision=revision or None, data_files={source.split: source.files} if source.files else None))
@@ -539,8 +540,8 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
 
 
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
-    """Yield the documents of a source: the valid texts of its column, split into documents; none is empty."""
-    for kind, records in _read_parts(source, reading):
+    """Yield the non-empty documents of a source: the valid texts of its column, split into documents."""
+    for kind, records in _read_files(source, reading):
         has_lines = kind == "text" or source.documents != "whole"
         for document in _documents(records, source, has_lines and source.documents != "line", reading):
             if document.text and not document.text.isspace():
@@ -554,10 +555,10 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
 
 
 def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:
-    """Yield the valid texts of a source's column; `join` if they are lines, also in rows as WikiText's.
+    """Yield the valid texts of a source's column, or if `join`, documents made of them as lines.
 
-    Lines are joined to one document ("whole"), to documents that blank lines separate ("blank") or that begin
-    at a line like ` = Title = ` ("wikitext"); anything else is the line that separates them.
+    Documents are whole files ("whole"), are separated by blank lines ("blank") or by the line in
+    `source.documents`, or start at a line like ` = Title = ` ("wikitext").
     """
     column, begin, kept = source.column, "", []
     for where, record in records:

@@ -1,7 +1,7 @@
-"""Encodes chats: in Llama 3's own format, or with the chat template of a Hugging Face tokenizer.
+"""Encode chats in Llama 3's format, or with the chat template of a Hugging Face tokenizer.
 
-A chat is a list of {"role", "content"}. Its ids are cut into *segments*, each marked as target or not:
-targets are the assistant's answers with the control token that ends the turn.
+A chat is a list of {"role", "content"}. Its ids are divided into *segments*, each a target or not. Targets
+are the assistant's answers with the control token that ends the turn.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ Messages = list[dict[str, str]]
 Segments = list[tuple[list[int], bool]]
 
 PRIVATE_USE = range(0xE000, 0xF900)
-# Tried first with every template: two turns show whether an earlier rendering is a prefix of a later one.
+# A trial chat for every template; two turns show whether an earlier rendering is a prefix of a later one.
 TRIAL = [{"role": role, "content": f"{role} says {number}"}
          for number in (1, 2) for role in ("user", "assistant")]
 
 
 class ChatFormat:
-    """Llama 3's chat format, token for token as Meta's reference; control tokens in messages stay text.
+    """Llama 3's chat format, equal to Meta's reference in every token; control tokens in messages stay text.
 
     Source: ChatFormat in github.com/meta-llama/llama3 (llama/tokenizer.py).
     """
@@ -52,11 +52,11 @@ class ChatFormat:
         return [self._start_id, *self.tokenizer.encode(role), self._end_id, *self.tokenizer.encode("\n\n")]
 
     def encode_words(self, content: str) -> list[int]:
-        """Return the ids of a message's content, stripped, with the end of turn."""
+        """Return the ids of a message's stripped content and the end of turn."""
         return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the ids of a dialog with its bos and a generation prompt: the header of an answer."""
+        """Return the ids of a dialog with bos and a generation prompt, the header of the answer."""
         ids = [self._bos_id]
         for message in messages:
             ids += [*self._encode_header(message["role"]), *self.encode_words(message["content"])]
@@ -82,9 +82,9 @@ class ChatFormat:
 class TemplateFormat:
     """A Hugging Face chat template, rendered in jinja2's sandbox; control tokens in messages stay text.
 
-    The ids are those of transformers' apply_chat_template, with two exceptions: a control token's name in a
-    message is encoded as text; and there is no `strftime_now`, so that the same chats are the same tokens on
-    every day (a template with a default date uses that, another cannot be used).
+    The ids equal those of transformers' apply_chat_template, with two exceptions. Names of control tokens in
+    a message are encoded as text. There is no `strftime_now`, so that tokens do not depend on the date;
+    templates without a default date cannot be used.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
@@ -93,10 +93,10 @@ class TemplateFormat:
         content = json.dumps([tokenizer.chat_template, tokenizer.control_tokens])
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
 
-        # The template.
+        # Compile the template.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=[GenerationTag, loopcontrols])
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's escapes for HTML
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without HTML escapes
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(tokenizer.chat_template)
@@ -105,7 +105,7 @@ class TemplateFormat:
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct its "
                             "chat_template.jinja") from error
 
-        # Its control tokens, each with the spaces around it that it absorbs.
+        # Find control tokens, with the spaces that they absorb.
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
         if not longest_first or len(longest_first[-1]["content"]) < 2:
             raise DataError("the chat template cannot be used: its tokenizer needs control tokens of two "
@@ -117,13 +117,13 @@ class TemplateFormat:
         self._literal_start = re.compile(f"(?=(?:{'|'.join(names)}))(.)", re.DOTALL)
         self._controls_of_neutral_words = lru_cache(maxsize=1024)(self._render_controls)
 
-        # The control token that ends the assistant's turns in a trial chat.
+        # Find the control token that ends the assistant's turns in the trial chat.
         self.end_of_turn_id = None
         try:
             ends = {ids[-1] for ids, is_target in self.encode_chat(TRIAL) if is_target}
             if len(ends) > 1:
                 raise DataError(f"it ends turns in any of {tokenizer.decode(sorted(ends))}")
-            if not ends <= {tokenizer.eot_id, tokenizer.eos_id}:  # a saved folder takes its stop tokens there
+            if not ends <= {tokenizer.eot_id, tokenizer.eos_id}:  # the stop tokens of saved folders
                 raise DataError(f"it ends the assistant's turns in {tokenizer.decode(ends)}; name that "
                                 "as eot_token in the tokenizer_config.json beside its tokenizer.json")
         except DataError as error:
@@ -139,12 +139,12 @@ class TemplateFormat:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            # Where the answer begins.
+            # Find the start of the answer.
             before = self._render(messages[:index], True)
             if not rendered.startswith(before):
                 raise DataError("its rendering up to an answer differs from the start of the whole chat, so "
                                 "training and generation would differ")
-            # Where the control token that follows it ends.
+            # Find the end of the control token after it.
             end = self._control.search(rendered, len(before))
             if end is None:
                 raise DataError("the chat template ends an answer in no control token, so a model could not "
@@ -156,20 +156,20 @@ class TemplateFormat:
             if self.end_of_turn_id not in (None, self.tokenizer.special_ids[end[0].strip()]):
                 raise DataError(f"the chat template ends this answer in {end[0]}, others in another token")
             cuts += [len(before), end.end()]
-        parts = self._encode_parts(rendered[:cuts[-1]] if cuts else "", cuts, mark)
-        return [(ids, number % 2 == 1) for number, ids in enumerate(parts[:-1])]
+        segments = self._encode_segments(rendered[:cuts[-1]] if cuts else "", cuts, mark)
+        return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Return the ids of a dialog with a generation prompt."""
         messages, mark = self._hide_literals(messages)
-        return self._encode_parts(self._render_words(messages, True), [], mark)[0]
+        return self._encode_segments(self._render_words(messages, True), [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
         """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
         return self.encode_chat([*messages, {"role": "assistant", "content": answer}])[-1][0]
 
     def _hide_literals(self, messages: Messages) -> tuple[Messages, str]:
-        """Return the messages with a mark inside every control token's name, and that unique mark."""
+        """Return the messages with a mark inside the names of control tokens, and this unique mark."""
         used = {character for message in messages for text in message.values() for character in text}
         mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
         if mark is None:
@@ -179,17 +179,17 @@ class TemplateFormat:
                 for message in messages], mark
 
     def _render_words(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Return the rendering, whose control tokens must be those of neutral words in place of each message.
+        """Return the rendering, after checking that neutral messages would have the same control tokens.
 
-        A template that rewrites messages (`lower`, `replace`, `split`) can make a control token of text.
+        A template that rewrites messages (`lower`, `replace`, `split`) can turn text into a control token.
         """
         rendered = self._render(messages, add_generation_prompt)
         neutral = tuple((message["role"], "words" if message["content"].strip() else message["content"][:1])
                         for message in messages)
         expected = self._controls_of_neutral_words(neutral, add_generation_prompt)
-        found = [name.strip() for name in self._control.findall(rendered)]
-        if found != expected:
-            more, fewer = Counter(found) - Counter(expected), Counter(expected) - Counter(found)
+        actual = [name.strip() for name in self._control.findall(rendered)]
+        if actual != expected:
+            more, fewer = Counter(actual) - Counter(expected), Counter(expected) - Counter(actual)
             raise DataError("the chat template rewrites the text in a way that changes its control tokens "
                             f"({' '.join(sorted(more | fewer)) or 'in another order'}); leave that text out, "
                             "or correct the template")
@@ -205,43 +205,42 @@ class TemplateFormat:
             return self._template.render(messages=messages, tools=None, documents=None,
                                          add_generation_prompt=add_generation_prompt,
                                          **self.tokenizer.control_tokens)
-        except Exception as error:  # a template raises whatever Python's operators raise
+        except Exception as error:  # a template can raise any error of Python's operators
             raise DataError("the chat template rejects this chat: "
                             f"{str(error) or type(error).__name__}") from error
 
-    def _encode_parts(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
-        """Return the ids of a rendering's parts between ascending cuts: one part more than there are cuts.
+    def _encode_segments(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
+        """Return the ids of a rendering's len(cuts) + 1 segments between ascending cuts.
 
-        Control tokens separate the text: each stretch between two of them is encoded as a whole, so a cut
-        within it must be between two of its tokens.
+        Text between two control tokens is encoded as a whole, so a cut within it must be between two tokens.
         """
         def encode(start: int, end: int) -> list[int]:
             text = rendered[start:end].replace(mark, "")
             return self.tokenizer.encode(text, is_first=not start) if start < end else []
 
-        parts: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
+        segments: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         start = 0
         for control in (*self._control.finditer(rendered), None):
             end = control.start() if control else len(rendered)
             ids, done = encode(start, end), 0
-            for part, cut in enumerate(cuts):
+            for number, cut in enumerate(cuts):
                 head = encode(start, cut) if start < cut < end else []
                 if ids[:len(head)] != head or control and end < cut < control.end():
                     raise DataError("a token straddles the border between "
                                     f"{rendered[max(0, cut - 20):cut]!r} and the answer "
                                     f"{rendered[cut:cut + 20]!r}; the answer must begin with other text")
                 if head:
-                    parts[part] += ids[done:len(head)]
+                    segments[number] += ids[done:len(head)]
                     done = len(head)
-            parts[bisect_left(cuts, end)] += ids[done:]
+            segments[bisect_left(cuts, end)] += ids[done:]
             if control:
                 start = control.end()
-                parts[bisect_left(cuts, start)].append(self.tokenizer.special_ids[control[0].strip()])
-        return parts
+                segments[bisect_left(cuts, start)].append(self.tokenizer.special_ids[control[0].strip()])
+        return segments
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`, with which some templates mark the answers; only its content is rendered."""
+    """`{% generation %}`, which marks answers in some templates; only its content is rendered."""
 
     tags = {"generation"}
 
@@ -255,6 +254,6 @@ def _raise_exception(message: str) -> None:
 
 
 def load_chat_format(tokenizer: Tokenizer | HuggingFaceTokenizer) -> ChatFormat | TemplateFormat:
-    """Return the chat format of a tokenizer: its own template, or Llama 3's format if it has none."""
+    """Return a tokenizer's chat format: its template, or Llama 3's format if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     return ChatFormat(tokenizer) if template in (None, CHAT_TEMPLATE) else TemplateFormat(tokenizer)

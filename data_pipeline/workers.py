@@ -1,4 +1,4 @@
-"""The kinds of data that are prepared, and the worker processes that tokenize chunks of it."""
+"""Kinds of data, and the worker processes that tokenize them in chunks."""
 
 import os
 import signal
@@ -21,13 +21,13 @@ from tokenizer import load_tokenizer
 
 SPLITS = ("train", "validation")
 
-# in_order(function, chunks) yields (function(items), more) for each chunk (items, more), in their order, with
-# a few per worker in progress.
+# in_order(function, chunks) yields (function(items), more) for each chunk (items, more) in order; a few
+# chunks per worker are in progress.
 InOrder = Callable[[Callable[[list], Any], Iterable[tuple]], Iterator[tuple]]
 
 
 class WorkerSpec(NamedTuple):
-    """What a worker needs to know to tokenize."""
+    """Everything that a worker needs for tokenizing."""
 
     tokenizer_path: str
     tokenizer_backend: str
@@ -41,24 +41,24 @@ class ChunkTokens(NamedTuple):
     """The result of tokenizing a chunk."""
 
     splits: dict[str, Tokens]
-    refused: list[tuple[str, str]]  # (where, reason) of items that cannot be used
+    refused: list[tuple[str, str]]  # (where, reason) of unusable items
 
 
 class DataKind(NamedTuple):
-    """What a set holds, and how its items are read and tokenized."""
+    """The content of a set, and how its items are read and tokenized."""
 
     name: str  # the manifest's "kind"; "" = documents
     read: Callable[[Source, Reading], Iterator]  # yields the items of a source
-    characters: Callable[[Any], int]  # in an item
-    text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
-    split_key: Callable[[Any], str]  # the text of an item that decides its split
+    characters: Callable[[Any], int]  # returns the length of an item
+    text: Callable[[Any], str]  # returns an item's text for the filters; runs in a worker
+    split_key: Callable[[Any], str]  # returns the text of an item that determines its split
     tokenize: Callable[[WorkerSpec, list], ChunkTokens]  # runs in a worker
-    decode: Callable[[Path, dict, Any, str], list[str]]  # as `prepare.decode_documents`
-    settings: dict  # what else decides the tokens; part of the key
+    decode: Callable[[Path, dict, Any, str], list[str]]  # like `prepare.decode_documents`
+    settings: dict  # other settings that affect the tokens, for the key
 
 
 def position_of(text: str) -> float:
-    """Return a text's place from 0 to 1, by its hash: the first ones are held out."""
+    """Return a number from 0 to 1 by a text's hash; texts with the lowest are held out."""
     return int.from_bytes(sha256(text.encode("utf-8")).digest()[:8], "big") / 2**64
 
 
@@ -69,7 +69,7 @@ def split_of(text: str, validation_fraction: float) -> str:
 
 @lru_cache(maxsize=1)
 def worker_tokenizer(spec: WorkerSpec):
-    """Return the tokenizer of a worker process, loaded once."""
+    """Return the tokenizer of a worker process, which loads it once."""
     tokenizer = load_tokenizer(spec.tokenizer_path, spec.tokenizer_backend)
     if tokenizer.sha256 != spec.tokenizer_sha256:
         raise DataError(f"{spec.tokenizer_path} changed while it was used; start again")
@@ -78,9 +78,9 @@ def worker_tokenizer(spec: WorkerSpec):
 
 @contextmanager
 def open_workers(workers: int) -> Iterator[InOrder]:
-    """Start workers for the `with` block, and give the function that applies another one to chunks in them.
+    """A `with` block with worker processes; yields a function that applies others to chunks in these.
 
-    Workers are spawned, not forked, so that they inherit neither this process's lock nor its torch.
+    Workers are spawned, not forked, so that they inherit neither this process's lock nor torch.
     """
     if workers == 1:
         yield lambda function, chunks: ((function(items), more) for items, more in chunks)
@@ -91,7 +91,7 @@ def open_workers(workers: int) -> Iterator[InOrder]:
         pending: deque = deque()
         try:
             for items, more in chunks:
-                # A worker that starts here inherits the blocked Ctrl-C: only this process handles it.
+                # Workers that start here inherit the blocked Ctrl-C, which only this process handles.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 try:
                     pending.append((pool.submit(function, items), more))
@@ -114,7 +114,7 @@ def open_workers(workers: int) -> Iterator[InOrder]:
 
 
 def exit_with_parent() -> None:
-    """Make a worker exit when the process that started it is gone, even by kill -9."""
+    """Make a worker exit when its parent process ends, even by kill -9."""
     def watch() -> None:
         parent_process().join()
         os._exit(1)

@@ -1,1 +1,1 @@
-"""A step of a run taken again and examined, row by row."""
+"""Replay a step of a run row by row, and inspect prepared data."""

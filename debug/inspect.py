@@ -1,4 +1,4 @@
-"""Describes prepared data: counts, lengths, repeats, and the first rows that a run reads."""
+"""Describe prepared data: counts, lengths, repeats, and the first rows that a run reads."""
 
 import hashlib
 import os
@@ -19,15 +19,15 @@ from common.errors import DataError, PaddockError, SettingsError
 from common.text import command, printable
 from config import Config
 from data_pipeline.chats import show_segment
-from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_facts
+from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
-from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerFacts, TokenSet, prepared_folder
+from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder
 from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_set, rows_at
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
 LONGEST = 1 << 20  # tokens; longer documents are counted together
-MOST_HASHES = 1 << 24  # kept to find repeated documents: 128 MiB
+MOST_HASHES = 1 << 24  # for detecting repeated documents: 128 MiB
 COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
 STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
@@ -36,15 +36,15 @@ STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 class RepeatCounter:
     """Counts repeated documents by 64-bit hashes of their tokens.
 
-    Beyond MOST_HASHES documents it keeps those of half of all hash values, then of a quarter, and so on. The
-    copies of a document are all in this sample or all outside, so its share of repeats estimates the whole's.
+    Beyond MOST_HASHES documents it samples half of all hash values, then a quarter, and so on. A sample
+    contains all or none of a document's copies, so its share of repeats estimates the total share.
     """
 
     def __init__(self):
         self.halvings, self.hashes = 0, array("Q")
 
     def add(self, digest: bytes) -> None:
-        """Count a document, given 8 bytes of its hash."""
+        """Count a document by 8 bytes of its hash."""
         value = int.from_bytes(digest, "little")
         if value % (1 << self.halvings) == 0:
             self.hashes.append(value)
@@ -60,16 +60,13 @@ class RepeatCounter:
 
 
 def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) -> tuple[dict, np.ndarray]:
-    """Count the documents of a split in one pass and in constant memory; return facts as JSON.
+    """Measure a split in one pass and constant memory; return statistics as JSON, and counts of token ids.
 
     Args:
-        starts: the ascending positions of examples; None for documents, which begin with their first token.
-
-    Returns:
-        The facts, and how often each token id occurs.
+        starts: ascending positions of examples; None for documents, which start with document_start_id.
     """
     id_counts = np.zeros(token_set.vocab_size, np.int64)
-    lengths = np.zeros(LONGEST + 1, np.int64)  # documents of each length; the last: or longer
+    lengths = np.zeros(LONGEST + 1, np.int64)  # documents by length; the last entry includes longer ones
     repeats, longest = RepeatCounter(), 0
     position, length, hasher = 0, 0, hashlib.blake2b(digest_size=8)  # of the current document
 
@@ -100,11 +97,11 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
     if length:
         end_document()
 
-    # (shortest length, documents) of each range from a power of two to the next, without gaps.
+    # (shortest length, documents) for each range between powers of two.
     edges = [0, *(1 << bit for bit in range(1, LONGEST.bit_length()))]
     in_ranges = np.add.reduceat(lengths, edges).tolist()
     used = [number for number, count in enumerate(in_ranges) if count]
-    # Quantiles of the lengths; the share of documents and tokens that does not exceed a row.
+    # Quantiles of the lengths, and the documents and tokens that fit a row.
     documents, tokens = int(lengths.sum()), int(id_counts.sum())
     median, p90, p99 = np.searchsorted(np.cumsum(lengths), np.array([0.5, 0.9, 0.99]) * documents).tolist()
     upto = lengths[:min(max_seq_len, LONGEST - 1) + 1]
@@ -121,8 +118,8 @@ class DataReport:
     """A folder of prepared data, opened as a run opens it.
 
     Args:
-        manifest: of the set, or of a mixture's first set; empty for token files of others.
-        tokenizer: None if the one that the data was made with is not at hand.
+        manifest: manifest of the set, or of a mixture's first set; empty for foreign token files.
+        tokenizer: None if the data's tokenizer is not available.
     """
 
     folder: Path
@@ -133,28 +130,28 @@ class DataReport:
     @cached_property
     def rows(self) -> Rows:
         """The rows of the training split."""
-        tokenizer = self.tokenizer or TokenizerFacts(self.manifest["vocab_size"], None,
+        tokenizer = self.tokenizer or TokenizerInfo(self.manifest["vocab_size"], None,
                                                      self.manifest["document_start_id"])
         open_rows = open_mixture if is_mixture(self.folder) else open_set
         return open_rows(self.config, self.folder, "train", tokenizer, "never")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known about the data, as JSON; unless it is a mixture, reads the training split."""
+        """Return statistics of the data as JSON. Reads the training split, unless the data is a mixture."""
         facts = {"folder": str(self.folder)}
         if is_mixture(self.folder):
-            return facts | {"sources": source_facts(self.folder, read_mixture(self.folder))}
+            return facts | {"sources": source_table(self.folder, read_mixture(self.folder))}
         names = ("kind", "tokenizer", "tokenizer_sha256", "vocab_size", "splits", "skipped", "removed")
         facts |= {name: self.manifest[name] for name in names if name in self.manifest}
         facts["made_from"] = names_of_sources(self.manifest) if self.manifest else [str(self.folder)]
         rows = self.rows
         has_examples = isinstance(rows, ExampleRows)
-        found, id_counts = measure(rows.token_set, rows.example_set.starts if has_examples else None,
+        measured, id_counts = measure(rows.token_set, rows.example_set.starts if has_examples else None,
                                    self.config.max_seq_len)
-        facts |= found | {"rows": len(rows), "in_rows": rows.describe()}
+        facts |= measured | {"rows": len(rows), "in_rows": rows.describe()}
         if has_examples:
             facts |= {"truncated": rows.truncated, "left_out": rows.left_out, "fill": rows.fill}
         if lengths := getattr(self.tokenizer, "byte_lengths", None):
-            facts["bytes_per_token"] = float(id_counts @ np.array(lengths)) / max(1, found["tokens"])
+            facts["bytes_per_token"] = float(id_counts @ np.array(lengths)) / max(1, measured["tokens"])
         return facts
 
     def describe(self, facts: dict[str, Any]) -> list[str]:
@@ -175,7 +172,7 @@ class DataReport:
         else:
             lines.append(f"train: {facts['tokens']:,} tokens in {documents:,} documents")
         if "bytes_per_token" in facts:
-            lines.append(f"bytes a token: {facts['bytes_per_token']:.2f}")
+            lines.append(f"bytes per token: {facts['bytes_per_token']:.2f}")
         repeated = f"{'about ' if facts['repeated_is_estimate'] else ''}{facts['repeated']:,} {items}"
         lines += [f"repeated: {repeated} ({facts['repeated'] / max(1, documents):.2%}) are copies of an "
                   "earlier one",
@@ -195,10 +192,10 @@ class DataReport:
             cut, left_out = (facts[name] / max(1, documents) for name in ("truncated", "left_out"))
             fits = f"{facts['in_rows']}; {cut:.2%} are cut, {left_out:.2%} are left out"
         lines.append(f"at MAX_SEQ_LEN={facts['max_seq_len']}: {fits}")
-        return [part for line in lines for part in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
+        return [piece for line in lines for piece in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
 
     def describe_rows(self, count: int) -> Iterator[str]:
-        """Yield the lines that show the first rows of a run, with ⟦ ⟧ around what has a label."""
+        """Yield the lines that show the first rows of a run, with ⟦ ⟧ around labels."""
         rows = self.rows
         if not self.tokenizer:
             yield "rows: not shown, because TOKENIZER_PATH does not name the tokenizer of the data"
@@ -213,7 +210,7 @@ class DataReport:
             source, name = rows, ""
             if isinstance(rows, MixedRows):
                 (place,), _ = rows.locate(row)
-                source, name = rows.parts[place], f" from {rows.mixture.sources[place].label}"
+                source, name = rows.source_rows[place], f" from {rows.mixture.sources[place].label}"
             yield from self._describe_row(f"row {row[0]:,}{name}, number {number} of the run", source,
                                           rows(row))
 
@@ -236,7 +233,7 @@ class DataReport:
             if has_examples and source.example_set.kind == "pairs":
                 name = f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
             yield f"  {name}: slots {first}-{last - 1}, positions 0-{last - first - 1}, {labels:,} labels"
-            # The ids, and the text: the first token, and what follows each token.
+            # Show the ids, and the text: the first token, then the token after each one.
             shown = " ".join(map(str, tokens[:SHOWN_IDS])) + (" ..." if len(tokens) > SHOWN_IDS else "")
             following = [(token if target == IGNORE_INDEX else target, target != IGNORE_INDEX)
                          for token, target in zip([*tokens[1:], 0], targets)]
@@ -253,7 +250,7 @@ class DataReport:
 
 
 def open_data(folder: Path, config: Config) -> DataReport:
-    """Open prepared data, a mixture, or token files of others."""
+    """Open prepared data, a mixture, or foreign token files."""
     if not is_mixture(folder):
         folder = prepared_folder(folder) or folder  # as a run opens it
     first = folder / read_mixture(folder).sources[0].set if is_mixture(folder) else folder
@@ -268,13 +265,13 @@ def open_data(folder: Path, config: Config) -> DataReport:
                "total_batch_size": config.max_seq_len, "world_size": 1}
     tokenizer = find_tokenizer(manifest, config)
     if not manifest and tokenizer is None:
-        raise SettingsError(f"{folder}: holds no {MANIFEST} or {MIXTURE}; if these are token files of "
-                            "another trainer, set TOKENIZER_PATH to their tokenizer")
+        raise SettingsError(f"{folder}: contains no {MANIFEST} or {MIXTURE}; for token files of another "
+                            "trainer, set TOKENIZER_PATH to their tokenizer")
     return DataReport(folder, manifest, config.model_copy(update=changes), tokenizer)
 
 
 def find_tokenizer(manifest: dict[str, Any], config: Config) -> Any:
-    """Return the tokenizer of the data: TOKENIZER_PATH, or what the manifest names; None if neither is."""
+    """Return the data's tokenizer, from TOKENIZER_PATH or the manifest; None if neither is the right one."""
     for path in filter(None, (config.tokenizer_path, manifest.get("tokenizer"))):
         backend = config.tokenizer_backend if path == config.tokenizer_path else "auto"
         try:

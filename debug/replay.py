@@ -1,8 +1,8 @@
-"""Replay one step of a run, with the same rows and weights, and report what was in it, row by row: which is
-not finite or hard, at which token, and the text around it.
+"""Replay a step of a run with the same rows and weights, and report on it row by row.
 
-Nothing is written into the run's folder, so that a run can be examined while it continues.
-Shape suffixes: B rows, T tokens.
+The report shows which rows are not finite or have a high loss, at which token, and the text around it.
+Nothing is written into the run's folder, so that a run can be examined while it continues. Shape suffixes: B
+rows, T tokens.
 """
 
 import copy
@@ -28,7 +28,7 @@ from checkpoint.schema import read_entries, segment_files
 from common.errors import NonFiniteError, SettingsError
 from common.text import printable, show
 from config import Config, rules
-from dataloaders import Batch, MixedRows, Rows, TokenRows, map_parts
+from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
 from learn.optim import learning_rate
@@ -37,44 +37,43 @@ from observe.guards import FirstBad, describe_tensors, median_and_deviation, row
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
 from run.life import Run, StepResult
-from run.start import Found, build_run, find_base, find_start, prepare_device, read_inputs
+from run.start import Located, build_run, find_base, find_start, prepare_device, read_inputs
 from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT_TOKENS = 24  # to show before and after a token
-ROUNDING = 1e-3  # the largest relative difference of a loss between kernels or orders of summation
+ROUNDING = 1e-3  # largest relative difference of a loss by rounding
 OUTLIER = 8.0  # robust standard deviations above the median row
 
 # ---------------------------------------------------------------------------------------- row by row
 
 
 class RowReport(NamedTuple):
-    """A row by itself, with the weights from before the step."""
+    """Results of a single row with the weights before the step."""
 
     row: int
-    loss: float  # mean over the units that the objective counts; NaN if there are none
-    grad_norm: float  # of its part of the step's gradient
+    loss: float  # mean over the row's units; NaN if there are none
+    grad_norm: float  # of the row's contribution to the step's gradient
     bad_module: Optional[str]  # these three as in FirstBad
     bad_gradient: Optional[str]
     bad_token: Optional[int]
 
     @property
     def is_bad(self) -> bool:
-        """Whether the row has an output or a gradient that is not finite."""
+        """Whether an output or a gradient is not finite."""
         return self.bad_module is not None or self.bad_gradient is not None
 
 
 def read_row(run: Run, row: int) -> Batch:
-    """Return a row of the training split on the device."""
+    """Return a row of the training split, on the device."""
     return run.inputs.rows(np.array([row])).to(run.ranks.device)
 
 
 def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
-    """Return a row's summed loss, the norm of its part of the step's gradient, and its count.
+    """Return a row's summed loss, the norm of its contribution to the gradient, and its number of units.
 
-    Args:
-        count: the units of the whole step.
+    `count` is the number of units in the whole step.
     """
     batch, scale = read_row(run, row), run.scaler.get_scale() if run.scaler else 1.0
     run.optimizer.zero_grad()
@@ -84,42 +83,42 @@ def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
 
 
 def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
-    """Return a report of each row, without dropout: first those not finite, then the highest losses."""
+    """Return reports of the rows without dropout: non-finite ones first, then by descending loss."""
     reports = []
     run.model.eval()
     with FirstBad(run.model, gradients=True) as first_bad:
         for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False, disable=None):
             first_bad.clear()
-            total, norm, own = backward_of_row(run, row, count)
-            reports.append(RowReport(row, total / own if own else math.nan, norm,
+            total, norm, units = backward_of_row(run, row, count)
+            reports.append(RowReport(row, total / units if units else math.nan, norm,
                                      first_bad.module, first_bad.gradient, first_bad.token))
     return sorted(reports, key=lambda report: (not report.is_bad,
                                                0 if math.isnan(report.loss) else -report.loss))
 
 
 def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
-    """Return the first operation with a NaN gradient, and our line that called it, as autograd detects it."""
+    """Return the first operation with a NaN gradient, and the line of our code that called it."""
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with torch.autograd.detect_anomaly():
                 backward_of_row(run, row, count)
     except RuntimeError as error:
-        found = re.search(r"Function '(\w+)' returned nan", str(error))
-        if not found:
+        operation = re.search(r"Function '(\w+)' returned nan", str(error))
+        if not operation:
             raise
         trace = "\n".join(str(entry.message) for entry in caught)
         ours = [f"{Path(name).relative_to(ROOT)}:{line} in {function}"
                 for name, line, function in re.findall(r'File "(.*?\.py)", line (\d+), in (\w+)', trace)
                 if Path(name).is_relative_to(ROOT) and "site-packages" not in name]
-        return f"{found[1]}{f', called by {ours[-1]}' if ours else ''}"
+        return f"{operation[1]}{f', called by {ours[-1]}' if ours else ''}"
     return None
 
 
 def numbered(rows) -> Rows:
-    """Return the rows with document ids, whatever DOCUMENT_MASK says, and without stored outputs."""
+    """Return the rows with document ids regardless of DOCUMENT_MASK, and without stored outputs."""
     if isinstance(rows, MixedRows):
-        return map_parts(rows, lambda part, source: numbered(part))
+        return map_sources(rows, lambda source_rows, _: numbered(source_rows))
     while hasattr(rows, "rows"):
         rows = rows.rows
     if isinstance(rows, TokenRows):
@@ -130,15 +129,15 @@ def numbered(rows) -> Rows:
 
 
 def place_of(rows: Rows, row: int, token: int, document: int) -> str:
-    """Return the file and the place of a document in it.
+    """Return the file of a document in a row, and the place in it.
 
     Args:
-        token: the index of its first token in the row.
+        token: index of its first token in the row.
         document: its id in the row, from 1.
     """
     if isinstance(rows, MixedRows):
         (source,), (row,) = rows.locate(np.array([row]))
-        rows = rows.parts[source]
+        rows = rows.source_rows[source]
     if not isinstance(rows, TokenRows):
         examples, kind = rows.examples_in(row).tolist(), rows.example_set.kind
         index = (document - 1) // (2 if kind == "pairs" else 1)
@@ -152,9 +151,9 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
 
 
 def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, slice, int]:
-    """Return the worst token of a row's worst document, the document's slice of the row, and its id there.
+    """Return the worst token of a row's worst document, and this document's slice and id in the row.
 
-    It is the document of the first bad token, or the one with the most loss above the row's median.
+    The worst document has the first bad token, or the most loss above the row's median.
     """
     document_ids_BT = rows(np.array([report.row])).document_ids_BT
     document_T = torch.ones_like(loss_T, dtype=torch.int32) if document_ids_BT is None else document_ids_BT[0]
@@ -171,9 +170,7 @@ def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, 
 def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[str]:
     """Return the lines of a row's report: its loss, its worst document, the text around its worst token.
 
-    Args:
-        rows: those of the run, `numbered`.
-        count: the units of the whole step.
+    `rows` are the run's rows, `numbered`; `count` is the number of units in the whole step.
     """
     tokenizer, batch = run.inputs.tokenizer, read_row(run, report.row)
     with torch.no_grad():
@@ -196,7 +193,7 @@ def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[st
         if report.bad_token is not None:
             lines.append(f"  token: {worst} of the row, {tokenizer.decode(ids[worst:worst + 1])!r}")
     else:
-        marked = worst + 1  # the target of the hardest token
+        marked = worst + 1  # the target at the hardest token
         losses = [(loss, token) for token, loss in enumerate(loss_T.tolist())
                   if not math.isnan(loss) and within.start <= token < within.stop]
         hardest = [f"{tokenizer.decode([ids[token + 1]])!r} {loss:.2f}"
@@ -206,7 +203,7 @@ def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[st
     # The text around the marked token, within the document
     last = min(within.stop + 1, len(ids)) if marked >= within.stop else within.stop
     start, stop = max(within.start, marked - CONTEXT_TOKENS), min(last, marked + 1 + CONTEXT_TOKENS)
-    before, token, after = (tokenizer.decode(part) for part in (
+    before, token, after = (tokenizer.decode(piece) for piece in (
         ids[start:marked], ids[marked:marked + 1], ids[marked + 1:stop]))
     text = f"{before.lstrip(' ')}>>{token}<<{after}"
     text = f"{'... ' if start > within.start else ''}{text}{' ...' if stop < last else ''}"
@@ -214,7 +211,7 @@ def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[st
 
 
 def describe_parameters(run: Run) -> list[str]:
-    """Return a line for each parameter that is not finite, with the token whose row it is."""
+    """Return a line for each non-finite parameter, with the token of the first bad row."""
     lines = []
     for entry in describe_tensors(run.model):
         if entry["kind"] == "parameter":
@@ -231,10 +228,9 @@ def describe_parameters(run: Run) -> list[str]:
 
 
 def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
-    """Return a step's settings, changed by flags, for one process; and the number of ranks that the run had.
-    """
-    parts = [file for begins, file in segment_files(run_dir) if begins <= step]
-    file = parts[-1] if parts else run_dir / "config.json"
+    """Return a step's settings for one process, changed by flags, and the run's number of ranks."""
+    segments = [file for begins, file in segment_files(run_dir) if begins <= step]
+    file = segments[-1] if segments else run_dir / "config.json"
     if not file.is_file():
         raise SettingsError(f"{run_dir} is not a run's folder, or the run has not taken a step: it has no "
                             "config.json; name a run's folder, such as runs/first")
@@ -249,7 +245,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
 
 
 def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
-    """The run as it was at the last verified checkpoint before the step, in this process alone."""
+    """Return the run at the last verified checkpoint before the step, in this process alone."""
     device = prepare_device(config)
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
@@ -257,17 +253,17 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
 
     # The newest verified checkpoint before the step, or what the run started from
     folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
-    own, named = folder is not None, config.named_checkpoint
-    if not own and named is not None:
-        own = config.resume == named
+    is_own, named = folder is not None, config.named_checkpoint
+    if not is_own and named is not None:
+        is_own = config.resume == named
         later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
         progress = store.read_state(later)["progress"] if later else {}
-        if progress.get("base") and not own:  # the very weights, wherever they are now
+        if progress.get("base") and not is_own:  # the same weights, wherever they are now
             folder = find_base(config, progress, run_dir, messages.append)
         else:
             folder = store.locate(named, run_dir, messages.append, store.verify)
     loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
-    start = find_start(loaded, inputs, run_dir, ranks, Found(folder, own, messages))
+    start = find_start(loaded, inputs, run_dir, ranks, Located(folder, is_own, messages))
     for message in (*start.warnings, *start.notes):
         log.warn(message)
     context = RunContext(ranks, StopSignals(), log)
@@ -282,11 +278,11 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
 
 
 def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
-    """Take the next step like a run on `world_size` ranks, whose micro-batches hold `count` units."""
+    """Take the next step like a run on `world_size` ranks; `count` is the number of units in the step."""
     per_rank, done = max(1, len(batches) // world_size), itertools.count()
 
     def loss_sum(model: nn.Module, batch: Batch) -> LossSum:
-        # Dropout as each rank drew it, which seeded its generators before its first micro-batch.
+        # Reproduce dropout: each rank seeded its generators before its first micro-batch.
         rank, within = divmod(next(done), per_rank)
         if not within:
             seed_step(run.config.seed, run.progress.step, rank)
@@ -298,7 +294,7 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
 
 
 def difference(now: float, then: Optional[float]) -> float:
-    """Return the relative difference from the ledger's number; infinite if only one of them is finite."""
+    """Return the relative difference from the ledger's value; infinite if only one of them is finite."""
     if then is None or not math.isfinite(now):
         return 0.0 if then is None and not math.isfinite(now) else math.inf
     return abs(now - then) / max(abs(then), 1e-12)
@@ -307,7 +303,7 @@ def difference(now: float, then: Optional[float]) -> float:
 def replay_before(run: Run, step: int, world_size: int,
                   ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
     """Take the steps before `step`; return a description, and whether their losses agree with the ledger."""
-    # `largest` is the largest relative difference, `deviating` describes the first one that is not rounding.
+    # `largest` is the largest relative difference; `deviating` describes the first one beyond rounding.
     first, largest, deviating = run.progress.step + 1, 0.0, ""
     start = f"from {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
@@ -334,7 +330,7 @@ def replay_before(run: Run, step: int, world_size: int,
 
 
 def compare(name: str, now: float, then: Optional[float]) -> str:
-    """Return a line with a number of the step and the ledger's."""
+    """Return a line that compares a value of the step with the ledger's."""
     apart, ledger = difference(now, then), "not finite" if then is None else f"{then:.6g}"
     verdict = f"differs by {apart:.1e}, which is rounding" if apart else "the same"
     return f"{name:<14} {now:<12.6g} ledger {ledger:<12} {verdict if apart <= ROUNDING else 'DIFFERENT'}"
@@ -347,17 +343,18 @@ def rows_of(reports: list[RowReport]) -> str:
 
 def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool,
              is_same: bool) -> str:
-    """Return the conclusion of the replay, one or two sentences.
+    """Return the conclusion of the replay in one or two sentences.
 
     Args:
         then: the step's line in the ledger.
-        is_same: the rows and weights are those of the step.
+        is_same: whether rows and weights are those of the recorded step.
     """
-    # Something is not finite, now or then.
+    # A value is not finite, now or then.
     bad = [report for report in reports if report.is_bad]
     if bad_parameters:
-        met = f", and {rows_of(bad)} used them" if bad else ""
-        return f"The weights were not finite before this step{met}: replay an earlier step to find the cause."
+        used = f", and {rows_of(bad)} used them" if bad else ""
+        return (f"The weights were not finite before this step{used}: replay an earlier step to find the "
+                "cause.")
     if bad:
         return f"Not finite because of {rows_of(bad)}."
     if not result.finite:
@@ -366,25 +363,25 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
     if then["loss"] is None or then["grad_norm"] is None:
         cause = "its rows or weights differ from the recorded ones"
         if is_same:
-            cause = "data and weights are not the cause. Suspect the machine that it ran on, or its kernels"
+            cause = "data and weights are not the cause. The machine or its kernels may be faulty"
         return f"It is finite now, but was not then: {cause}."
 
     # All is finite.
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
     middle, deviation = median_and_deviation(losses)
     outliers = [report for report in reports if (report.loss - middle) / deviation > OUTLIER]
-    found = "no row is an outlier"
+    conclusion = "no row is an outlier"
     if outliers:
-        what = "are outliers" if len(outliers) > 1 else "is an outlier"
-        found = (f"{rows_of(outliers)} {what} with a loss of {outliers[0].loss:.4f}, the median is "
-                 f"{middle:.4f}")
+        are = "are outliers" if len(outliers) > 1 else "is an outlier"
+        conclusion = (f"{rows_of(outliers)} {are} with a loss of {outliers[0].loss:.4f}; the median is "
+                      f"{middle:.4f}")
     numbers = {"loss": (result.loss, then["loss"]), "gradient norm": (result.grad_norm, then["grad_norm"])}
     apart = [name for name, pair in numbers.items() if difference(*pair) > ROUNDING]
     if apart or not is_same:
         why = f"a different {' and '.join(apart)}" if is_same else "different rows or weights"
-        return (f"This is not the recorded step: it has {why}. Everything is finite now and {found}, which "
-                "does not explain the recorded step.")
-    return f"Everything is finite; {found}." if outliers else f"Nothing is wrong: all is finite, and {found}."
+        return (f"This is not the recorded step: it has {why}. Everything is finite now and {conclusion}, "
+                "which does not explain the recorded step.")
+    return f"{'Everything is finite;' if outliers else 'Nothing is wrong: all is finite, and'} {conclusion}."
 
 
 def print_wrapped(text: str) -> None:
@@ -396,11 +393,11 @@ def print_wrapped(text: str) -> None:
 
 def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_checkpoint: bool = False,
            info: Callable[[str], Any] = print_wrapped) -> None:
-    """Replay a step of a run in this process, and report what is in it.
+    """Replay a step of a run in this process, and report on it.
 
     Args:
         flags: settings to change.
-        rows_shown: rows to describe, the worst first.
+        rows_shown: number of rows to describe, worst first.
         at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
     """
     config, world_size = read_settings(run_dir, flags, step)

@@ -22,7 +22,7 @@ from parallel.ranks import RunContext, collective
 from run.adapters import load_for_use, merge
 from run.folder import RunFolder
 from run.life import Inputs, Progress, Run
-from run.start import choose_objective, find_base, read_measured
+from run.start import choose_objective, find_base, open_evaluation_inputs
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
 
@@ -87,7 +87,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
 
     def read(verify: str) -> Inputs:
         rows = open_rows(config, "train", tokenizer, verify) if needs_rows else None
-        measured = read_measured(config, tokenizer, verify)
+        measured = open_evaluation_inputs(config, tokenizer, verify)
         return Inputs(tokenizer, rows, **measured, fingerprint="", description="")
 
     verified = ranks.on_rank0(lambda: read(config.verify_data))

@@ -1,1 +1,1 @@
-"""The fast and long parts of the model: attention kernels and the chunked head."""
+"""Performance-critical parts of the model: attention kernels, the chunked head, matmuls."""

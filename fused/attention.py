@@ -20,13 +20,13 @@ from config import ModelConfig
 
 
 class Kernel(NamedTuple):
-    """What a kernel can do."""
+    """The requirements and features of a kernel."""
 
-    backend: Optional[SDPBackend] = None  # of scaled_dot_product_attention; None = torch chooses
-    max_dim: int = 1 << 20  # of a head
-    half_only: bool = True  # only bf16 and fp16
-    grouped: bool = True  # supports fewer key/value heads than query heads; otherwise they are repeated
-    deterministic: bool = True  # in the backward, if torch.use_deterministic_algorithms is on
+    backend: Optional[SDPBackend] = None  # for scaled_dot_product_attention; None = torch chooses
+    max_dim: int = 1 << 20  # largest head dimension
+    half_only: bool = True  # bf16 and fp16 only
+    grouped: bool = True  # fewer key/value heads than query heads, which are repeated otherwise
+    deterministic: bool = True  # backward under torch.use_deterministic_algorithms
 
 
 KERNELS = {
@@ -41,13 +41,13 @@ KERNELS = {
     "sdpa": Kernel(half_only=False),
 }
 VARLEN = ("flash-3", "flash-2", "varlen")  # take documents as cu_seqlens, without a mask
-# FlashAttention-3 replaces the implementation of these kernels in the whole process.
+# Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
-CHOSEN: set[str] = set()  # kernels that this process uses, for any purpose
+CHOSEN: set[str] = set()  # kernels that this process uses
 
-# Preferences by purpose, for devices from a major compute capability on. A kernel that is missing or fails
-# its trial is skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an
-# H100) and slower elsewhere. For each new shape of a mask it takes seconds to plan, and evaluation has many.
+# Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
+# are skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an H100),
+# and slower elsewhere. It plans for seconds for each new shape of a mask, of which evaluation has many.
 ORDERS = {
     "causal": {10: ("flash", "cudnn", "cudnn-expanded", "efficient", "math"),
                9: ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math"),
@@ -62,12 +62,12 @@ NAMED = {"cudnn": ("cudnn", "cudnn-expanded"), "math": ("math",), "sdpa": ("sdpa
 
 def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: torch.dtype, head_dim: int,
                  deterministic: bool = False, backend: str = "auto") -> tuple[str, ...]:
-    """Return the kernels to try, best first; none if ATTENTION_BACKEND cannot do it.
+    """Return the kernels to try, best first; none if ATTENTION_BACKEND does not support the purpose.
 
     Args:
-        purpose: "causal"; "documents", which attend to themselves only; or "mask", any other.
-        capability: of the CUDA device; None = a CPU.
-        backend: ATTENTION_BACKEND. For the purpose "mask", flash and cudnn mean auto.
+        purpose: "causal", "documents" (attention within documents) or "mask" (any other).
+        capability: compute capability; None = a CPU.
+        backend: ATTENTION_BACKEND; for masks, flash and cudnn mean auto.
     """
     if capability is None:
         order = {"auto": ("sdpa",), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
@@ -86,8 +86,9 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
 
 def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor] = None,
            cu_seqlens: Optional[Tensor] = None) -> Tensor:
-    """Return (B, T, N, H) attention by one of KERNELS: where the mask is True, or causal within the row, or
-    within each document if there are `cu_seqlens`, which kernels of VARLEN take.
+    """Compute (B, T, N, H) attention with one of KERNELS.
+
+    It is limited by the mask, or causal: within each row, or within documents given by `cu_seqlens` (VARLEN).
     """
     if cu_seqlens is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
@@ -104,9 +105,10 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
 
 
 def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
-    """Return the int32 offsets of the documents in the flattened batch, and the end, for varlen kernels.
+    """Return the int32 offsets of the documents in the flattened batch and its end, for varlen kernels.
 
-    The end is repeated (empty documents) up to a multiple of 64 entries: few shapes for compiled kernels.
+    The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
+    shapes.
     """
     is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
     starts = is_start_BT.flatten().nonzero().flatten()
@@ -116,7 +118,7 @@ def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
 
 @cache
 def varlen_function(kernel: str):
-    """Return attention within documents, a function of flat q, k, v, cu_seqlens and the longest length."""
+    """Return a function of flat q, k, v, cu_seqlens and the maximum length: attention within documents."""
     if kernel == "flash-2":
         from flash_attn import flash_attn_varlen_func
 
@@ -132,18 +134,18 @@ def varlen_function(kernel: str):
 
 
 def activate_flash_3(on: bool) -> None:
-    """Let torch's flash kernels and varlen_attn run FlashAttention-3, or their own implementation again."""
+    """Switch torch's flash kernels and varlen_attn to FlashAttention-3 or back."""
     if on:
         attention.activate_flash_attention_impl("FA3")
     elif hasattr(attention, "restore_flash_attention_impl"):
         attention.restore_flash_attention_impl()
 
 
-@torch.inference_mode(False)  # generation chooses within inference mode, where nothing has gradients
+@torch.inference_mode(False)  # generation calls this in inference mode, without gradients
 def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.device,
           dtype: torch.dtype) -> Optional[str]:
     """Run a kernel forward and backward on two documents; return why it cannot be used, or None."""
-    length, border = 250 if purpose == "mask" else 256, 100  # in evaluation, lengths are no multiples of 8
+    length, border = 250 if purpose == "mask" else 256, 100  # evaluation has odd lengths
     generator = torch.Generator().manual_seed(0)
     n_heads, n_kv_heads, head_dim = heads
     q, k, v, weights = (torch.randn(1, length, n, head_dim, generator=generator).to(device, dtype)
@@ -153,7 +155,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
         mask_TS[border:, :border] = False
     mask = None if purpose == "causal" else mask_TS[None, None]
     cu_seqlens = None
-    if purpose == "documents" and kernel in VARLEN:  # padded with empty documents, as a run's are
+    if purpose == "documents" and kernel in VARLEN:  # padded with empty documents, as in a run
         cu_seqlens = torch.tensor([0, border, *[length] * 62], dtype=torch.int32, device=device)
 
     def output_and_gradients(name: str, dtype: torch.dtype, *masks) -> list[Tensor]:
@@ -166,10 +168,10 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     try:
         if is_new_flash_3:
             activate_flash_3(True)
-        found = output_and_gradients(kernel, dtype, mask if cu_seqlens is None else None, cu_seqlens)
+        actual = output_and_gradients(kernel, dtype, mask if cu_seqlens is None else None, cu_seqlens)
         expected = output_and_gradients("math", torch.float32, mask_TS[None, None])
         off = max(float((ours.float() - exact).norm() / exact.norm())
-                  for ours, exact in zip(found, expected, strict=True))
+                  for ours, exact in zip(actual, expected, strict=True))
         reason = None if off < 3e-2 else f"its result is off by {off:.1g}"
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -181,7 +183,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
 
 
 def choose_kernel(purpose: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the first kernel of `kernel_order` that passes its trial; each is tried once per process."""
+    """Return the first kernel of `kernel_order` that passes its trial; trials run once per process."""
     return _choose(purpose, config.attention_backend, (config.n_heads, config.n_kv_heads, config.head_dim),
                    device, dtype, torch.are_deterministic_algorithms_enabled())
 
@@ -191,7 +193,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
             deterministic: bool) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if order == ("sdpa",):  # it runs whatever there is, so it needs no trial
+    if order == ("sdpa",):  # always works
         return "sdpa"
     reasons = []
     for name in order:

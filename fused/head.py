@@ -1,4 +1,4 @@
-"""The head and its losses, one chunk of logits at a time: all logits of 128k ids would be the peak of memory.
+"""The head and its losses over chunks of logits: all logits of 128k ids would dominate peak memory.
 
 Shape suffixes: M flattened positions, D model, V vocabulary (padded), K tokens with trainable rows.
 """
@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 from fused.matmul import linear, upcast_for_matmul
 
-IGNORE_INDEX = -100  # a target that is not predicted
-LOWEST_LOGPROB = -1e4  # used as log(0): arithmetic with it gives no NaN, and float16 can hold it
-CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the logits of one chunk, float32
+IGNORE_INDEX = -100  # marks positions without a target
+LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
+CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # float32 logits of one chunk
 
-# Takes the (M, vocab_size) float32 logits of some positions, and the slice of all positions that these are;
-# returns the sum of their losses, and its gradient to the logits.
+# From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
+# losses and its gradient to the logits.
 LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
@@ -27,16 +27,16 @@ def chunk_tokens(vocab_size: int, device_type: str) -> int:
 
 
 def slices(length: int, size: int) -> list[slice]:
-    """Return slices that cover `length`, of at most `size` and nearly equal: few shapes to compile for."""
+    """Divide `length` into slices of at most `size`, nearly equal, so that few shapes are compiled."""
     size = -(-length // max(1, -(-length // size))) or 1
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-# What is computed over the vocabulary; ChunkedHead.compile compiles these
+# Computations over the vocabulary, which ChunkedHead.compile compiles
 
 
 def float_logits(logits_MV: Tensor, vocab_size: int) -> Tensor:
-    """Return float32 logits, minus infinity for the padded ids, so that they are never predicted."""
+    """Return float32 logits with minus infinity for padded ids, so that they are never predicted."""
     if vocab_size < logits_MV.shape[1]:
         is_padding_V = torch.arange(logits_MV.shape[1], device=logits_MV.device) >= vocab_size
         logits_MV = logits_MV.masked_fill(is_padding_V, -torch.inf)
@@ -44,9 +44,9 @@ def float_logits(logits_MV: Tensor, vocab_size: int) -> Tensor:
 
 
 def add_at(values_MV: Tensor, index_M1: Tensor, added_M1: Tensor) -> Tensor:
-    """Add a number to one column of each row; in place, unless compiled.
+    """Add a number to one column of each row, in place unless compiled.
 
-    A compiled comparison fuses with the kernel that computes the values; scatter_add_ needs another pass.
+    A compiled comparison fuses with the computation of the values; scatter_add_ needs a separate pass.
     """
     if torch.compiler.is_compiling():
         index_V = torch.arange(values_MV.shape[1], device=values_MV.device)
@@ -58,7 +58,7 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
                          vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return the targets' summed log-probability, and its (M, V) gradient to the logits in hidden_MD's dtype.
 
-    The logits become their gradient in place: on a CPU new memory costs more than the arithmetic.
+    The gradient overwrites the logits: on a CPU new memory costs more than arithmetic.
     """
     logits_MV = float_logits(linear(hidden_MD, weight_VD), vocab_size)
     counted_M1 = (targets_M != IGNORE_INDEX)[:, None].float()
@@ -75,7 +75,7 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
 def logprob_and_lse(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return (M,) float32 log-probabilities of the targets, 0 for IGNORE_INDEX, and the logsumexp."""
     logits_MV = float_logits(logits_MV, vocab_size)
-    # Compiled, this is one pass for maximum and sum, where logsumexp takes two.
+    # When compiled, this computes maximum and sum in one pass; logsumexp takes two.
     highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
     lse_M1 = (logits_MV - highest_M1).exp_().sum(dim=-1, keepdim=True).log() + highest_M1
     logprob_M1 = logits_MV.gather(1, targets_M.clamp(min=0)[:, None]) - lse_M1
@@ -90,7 +90,7 @@ def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, fac
     return add_at(softmax_MV.mul_(-factor_M1), targets_M.clamp(min=0)[:, None], factor_M1).to(logits_MV.dtype)
 
 
-# The matrix over the vocabulary: its look-up, and the head
+# The vocabulary matrix: look-up and head
 
 
 def sum_gradients_in_float32(parameter: Tensor) -> None:
@@ -100,7 +100,7 @@ def sum_gradients_in_float32(parameter: Tensor) -> None:
 
 
 class Lookup(torch.autograd.Function):
-    """The rows of ids, whose gradients are summed in float32."""
+    """Embedding look-up whose gradients are summed in float32."""
 
     @staticmethod
     def forward(ctx, ids, weight_VD):
@@ -123,17 +123,17 @@ def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 class HeadWeight(NamedTuple):
-    """The head's matrix, and the part of it that is trained."""
+    """The head's matrix and its trainable part."""
 
     values_VD: Tensor
     learned: Tensor  # the matrix itself, or the (K, D) rows of some tokens
-    ids_K: Optional[Tensor] = None  # of these tokens; None = all
+    ids_K: Optional[Tensor] = None  # the ids of these tokens; None = all
 
 
 class ChunkedHead:
-    """Log-probabilities, or a loss over logits, from hidden states: eager, until `compile` is called.
+    """Computes log-probabilities or a loss over logits from hidden states, eagerly until `compile` is called.
 
-    A chunk has so many positions; 0 = as many as CHUNK_BYTES allows.
+    `positions` is the size of a chunk; 0 = as many as CHUNK_BYTES allows.
     """
 
     def __init__(self, vocab_size: int, positions: int = 0):
@@ -143,17 +143,17 @@ class ChunkedHead:
         self.gradient_of_logprob = gradient_of_logprob
 
     def compile(self) -> None:
-        """Compile what is computed over the vocabulary."""
+        """Compile the computations over the vocabulary."""
         for name in ("logprob_and_gradient", "logprob_and_lse", "gradient_of_logprob"):
             setattr(self, name, torch.compile(getattr(self, name)))
 
     def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
-        """Return the slices of the positions whose logits are computed together."""
+        """Return slices of positions whose logits are computed together."""
         return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
                  target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
-        """Return what `Transformer.forward` describes, for hidden states of any leading shape."""
+        """See `Transformer.forward`; the hidden states may have any leading shape."""
         sum_gradients_in_float32(weight.learned)
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
         if target_index_M is not None:
@@ -175,22 +175,22 @@ class ChunkedHead:
             if not callable(loss):
                 return self.logprob_and_gradient(hidden_MD, weight_VD, targets_M[chunk], self.vocab_size)
             total, gradient_MV = loss(linear(hidden_MD, weight_VD)[:, :self.vocab_size].float(), chunk)
-            gradient_MV, missing = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
-            return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # F.pad by 0 copies
+            gradient_MV, padding = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
+            return total, F.pad(gradient_MV, (0, padding)) if padding else gradient_MV  # F.pad by 0 copies
 
         chunks = self.chunks(hidden_MD, weight.values_VD)
         return ChunkedLogitsLoss.apply(hidden_MD, *weight, chunks, total_and_gradient)
 
 
 class HeadGradients:
-    """The gradients of the head's matmul, summed chunk by chunk; that of `learned`, if any, in float32."""
+    """Accumulates the gradients of the head's matmul over chunks; that of `learned` in float32."""
 
     def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
         self.hidden_MD, self.ids_K = torch.empty_like(hidden_MD), ids_K
         self.learned = None if learned is None else torch.zeros_like(learned, dtype=torch.float32)
 
     def add(self, chunk: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
-        """Add a chunk: the gradient to its logits, its hidden states, and the matrix in their dtype."""
+        """Add a chunk, given the gradient to its logits, its hidden states, and the matrix in their dtype."""
         gradient_MV, hidden_MD = upcast_for_matmul(gradient_MV), upcast_for_matmul(hidden_MD)
         self.hidden_MD[chunk] = gradient_MV @ upcast_for_matmul(weight_VD)
         if self.learned is None:
@@ -199,16 +199,16 @@ class HeadGradients:
             gradient_MV = gradient_MV[:, self.ids_K]
         if gradient_MV.dtype == torch.float32:
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out=self.learned)
-        elif gradient_MV.device.type == "cuda":  # whose matmul can accumulate bf16 products in float32
+        elif gradient_MV.device.type == "cuda":  # its matmul accumulates bf16 products in float32
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=torch.float32, out=self.learned)
         else:
             self.learned += gradient_MV.T @ hidden_MD
 
 
 class ChunkedLogitsLoss(torch.autograd.Function):
-    """The sum of a loss over logits, whose gradients are computed in the forward, chunk by chunk.
+    """The sum of a loss over logits. The forward computes the gradients too, chunk by chunk.
 
-    The gradient that reaches the sum is one factor of all of them: so no logits are kept, or computed twice.
+    The backward only scales them by the sum's gradient, so logits are neither kept nor recomputed.
     """
 
     @staticmethod
@@ -224,7 +224,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, factor):
-        # Scaled in place, and returned without a second reference, so that autograd need not copy them.
+        # Scaled in place and returned without another reference, so that autograd does not copy them.
         hidden_MD, learned = ctx.gradients.hidden_MD, ctx.gradients.learned
         del ctx.gradients
         learned = None if learned is None else learned.mul_(factor)
@@ -232,7 +232,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
 
 
 class LogprobOfTargets(torch.autograd.Function):
-    """(M,) float32 log-probabilities of the targets; the backward computes several chunks of logits again."""
+    """(M,) float32 log-probabilities of the targets; the backward recomputes logits of several chunks."""
 
     @staticmethod
     def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):

@@ -7,22 +7,22 @@ from torch.nn import functional as F
 from common.errors import SettingsError
 from common.text import pip_install
 
-NF4_BLOCK = 64  # numbers that share a scale
+NF4_BLOCK = 64  # numbers per scale
 
-# A CPU without bf16 arithmetic is ten times faster in float32.
+# A CPU without bf16 instructions is ten times faster in float32.
 CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)()
                           for feature in ("avx512_bf16", "amx_tile"))
 
 
 def upcast_for_matmul(x: Tensor) -> Tensor:
-    """Return the tensor, in float32 if it is bf16 on a CPU that multiplies bf16 slowly."""
+    """Convert a bf16 tensor to float32 on a CPU that multiplies bf16 slowly."""
     is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16
     return x.float() if is_slow else x
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T in the dtype of x, to which the weight is rounded first."""
-    if x.dtype == weight.dtype == torch.float32:  # conversions that do nothing take time, too
+    if x.dtype == weight.dtype == torch.float32:  # even no-op conversions take time
         return F.linear(x, weight)
     return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
 
@@ -40,7 +40,7 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
             packed, scales, _ = operators.int8_vectorwise_quant(weight.half())
         else:
             packed, scales = operators.quantize_4bit(weight.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
-        dequantize(packed, scales, weight.shape, weight.dtype)  # now, so that a missing kernel fails here
+        dequantize(packed, scales, weight.shape, weight.dtype)  # so that a missing kernel fails here
     except (RuntimeError, ValueError, AttributeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -51,14 +51,14 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the matrix that was quantized, as precisely as its bits allow."""
+    """Return the dequantized matrix."""
     if packed.dtype == torch.int8:
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(packed, scales).to(dtype)
     return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """x @ weight.T; the backward dequantizes the weight again instead of keeping it.
+    """x @ weight.T with a quantized weight, which the backward dequantizes again instead of keeping it.
 
     Source: Dettmers et al. 2022 (arXiv:2208.07339) for int8; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
     """
@@ -69,7 +69,7 @@ class QuantizedLinear(torch.autograd.Function):
         ctx.shape = shape
         weight = dequantize(packed, scales, shape, x.dtype)
         product = F.linear(upcast_for_matmul(x), upcast_for_matmul(weight))
-        # A conversion that changes nothing, at the end of a forward, makes torch 2.11 compile zero gradients.
+        # A no-op conversion at the end of a forward makes torch 2.11 compile zero gradients.
         return product if product.dtype == x.dtype else product.to(x.dtype)
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What is learned and how: objectives, teachers, the optimizer, and what a step costs."""
+"""Objectives, teachers, the optimizer, and the cost of a step."""

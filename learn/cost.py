@@ -1,9 +1,9 @@
-"""What a step costs, by formula and without torch: parameters, FLOPs and memory.
+"""Formulas for the parameters, FLOPs and memory of a step, without torch.
 
-FLOPs are those of matmuls, 2 for a multiplication with its addition, and of attention in full, as if it were
-not causal and documents attended to each other, without what its kernels compute again. *Needed* FLOPs (MFU)
-leave out padding and what is computed again; *computed* ones (HFU) do not. Full training without padding
-needs 6 N + 12 L H Q T a token. Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
+FLOPs include matmuls (2 per multiply-add) and full attention, ignoring causality and document masks, but not
+what attention kernels recompute. *Needed* FLOPs (for MFU) exclude padding and recomputation; *computed* FLOPs
+(for HFU) include them. Full training without padding needs 6 N + 12 L H Q T per token. Source: Chowdhery et
+al. 2022, appendix B (arXiv:2204.02311).
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import NamedTuple
 from config import LORA_LAYERS, Config, ModelConfig, padded
 
 FLOAT32 = 4
-MATMULS_KEPT = 0.6  # a budget, below which the compiler computes matmuls twice
-MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # at least as many of a shape; at most as many numbers in one
-QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # of a weight and its share of a scale
+MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matmuls
+MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
+QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of weights, without the padding of the vocabulary."""
+    """Return the number of weights, without vocabulary padding."""
     in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
     matrices = 1 if config.tie_embeddings else 2
     return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
@@ -31,7 +31,6 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def targets_of(config: Config) -> set[str]:
-    """Return the layers with adapters."""
     return set(config.lora_target_modules.split(",")) if config.lora_enabled else set()
 
 
@@ -48,7 +47,7 @@ def reference_is_live(config: Config) -> bool:
 
 
 def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
-    """Return for how many tokens the head computes logits at a time."""
+    """Return the number of tokens per chunk of the head's logits."""
     from fused.head import chunk_tokens
 
     return config.head_chunk_tokens or chunk_tokens(rows, device_type)
@@ -58,16 +57,16 @@ def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
 
 
 class Work(NamedTuple):
-    """What some steps read."""
+    """Token counts of some micro-batches."""
 
-    tokens: int = 0  # with padding
+    tokens: int = 0  # including padding
     padding: int = 0
     targets: int = 0
-    large: int = 0  # targets of micro-batches with several chunks of logits
+    large: int = 0  # targets in micro-batches with several chunks of logits
 
 
 class Flops(NamedTuple):
-    """FLOPs of each token, in matmuls and attention, and of each target, in the head."""
+    """FLOPs in matmuls and attention (per token) and in the head (per target)."""
 
     matmuls: int = 0
     attention: int = 0
@@ -78,7 +77,7 @@ class Flops(NamedTuple):
 
 
 class StepFlops:
-    """The FLOPs of a model's steps with an objective; `vocab_size` is without padding."""
+    """FLOPs of a model's steps with an objective; `vocab_size` excludes padding."""
 
     def __init__(self, config: Config, model, objective, vocab_size: int, device_type: str):
         rows = padded(vocab_size)
@@ -97,13 +96,13 @@ class StepFlops:
         self.needed, self.computed = flops(vocab_size), flops(rows) + recomputed(config)
 
     def read(self, batches: Iterable) -> Work:
-        """Return what some micro-batches contain. Their tensors are not read."""
+        """Count the contents of micro-batches, without reading their tensors."""
         counts = [(batch.tokens_BT.numel(), batch.padding, batch.targets,
                    batch.targets if batch.targets > self.chunk else 0) for batch in batches]
         return Work(*map(sum, zip(*counts)))
 
     def of(self, work: Work) -> tuple[Flops, Flops]:
-        """Return the FLOPs that were needed, and those that were computed: in matmuls, attention, head."""
+        """Return the needed and the computed FLOPs."""
         matmuls, attention, head = self.needed
         real = work.tokens - work.padding
         needed = Flops(real * matmuls, real * attention, work.targets * head)
@@ -113,29 +112,27 @@ class StepFlops:
 
 
 def forward_flops(config: ModelConfig, rows: int, seq_len: int) -> Flops:
-    """Return the FLOPs of a forward without adapters, with a head of so many rows."""
+    """Return the FLOPs of a forward without adapters, with a head of `rows` rows."""
     attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
     return Flops(2 * config.matrix_count, attention, 2 * rows * config.dim)
 
 
 def backward_flops(config: Config, model, rows: int) -> Flops:
-    """Return the FLOPs of a backward. Frozen matrices have no gradient; nor has anything below the first
-    trained parameter.
-    """
+    """Return the FLOPs of a backward. Layers before the first trained parameter need no gradients."""
     if not config.lora_enabled:
         forward = forward_flops(config, rows, config.max_seq_len)
         return forward + forward
     head, embedding = model.head_matrix, model.tok_embeddings
     shapes, targets = linear_shapes(config), targets_of(config)
     learned = rows if head.weight.requires_grad else len(getattr(head, "ids", ()))
-    reached = embedding.weight.requires_grad or hasattr(embedding, "ids")  # the input has a gradient
+    reached = embedding.weight.requires_grad or hasattr(embedding, "ids")  # the input needs a gradient
     matmuls = attention = 0
     for _ in range(config.n_layers):
         for layers in (("wq", "wk", "wv"), ("wo",), ("w1", "w3"), ("w2",)):  # in the order of the forward
             for name in layers:
                 outputs, inputs = shapes[name]
                 matmuls += 2 * inputs * outputs * reached
-                if name in targets:  # both adapters' gradients, and what passes through them
+                if name in targets:  # gradients of both factors, and of their inputs
                     matmuls += 2 * config.lora_rank * (2 * outputs + inputs + inputs * reached)
             reached = reached or not targets.isdisjoint(layers)
             if "wq" in layers:
@@ -144,11 +141,11 @@ def backward_flops(config: Config, model, rows: int) -> Flops:
 
 
 def recomputed(config: Config) -> Flops:
-    """Return the FLOPs of what the backward computes again to save memory."""
-    how = config.activation_checkpointing
-    if how == "none" or (how == "selective" and config.activation_memory_budget >= MATMULS_KEPT):
+    """Return the FLOPs that activation checkpointing recomputes in the backward."""
+    mode = config.activation_checkpointing
+    if mode == "none" or (mode == "selective" and config.activation_memory_budget >= MATMULS_KEPT):
         return Flops()
-    # With a lower budget it is at most this.
+    # An upper bound for lower budgets.
     forward = forward_flops(config, 0, config.max_seq_len) + Flops(2 * adapter_count(config))
     if not config.compile and "w2" not in targets_of(config):
         # Eager checkpointing stops at the last tensor that the backward needs: the input of w2.
@@ -157,7 +154,7 @@ def recomputed(config: Config) -> Flops:
 
 
 def teacher_flops(teacher, rows: int, seq_len: int) -> Flops:
-    """Return the FLOPs of the forward of a teacher, whose own padding is not counted."""
+    """Return the FLOPs of a teacher's forward, without its padding."""
     model = teacher.model
     if isinstance(model.config, ModelConfig):
         return forward_flops(model.config, rows, seq_len)
@@ -173,24 +170,23 @@ def teacher_flops(teacher, rows: int, seq_len: int) -> Flops:
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes on the device of one rank at the moment of its peak, and in the host's memory."""
+    """Peak memory of one rank: bytes on its device, and in the host's memory."""
 
     parameters: int
     gradients: int
     optimizer: int
-    frozen: int  # a teacher's or a live reference's weights
+    frozen: int  # weights of a teacher or a live reference
     activations: int  # kept for the backward
-    working: int  # logits, gathered parameters, gradients that are exchanged, and temporary tensors
+    working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
     host: int = 0  # with CPU_OFFLOAD
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
         return sum(self[:-1])
 
 
 def activation_bytes(config: Config, compute_bytes: int) -> float:
-    """Return the bytes per token that a block keeps for its backward, unless all of it is recomputed."""
+    """Return the bytes per token that a block keeps for its backward if it is not recomputed as a whole."""
     attended = config.n_heads * config.head_dim
     kv = config.n_kv_heads * config.head_dim
     heads = attended + 2 * kv  # q k v
@@ -198,49 +194,51 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
     if not config.compile:
-        # What autograd saves. Of a norm its input and, if its weight is trained, the normalized input, in
-        # float32, and its output for trained layers. Rotated q and k, v, the attended values and their
-        # log-sums; gate, up, silu and, for a trained layer, their product. v is a view of q k v together,
-        # gate and up of one tensor, unless layers have adapters.
+        # Autograd saves, for a norm: its input and (if its weight is trained) the normalized input in
+        # float32, and its output if the next layers are trained. For attention: rotated q and k, v, the
+        # attended values and their log-sums. For the feed-forward: gate, up, silu and (if w2 is trained)
+        # their product. Unless layers have adapters, v is a view of a joint q k v, and gate and up are views
+        # of one tensor.
         trained = targets_of(config) if config.lora_enabled else {*LORA_LAYERS}
-        of_qkv, of_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
-        together = 0 if config.lora_enabled and of_qkv else heads - kv
-        kept = compute_bytes * (config.dim * (bool(of_qkv) + bool(of_gate_up)) + heads + together + attended
+        trained_qkv, trained_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
+        joint = 0 if config.lora_enabled and trained_qkv else heads - kv
+        inputs = bool(trained_qkv) + bool(trained_gate_up)
+        kept = compute_bytes * (config.dim * inputs + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)
         kept += len(targets_of(config)) * 2 * compute_bytes * config.lora_rank
         norms = 2 if config.lora_enabled else 4
         return kept + FLOAT32 * (norms * config.dim + config.n_heads) + scores
-    # As the compiler's partitioner cuts the graph: the input, q k v (v is a view of all three), q and k
-    # rotated, the attended values and their log-sums, the output of wo, gate and up, the norms' factors ...
+    # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
+    # attended values and their log-sums, the output of wo, gate and up, and the norms' factors ...
     least = compute_bytes * config.dim
     half = 2 * least + compute_bytes * (2 * heads - kv + attended + 2 * config.hidden_dim)
     half += FLOAT32 * (config.n_heads + 2) + scores
-    # ... and what saves only cheap operations: both norms' outputs, and the product of gate and up.
+    # ... and, to save cheap operations only, both norms' outputs and the product of gate and up.
     whole = half + compute_bytes * (2 * config.dim + config.hidden_dim)
     if config.activation_checkpointing != "selective" or config.activation_memory_budget == 1:
         return whole
-    # A budget of 0 keeps the input only, of 1 all; below `half`, matmuls and attention are recomputed.
+    # A budget of 0 keeps only the input, 1 keeps all; below `half`, matmuls and attention are recomputed.
     return min(half, least + config.activation_memory_budget * (whole - least))
 
 
 class Sizes(NamedTuple):
-    """What the phases of a step consist of, in bytes on one rank."""
+    """Bytes on one rank that the phases of a step are composed of."""
 
     block: float  # activations of one block
-    copies: float  # of its weights, cast or concatenated, that autograd keeps with them
-    block_weights: float  # of one block, whole, in the compute dtype
-    block_count: float  # its number of trained weights
-    vocabulary: float  # one of the matrices with a row for each id, in the compute dtype
-    learned: float  # its gradient, in float32
-    trained_matrices: int  # such matrices
+    copies: float  # cast or concatenated weights of a block that autograd keeps
+    block_weights: float  # whole weights of one block in the compute dtype
+    block_count: float  # trained weights of one block (a number, not bytes)
+    vocabulary: float  # embedding or head in the compute dtype
+    learned: float  # its float32 gradient
+    trained_matrices: int  # trained ones of embedding and head
 
 
 def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> Sizes:
     """Return the sizes of a block and of the matrices over the vocabulary."""
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     in_block = config.matrix_count / config.n_layers
-    # q k v, and gate and up, are multiplied as one matrix, which the backward keeps; and it keeps what was
-    # cast, unless the ranks gathered it in that dtype. A low budget makes all of these again.
+    # q k v, and gate and up, are concatenated for one matmul, and the backward keeps the result. It also
+    # keeps cast weights, unless the ranks gathered them in that dtype. A low budget recomputes all of these.
     shapes, copied = linear_shapes(config), 0
     if not config.lora_enabled or config.lora_base_quantization == "none":
         copied = sum(math.prod(shapes[name]) for joined in (("wq", "wk", "wv"), ("w1", "w3"))
@@ -256,7 +254,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
     if device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
-        kept += compute_bytes * config.max_seq_len  # a mask as attention adds it; GPUs have kernels without
+        kept += compute_bytes * config.max_seq_len  # an additive mask; GPU kernels need none
     return Sizes(block=tokens * kept,
                  copies=copied * compute_bytes,
                  block_weights=in_block * compute_bytes,
@@ -269,14 +267,14 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
                device_type: str) -> float:
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
     tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
-    # Of each logit of a chunk: compiled, itself and its gradient in the compute dtype; else a float32 copy,
-    # which becomes the gradient in place. The gradient of the chunk before lives until it is replaced.
+    # Per logit of a chunk: if compiled, its value and gradient in the compute dtype; else a float32 copy,
+    # which becomes the gradient in place. The gradient of the previous chunk lives until it is replaced.
     before = compute_bytes if chunks > 1 else 0
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = before + (2 * compute_bytes if config.compile else FLOAT32 + copy)
-    if config.training_stage == "dpo" and not config.compile:  # ... and their softmax
+    if config.training_stage == "dpo" and not config.compile:  # the softmax
         logit += FLOAT32
-    elif config.distillation_enabled:  # the student's and the teacher's, and the divergence's temporaries
+    elif config.distillation_enabled:  # both models' logits, and the divergence's temporaries
         logit = before + compute_bytes + 2 * FLOAT32
         if device_type == "cuda":
             logit += FLOAT32 if config.compile else 4 * FLOAT32
@@ -287,19 +285,20 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
 
 
 def moment_count(config: Config, trained: int) -> int:
-    """Return the numbers that the optimizer keeps of so many trained weights: AdamW two of each, Muon one."""
+    """Return the size of the optimizer's state: two numbers per weight for AdamW, one for Muon."""
     muon = config.matrix_count if config.optimizer == "muon" and not config.lora_enabled else 0
     return 2 * trained - muon
 
 
 def muon_batch(count: int, numel: int) -> int:
-    """Return how many of `count` matrices of a shape Muon computes together; 8 ranks can divide them all."""
+    """Return how many of `count` equal matrices Muon batches, such that 8 ranks can divide the batches."""
     return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
 
 
 def muon_bytes(config: Config, device_type: str) -> float:
-    """Return the bytes that Muon's update needs besides its state: for a batch of gates and up projections
-    four tensors of their size, and two of their Gram matrices, in bf16 on a GPU after two in float32.
+    """Return the bytes that Muon's update needs besides its state, for a batch of gate and up projections.
+
+    These are four tensors of their size and two Gram matrices, in bf16 on a GPU after two in float32.
     """
     if config.optimizer != "muon" or config.lora_enabled:
         return 0
@@ -312,8 +311,9 @@ def muon_bytes(config: Config, device_type: str) -> float:
 
 def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_type: str,
                  gradients: float) -> tuple[float, float, float]:
-    """Return the bytes of gradients, activations and work at the peak of a step, which is not the first; a
-    rank's gradients are `gradients` bytes when all are there.
+    """Return the bytes of gradients, activations and work at the peak of a step after the first.
+
+    `gradients` is the size of all gradients of a rank.
     """
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
@@ -323,39 +323,39 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     kept = config.n_layers * whole
     if recomputed:
         kept = min(kept, config.n_layers * compute_bytes * tokens * config.dim)
-    # DDP's buckets keep the gradients; otherwise the second micro-batch finds those of the first.
+    # Gradients exist before the backward in DDP's buckets, or from an earlier micro-batch.
     ddp = config.world_size > 1 and not sharded
     before = gradients if ddp or config.accumulation_steps > 1 else 0.0
     gathered = sizes.vocabulary if sharded else 0  # the head, under LoRA with its frozen copy
     if config.lora_enabled and sizes.trained_matrices:
         gathered *= 2
-    # A block's gradients before they are exchanged, or as its compiled backward returns them together; its
-    # gathered weights and those of the next one.
+    # A block's gradients before their exchange, or all returned by its compiled backward; its gathered
+    # weights, and those of the next block.
     exchanged = FLOAT32 * sizes.block_count if sharded or config.compile else 0
     blocks = 2 * sizes.block_weights if sharded else 0
 
-    # The head: the last norm's input, in float32 once more normalized, and its output. What was gathered last
-    # exists once more, as it arrived: the head or, if that is the embedding, the last block. DPO's peak is in
-    # the backward, when the last block arrives.
+    # The head: the last norm's input, its normalized float32 input, and its output. What was gathered last
+    # (the head or, if that is the embedding, the last block) exists twice, as received. DPO peaks in the
+    # backward, when the last block arrives.
     norm = tokens * config.dim * compute_bytes
     norm += tokens * config.dim * (compute_bytes if config.compile else FLOAT32 * (1 + bool(sizes.learned)))
     arrived = blocks / 2 if config.tie_embeddings or config.training_stage == "dpo" else gathered
     head = norm + gathered + arrived
     head += head_bytes(config, vocab_size, compute_bytes, chunks, sizes, device_type)
-    # The backward: its first blocks, with the gradients of product, gate, up and the residual stream. The
-    # head's gradient waits for the embedding's if they are one matrix, and for its exchange.
+    # The backward of its first blocks, with the gradients of product, gate, up and residual stream. The
+    # head's gradient waits for its exchange, and for the embedding's if they are one matrix.
     waiting = sizes.learned if config.tie_embeddings or not (before or sharded) else 0
     learned = sizes.learned if sharded else waiting
     inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks
     last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + blocks / 2 + learned
     inside += whole if recomputed else 0
     later = kept * (1 - 1 / config.n_layers)
-    # A live reference, whose forward follows the model's, which keeps the logits if they are one chunk.
+    # A live reference runs after the model's forward, which keeps the logits if they are one chunk.
     reference = 0
     if reference_is_live(config):
         reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered + norm
         reference += tokens * padded(vocab_size) * compute_bytes if chunks == 1 else 0
-    # Its end: the embedding's gradient, and the sum of both if they are one matrix. Then the update.
+    # The end of the backward: the embedding's gradient, and the sum of both if tied. Then the update.
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
@@ -371,10 +371,10 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     """Return the forecast for one rank.
 
     Args:
-        compute_bytes: of a number in the compute dtype: 2 for bf16 and fp16, 4 for fp32.
+        compute_bytes: bytes per number in the compute dtype.
         teacher: bytes of a live teacher's weights.
     """
-    # The weights: in float32; a frozen base in the compute dtype, or quantized.
+    # Weights are float32, but a frozen base is in the compute dtype or quantized.
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     trained = count = parameter_count(config, padded(vocab_size))
     weights = float(count * FLOAT32)
@@ -385,7 +385,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         weights += trained * FLOAT32
     moments = moment_count(config, trained)
 
-    # A rank's part of them.
+    # The share of one rank.
     ranks, frozen = config.ranks_per_copy, float(teacher)
     held = [weights / ranks, trained * FLOAT32 / ranks, moments * FLOAT32 / ranks]
     if reference_is_live(config) and not config.lora_enabled:

@@ -1,9 +1,8 @@
-"""What a model is trained to minimize: cross-entropy, losses over preference pairs, and distillation.
+"""Training objectives: cross-entropy, losses over preference pairs, and distillation.
 
-No objective knows ranks, files or clocks.
-Shapes: B rows, T tokens, P pairs of a row (rows with fewer are padded), 2 = chosen and rejected;
-M positions with a target, V vocabulary, K tokens that a stored teacher keeps, C = K + 1 with all others as
-one class.
+Objectives know nothing of ranks, files or clocks. Shapes: B rows, T tokens, P pairs of a row (padded),
+2 = chosen and rejected; M positions with a target, V vocabulary, K tokens that a stored teacher keeps,
+C = K + 1 classes, the last of which is all other tokens.
 """
 
 import math
@@ -19,40 +18,40 @@ from config import Config, DistillationConfig, PreferenceConfig
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
 from learn.cost import reference_is_live
 
-CACHE_BYTES = 2**19  # of logits that a CPU, where memory is slower than arithmetic, computes on at a time
+CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic
 # From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
 Reference = Callable[..., Tensor]
-# The (B, P) loss of each pair, and (B, P) metrics by the name under which their means are logged.
+# (B, P) losses, and (B, P) metrics by name; their means are logged.
 PairLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 class LossSum(NamedTuple):
-    """A sum of losses with its graph, and sums of metrics without one."""
+    """A sum of losses with its autograd graph, and sums of metrics without one."""
 
     total: Tensor
     metrics: dict[str, Tensor]
 
 
 class Objective(Protocol):
-    """What a model is trained to minimize: the mean of a loss over units (targets, or preference pairs).
+    """Interface of objectives: the mean of a loss over units (targets or preference pairs).
 
-    An objective returns sums; the training loop divides by the global count of units, over all micro-batches
-    and ranks. So it must be additive over rows.
+    An objective returns sums, which must be additive over rows. The training loop divides them by the number
+    of units in all micro-batches of all ranks.
     """
 
     def count(self, batch) -> Tensor:
-        """Return the integer number of units in a batch, which may be on the CPU."""
+        """Return the number of units in a batch as an integer tensor; the batch may be on the CPU."""
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         """Return the loss summed over these units."""
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        """Return the (B, T) targets by whose text a model is compared with others, and from the result of
-        `loss_sum` their summed cross-entropy in nats."""
+        """Return the (B, T) targets on which models are compared, and their summed cross-entropy in nats,
+        given the result of `loss_sum`."""
 
 
 class NextToken:
-    """Cross-entropy of the next token in nats; in SFT, the targets are the assistant's tokens only."""
+    """Cross-entropy of the next token in nats; in SFT, only the assistant's tokens are targets."""
 
     def count(self, batch) -> Tensor:
         return (batch.targets_BT != IGNORE_INDEX).sum()
@@ -71,15 +70,14 @@ class NextToken:
 def sums_by_pair(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     """Return (B, P, 2) float32 sums over the tokens of each answer; pair j is the documents 2j - 1 and 2j.
 
-    Args:
-        document_ids_BT: int32 on the CPU, so that P is known without a GPU sync.
+    The document ids are on the CPU, so that P is known without a GPU sync.
     """
     last = int(document_ids_BT.max())
-    # Moved before it is widened: the copy of pinned memory is asynchronous.
+    # Move first, then widen: the copy of pinned memory is asynchronous.
     index_BT = document_ids_BT.to(values_BT.device, non_blocking=True).long()
     sums = torch.zeros(len(values_BT), last + 1, device=values_BT.device)
     sums = sums.scatter_add(1, index_BT, values_BT.float())
-    # Padding has the odd number after the last pair.
+    # The id of padding is the odd number after the last pair.
     return sums[:, 1:last // 2 * 2 + 1].unflatten(1, (-1, 2))
 
 
@@ -95,12 +93,11 @@ def pair_logprobs(model: nn.Module, batch) -> Tensor:
 
 @torch.no_grad()
 def frozen_logprobs(model: nn.Module, batch) -> Tensor:
-    """Return `pair_logprobs` of a model that is not trained."""
     return pair_logprobs(model, batch)
 
 
 def stored_reference(batch) -> Tensor:
-    """Return the reference's log-probabilities that were computed before the run (`ReferencedRows`)."""
+    """Return the reference's log-probabilities, computed before the run (`ReferencedRows`)."""
     return batch.stored["reference_BP2"]
 
 
@@ -116,8 +113,9 @@ def is_pair(length_BP2: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PairwiseObjective:
-    """Base class of objectives that sum a loss over independent pairs. A subclass gives `pair_loss`, and sets
-    `needs_reference` if that compares with a reference model.
+    """Base class of objectives that sum a loss over independent pairs.
+
+    Subclasses define `pair_loss`, and set `needs_reference` if it compares with a reference model.
     """
 
     config: PreferenceConfig
@@ -125,11 +123,11 @@ class PairwiseObjective:
     needs_reference: ClassVar[bool] = False
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        """Return the loss of each pair, and metrics. Padded places have ordinary values, and are ignored.
+        """Return the loss of each pair, and metrics. Padding has ordinary values; its results are ignored.
 
         Args:
-            logprob_BP2: float32 log-probabilities of the answers, summed over their tokens, in nats.
-            length_BP2: float32 numbers of tokens of the answers, at least 1.
+            logprob_BP2: float32 log-probabilities of the answers in nats, summed over tokens.
+            length_BP2: float32 token counts of the answers, at least 1.
             reference_BP2: the reference model's log-probabilities; None without `needs_reference`.
         """
         raise NotImplementedError
@@ -140,7 +138,7 @@ class PairwiseObjective:
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         length_BP2 = answer_lengths(batch)
         is_pair_BP = is_pair(length_BP2)
-        # Padding has log-probability 0, of which some losses have infinite gradients.
+        # Some losses have infinite gradients at log-probability 0, the value of padding.
         logprob_BP2 = torch.where(is_pair_BP[..., None], pair_logprobs(model, batch), -1)
         reference_BP2 = self.reference(batch)[:, :logprob_BP2.shape[1]] if self.needs_reference else None
         loss_BP, metrics_BP = self.pair_loss(logprob_BP2, length_BP2.clamp(min=1), reference_BP2)
@@ -154,18 +152,19 @@ class PairwiseObjective:
 
 
 def reward_metrics(reward_BP2: Tensor, margin_BP: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of implicit rewards; the chosen answer wins if its margin is above 0."""
+    """Return the metrics of implicit rewards; the chosen answer wins if the margin is positive."""
     chosen_BP, rejected_BP = reward_BP2.unbind(dim=-1)
     return {"reward_margin": chosen_BP - rejected_BP, "reward_accuracy": (margin_BP > 0).float(),
             "reward_chosen": chosen_BP, "reward_rejected": rejected_BP}
 
 
 class DPO(PairwiseObjective):
-    """Direct preference optimization: DPO_LOSS of the margin by which the chosen answer gains on the rejected
-    one, relative to a reference, plus DPO_SFT_WEIGHT times the chosen answer's cross-entropy.
+    """Direct preference optimization.
 
+    The loss is DPO_LOSS of the margin between chosen and rejected answer relative to a reference, plus
+    DPO_SFT_WEIGHT times the chosen answer's cross-entropy.
     Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290); Azar et al. 2023, eq. 17 (arXiv:2310.12036) for
-    ipo, whose margin is of log-probabilities per token; Zhao et al. 2023 (arXiv:2305.10425) for hinge;
+    ipo, which uses log-probabilities per token; Zhao et al. 2023 (arXiv:2305.10425) for hinge;
     Mitchell 2023 for smoothed labels.
     """
 
@@ -189,9 +188,9 @@ class DPO(PairwiseObjective):
 
 
 class ORPO(PairwiseObjective):
-    """Cross-entropy of the chosen answer, plus ORPO_LAMBDA times the loss of the odds ratio of both.
+    """Cross-entropy of the chosen answer, plus ORPO_LAMBDA times a loss of both answers' odds ratio.
 
-    Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691); probabilities are per token.
+    Probabilities are per token. Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691).
     """
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
@@ -204,7 +203,7 @@ class ORPO(PairwiseObjective):
 
 
 class SimPO(PairwiseObjective):
-    """Simple preference optimization: the mean log-probabilities per token must differ by SIMPO_GAMMA.
+    """Simple preference optimization: mean log-probabilities per token should differ by SIMPO_GAMMA.
 
     Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
     """
@@ -216,11 +215,11 @@ class SimPO(PairwiseObjective):
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0, exact at both ends.
+    """Return log(1 - exp(x)) for x < 0, accurate at both ends.
 
     Source: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
-    x = x.clamp(max=-1e-7)  # a certain answer would have infinite odds
+    x = x.clamp(max=-1e-7)  # a certain answer has infinite odds
     small = x > -math.log(2)
     return torch.where(small, (-torch.expm1(torch.where(small, x, -1))).log(),
                        torch.log1p(-torch.where(small, -1, x).exp()))
@@ -231,7 +230,7 @@ PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {"dpo": DPO, "orpo":
 
 
 def reference_is_stored(config: Config) -> bool:
-    """Return whether the settings ask for reference log-probabilities that are computed before the run."""
+    """Return whether the run needs reference log-probabilities that are computed before it."""
     objective = PREFERENCE_OBJECTIVES[config.preference_objective]
     return config.training_stage == "dpo" and objective.needs_reference and not reference_is_live(config)
 
@@ -240,7 +239,7 @@ def reference_is_stored(config: Config) -> bool:
 
 
 class Teacher(Protocol):
-    """A teacher that runs in each step."""
+    """Interface of a teacher that runs in each step."""
 
     def logits(self, batch) -> Callable[[slice], Tensor]:
         """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
@@ -248,14 +247,11 @@ class Teacher(Protocol):
 
 def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, temperature: float = 1.0,
                jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return the divergence of two softened distributions times temperature squared, and its gradient with
-    respect to the student's logits.
+    """Return the divergence of two softened distributions and its gradient to the student's logits.
 
     With teacher p and student q, "forward_kl" is KL(p || q), "reverse_kl" KL(q || p), and "jsd" is
-    beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
-
-    Returns:
-        (M,) and (M, V) float32, in nats.
+    beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q. Both results, (M,) and (M, V)
+    float32 in nats, are multiplied by temperature squared.
     Source: Hinton et al. 2015 (arXiv:1503.02531), section 2; Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
     """
     student_MV = softened_logprobs(student_logits_MV, temperature)
@@ -272,20 +268,18 @@ def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, 
         value_M, gradient_MV = _expectation_under_student(student_MV, student_MV - mixture_MV)
         teacher_part_M = teacher_MV.sub(mixture_MV).mul_(teacher_MV.exp_()).sum(dim=-1)
         value_M = jsd_beta * teacher_part_M + (1 - jsd_beta) * value_M
-        gradient_MV.mul_(1 - jsd_beta)  # the rest cancels: the mixture's part of the derivative sums to zero
+        gradient_MV.mul_(1 - jsd_beta)  # the mixture's derivatives sum to zero
     return value_M * temperature**2, gradient_MV.mul_(temperature)
 
 
 def softened_logprobs(logits_MV: Tensor, temperature: float) -> Tensor:
-    """Return log-probabilities at a temperature, float32 and in new memory."""
+    """Return float32 log-probabilities at a temperature, in new memory."""
     scaled_MV = logits_MV if temperature == 1 else logits_MV / temperature
     return torch.log_softmax(scaled_MV, dim=-1, dtype=torch.float32)
 
 
 def _expectation_under_student(student_MV: Tensor, ratio_MV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of log-ratios under the student, and the gradient of KL(student || ...) with respect to
-    its logits; overwrites `ratio_MV`.
-    """
+    """Return the mean log-ratio under the student, and KL's gradient to its logits, in `ratio_MV`."""
     q_MV = student_MV.exp()
     value_M = (q_MV * ratio_MV).sum(dim=-1)
     return value_M, ratio_MV.sub_(value_M[:, None]).mul_(q_MV)
@@ -293,24 +287,23 @@ def _expectation_under_student(student_MV: Tensor, ratio_MV: Tensor) -> tuple[Te
 
 def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher_logprobs_MC: Tensor,
                       kind: str, temperature: float = 1.0, jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return the same as `divergence` over C = K + 1 classes: the teacher's K most likely tokens, and all
-    others together.
+    """Return `divergence` over C = K + 1 classes: the teacher's K most likely tokens, and all others.
 
-    The student learns the total probability of the others exactly, and keeps its own proportions within them.
-    Renormalizing the K tokens instead would teach that all others are impossible.
+    The student learns the total probability of the others, and keeps its own proportions among them.
+    Renormalizing the K tokens instead would teach that the others are impossible.
 
     Args:
-        teacher_ids_MK: int64, different ids in each row.
-        teacher_logprobs_MC: at this temperature, that of the others last; at least LOWEST_LOGPROB.
+        teacher_ids_MK: int64; the ids of a row differ.
+        teacher_logprobs_MC: at this temperature, the others last; at least LOWEST_LOGPROB.
     Source: Anshumann et al. 2025 (arXiv:2503.16870).
     """
     scaled_MV = student_logits_MV / temperature
     kept_MK = scaled_MV.gather(1, teacher_ids_MK)
-    # A log-sum-exp over the others, in place: the kept logits become -inf, and their exponentials 0.
+    # Log-sum-exp over the others, in place: the kept logits become -inf.
     highest_M1 = scaled_MV.scatter_(1, teacher_ids_MK, -torch.inf).amax(dim=-1, keepdim=True)
     highest_M1 = highest_M1.clamp(min=LOWEST_LOGPROB)
     exp_MV = scaled_MV.sub_(highest_M1).exp_()
-    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # if there are none
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # not 0
     classes_MC = torch.cat([kept_MK, sum_M1.log() + highest_M1], dim=1)
     value_M, gradient_MC = divergence(classes_MC, teacher_logprobs_MC, kind, 1.0, jsd_beta)
     gradient_MV = exp_MV.mul_(temperature * gradient_MC[:, -1:] / sum_M1)
@@ -331,12 +324,12 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
 
     Args:
-        teacher: its (M, V) logits; or, of a stored one, ids (M, K) and log-probabilities (M, C).
+        teacher: logits (M, V), or the ids (M, K) and log-probabilities (M, C) of a stored teacher.
         settings: kind, temperature and jsd_beta of `divergence`.
     """
     compare = divergence if len(teacher) == 1 else sparse_divergence
     divergence_M, gradient_MV = compare(logits_MV, *teacher, *settings)
-    # Cross-entropy by hand, so that its exponentials are computed once for value and gradient.
+    # Written out, so that value and gradient of the cross-entropy share its exponentials.
     counted_M = (targets_M != IGNORE_INDEX).float()
     index_M1 = targets_M.clamp(min=0)[:, None]
     highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
@@ -350,13 +343,13 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
 
 
 class Distillation(NextToken):
-    """DISTILLATION_WEIGHT times the divergence from the teacher, and cross-entropy with the remaining weight.
+    """DISTILLATION_WEIGHT times the divergence from the teacher, plus the remaining share of cross-entropy.
 
-    Both are in nats per target, and are the metrics too, without their weights.
+    Both, in nats per target and without weights, are also metrics.
 
     Args:
-        teacher: runs in each step; None if the batches contain its stored outputs (`TeacherRows`).
-        compiled: compile the computation over the vocabulary, which is faster on a GPU only.
+        teacher: a live teacher; None if batches contain its stored outputs (`TeacherRows`).
+        compiled: compile the computation over the vocabulary, which is faster only on a GPU.
     """
 
     def __init__(self, config: DistillationConfig, teacher: Optional[Teacher] = None, compiled: bool = False):
@@ -377,13 +370,13 @@ class Distillation(NextToken):
                 ids_MK, logprobs_MC = ids_MK[target_index_M], logprobs_MC[target_index_M]
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
-        # For each chunk of the head: the loss, and its gradient written over the logits, block by block.
-        def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        def loss(logits_MV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+            """Return a chunk's loss, and its gradient, which overwrites the logits block by block."""
             if self.teacher is not None:
-                taught = (logits_of(part),)
+                taught = (logits_of(chunk),)
             else:
-                taught = ids_MK[part].long(), logprobs_MC[part].float()
-            chunk_targets_M, rows = targets_M[part], len(logits_MV)
+                taught = ids_MK[chunk].long(), logprobs_MC[chunk].float()
+            chunk_targets_M, rows = targets_M[chunk], len(logits_MV)
             total = torch.zeros_like(sums["divergence"])
             if logits_MV.device.type == "cpu":
                 rows = CACHE_BYTES // (4 * logits_MV.shape[1])

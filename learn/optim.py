@@ -1,4 +1,4 @@
-"""The optimizers, the parameters that each updates, and the learning rate of each step."""
+"""AdamW and Muon, the parameters that each updates, and the learning-rate schedule."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,14 +12,14 @@ from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import OptimConfig
 from learn.cost import muon_batch
-from parallel.fsdp import compute_in_turns, is_divided, own, own_rows
+from parallel.fsdp import compute_in_turns, is_divided, local_rows, local_span
 from parallel.ranks import Ranks, collective
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
-    """Return the learning rate of the update that follows `step` finished ones, for every step >= 0.
+    """Return the learning rate of the next update, after `step` finished ones.
 
-    Linear warm-up, then cosine decay; or a plateau with a linear decay at its end (wsd); or a plateau.
+    Linear warm-up, then cosine decay, a plateau with a final linear decay (wsd), or a plateau (constant).
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
     peak, final = config.learning_rate, config.final_learning_rate
@@ -39,7 +39,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
     """Return P matrices of R rows and C columns with singular values near 1, by Newton-Schulz iteration.
 
-    Source: Jordan et al. 2024, with their coefficients.
+    Source and coefficients: Jordan et al. 2024.
     """
     tall = matrices_PRC.shape[1] > matrices_PRC.shape[2]
     x = matrices_PRC.mT if tall else matrices_PRC
@@ -51,17 +51,17 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Orthogonalised momentum, with updates as large as AdamW's, so that one learning rate serves both.
+    """Orthogonalised momentum, with updates as large as AdamW's, so that both share one learning rate.
 
-    torch.optim.Muon iterates in bf16, one matrix at a time; this one in float32 on a CPU, and in batches of
-    equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
+    Unlike torch.optim.Muon, which iterates in bf16 over single matrices, it computes in float32 on a CPU, and
+    in batches of equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
     Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
 
     grad_scale: Optional[Tensor] = None
     found_inf: Optional[Tensor] = None
-    sharded: Mapping[Tensor, Tensor] = {}  # the parameter whose own rows a parameter is
-    ranks = Ranks()  # which have equal gradients
+    sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
+    ranks = Ranks()  # they have equal gradients
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -91,9 +91,9 @@ class Muon(torch.optim.Optimizer):
         return self.sharded.get(parameter, parameter)
 
     def _batches(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Return batches of equal shapes, the most expensive first, so that ranks get nearly equal shares.
+        """Return batches of equal shapes, the most expensive first, so that ranks get nearly equal work.
 
-        They do not depend on the number of ranks: in a batch of another size, a kernel may round differently.
+        They do not depend on the number of ranks: kernels may round differently at another batch size.
         """
         def flops(batch: list[nn.Parameter]) -> int:
             short, long = sorted(self._whole(batch[0]).shape)
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
         return sorted(batches, key=flops, reverse=True)
 
     def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
-        """Yield the orthogonalised updates (P, own rows, C) of each batch."""
+        """Yield the orthogonalised updates (P, local rows, C) of each batch."""
         like = self._whole(batches[0][0])
         device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
         dtype = torch.bfloat16 if device.type == "cuda" else like.dtype
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         return compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
-        """Give the tensors new values, unless the update is skipped, which only the device knows."""
+        """Assign new values unless the update is skipped, which only the device knows."""
         skipped = None if self.found_inf is None else self.found_inf.to(tensors[0].device) != 0
         for tensor, value in zip(tensors, values):
             tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
@@ -133,79 +133,82 @@ STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("moment
 
 
 class Optimizer:
-    """AdamW, or AdamW with Muon for the blocks' matrices, over the parameters that require gradients.
+    """AdamW for the trainable parameters, or Muon for the blocks' matrices and AdamW for the rest.
 
-    Matrices decay, norms do not. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    Weight decay applies to matrices only. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     Args:
-        ranks: those that call `step` together, with equal gradients; they divide the work of Muon.
+        ranks: ranks that call `step` together with equal gradients; they divide the work of Muon.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks = Ranks()):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # Of a sharded parameter, an optimizer sees the rank's own rows, as a parameter of their own.
-        self.sharded = {nn.Parameter(own(p)): p for p in trained.values() if own(p) is not p}
-        own_of = {p: rows for rows, p in self.sharded.items()}
-        self.names = {own_of.get(p, p): name for name, p in trained.items()}
-        # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
+        # torch's optimizers see this rank's rows of a sharded parameter as a separate parameter.
+        self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
+        rows_of = {p: rows for rows, p in self.sharded.items()}
+        self.names = {rows_of.get(p, p): name for name, p in trained.items()}
+        # AdamW trains adapters: orthogonalising both factors does not orthogonalise their product.
         with_muon = [p for p, name in self.names.items() if config.optimizer == "muon" and p.ndim >= 2
                      and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
         with_adamw = [p for p in self.names if not any(p is other for other in with_muon)]
         groups = [{"params": [p for p in with_adamw if p.ndim >= 2], "weight_decay": config.weight_decay},
                   {"params": [p for p in with_adamw if p.ndim < 2], "weight_decay": 0.0}]
-        self.parts: list[torch.optim.Optimizer] = [
+        self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
                               betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
-            self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
-            self.parts[-1].sharded, self.parts[-1].ranks = self.sharded, ranks
+            muon = Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay)
+            muon.sharded, muon.ranks = self.sharded, ranks
+            self.optimizers.append(muon)
 
     @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
              found_inf: Optional[Tensor] = None) -> None:
-        """Update the parameters, without waiting for the device.
+        """Update the parameters without waiting for the device.
 
         Args:
-            grad_scale: float32 (), divides the gradients first; None = 1.
-            found_inf: float32 (), on the device; if it is 1, parameters and state keep their bits.
+            grad_scale: float32 scalar by which the gradients are divided first; None = 1.
+            found_inf: float32 scalar on the device; 1 leaves parameters and state unchanged.
         """
         for rows, parameter in self.sharded.items():  # fully_shard may have moved them
-            rows.data, rows.grad = own(parameter), None if parameter.grad is None else own(parameter.grad)
-        if any(rows.device.type == "cpu" for rows in self.sharded):  # with CPU_OFFLOAD the host waits
+            rows.data = local_rows(parameter)
+            rows.grad = None if parameter.grad is None else local_rows(parameter.grad)
+        if any(rows.device.type == "cpu" for rows in self.sharded):  # CPU_OFFLOAD: the host has to wait
             grad_scale, found_inf = (each if each is None else each.cpu() for each in (grad_scale, found_inf))
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-            part.grad_scale, part.found_inf = grad_scale, found_inf
-            part.step()
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf
+            optimizer.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
         for parameter in self.sharded.values():
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, the rank's own rows."""
-        return {f"{self.names[parameter]}.{key}": value for part in self.parts
-                for parameter, state in part.state.items() for key, value in state.items()}
+        """Return this rank's rows of the state, not copies, by `<parameter>.<state>`."""
+        return {f"{self.names[parameter]}.{key}": value for optimizer in self.optimizers
+                for parameter, state in optimizer.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
-        """Restore the state of a checkpoint; one from before the first update has none."""
+        """Restore a checkpoint's state, which is empty before the first update."""
         if not tensors:
             return
-        places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts
-                  for group in part.param_groups for p in group["params"] for entry in STATE_OF[type(part)]}
-        found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
+        places = {f"{self.names[p]}.{entry}": (optimizer, p, entry) for optimizer in self.optimizers
+                  for group in optimizer.param_groups for p in group["params"]
+                  for entry in STATE_OF[type(optimizer)]}
+        saved = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
         wanted = {key: "torch.float32 ()" if entry == "step" else
                   f"{p.dtype} {tuple(self.sharded.get(p, p).shape)}" for key, (_, p, entry) in places.items()}
-        if found != wanted:
-            key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+        if saved != wanted:
+            key = min(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
             raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
-                                  f"{found.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}; "
+                                  f"{saved.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}; "
                                   "use another checkpoint")
-        for key, (part, parameter, entry) in places.items():
-            # On the parameter's device, where a fused AdamW counts its steps.
-            rows = (0, 1) if entry == "step" else own_rows(self.sharded.get(parameter, parameter))
-            part.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
+        for key, (optimizer, parameter, entry) in places.items():
+            # A fused AdamW counts its steps on the parameter's device.
+            rows = (0, 1) if entry == "step" else local_span(self.sharded.get(parameter, parameter))
+            optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
             HEARTBEAT.beat()

@@ -1,8 +1,8 @@
-"""Outputs of a frozen model, computed once before the first step and stored beside the data: a reference's
-log-probabilities, and a teacher's most likely tokens.
+"""Outputs of frozen models, computed once before the first step and stored beside the data.
 
-Shapes: B rows, T tokens, P pairs of a row, E examples of the data, M positions with a target, V vocabulary,
-K tokens kept, C = K + 1 with all others as one class.
+These are a reference's log-probabilities and a teacher's most likely tokens. Shapes: B rows, T tokens, P
+pairs of a row, E examples of the data, M positions with a target, V vocabulary, K tokens kept, C = K + 1
+classes, the last of which is all other tokens.
 """
 
 import hashlib
@@ -35,18 +35,18 @@ from learn.objectives import frozen_logprobs
 from parallel.ranks import RunContext, collective
 
 T = TypeVar("T")
-WAIT_SECONDS = 1.0  # between two attempts to take another job's lock
+WAIT_SECONDS = 1.0  # between attempts to take a lock that another job holds
 COMMIT_SECONDS = 10
 FORMAT = 1  # of a teacher's outputs
-BLOCK_ROWS = 16  # verified between two looks at the other ranks
+BLOCK_ROWS = 16  # rows to verify between checks for stop signals
 DISK_ADVICE = ("make it writable (stored rows are kept), or set CACHE_DIR to another folder, or "
                "DISTILLATION_TOP_K=0 to run the teacher in each step")
-LITTLE = 0.5  # of the teacher's probability: if less is kept, most of its knowledge is lost
+LOW_PROBABILITY = 0.5  # if the kept tokens have less, most of the teacher's knowledge is lost
 
 
 @dataclass(frozen=True)
 class OutputStore:
-    """Keeps outputs beside their data or in CACHE_DIR. Of the jobs that need the same, one computes them."""
+    """Keeps outputs beside their data or in CACHE_DIR. Only one of several jobs computes the same outputs."""
 
     cache: Cache
     context: RunContext
@@ -54,17 +54,18 @@ class OutputStore:
 
     @collective
     def get_or_compute(self, key: str, rows, compute: Callable[[Path, bool], Optional[T]]) -> T:
-        """Return what `compute` makes of the rows.
+        """Return the rows with their outputs.
 
         Args:
-            key: the name of the file or folder with the outputs.
-            compute: collective; given its path, returns the rows with their outputs. None if outputs are
-                missing or damaged there, unless the second argument allows it to compute and store them.
+            key: name of the file or folder with the outputs.
+            compute: collective; compute(path, may_write) returns the rows with the outputs at this path. If
+                some are missing or damaged, it recomputes and stores them if it may write, and else returns
+                None.
         """
         ranks, context, folder = self.context.ranks, self.context, rows.token_set.folder
         for place in self.cache.places(folder, rows.fingerprint):
-            if (found := compute(place / key, False)) is not None:
-                return found
+            if (stored := compute(place / key, False)) is not None:
+                return stored
 
         def open_lock() -> list[str]:
             nonlocal lock
@@ -79,7 +80,7 @@ class OutputStore:
                 return lock.take()
             except OSError as error:
                 context.log.info(f"{path} cannot be locked on this file system ({error}); make sure that no "
-                                 "other job computes the same at the same time")
+                                 "other job computes the same outputs at the same time")
                 return ""
 
         with ExitStack() as stack:
@@ -93,7 +94,7 @@ class OutputStore:
             # Polled, so that a signal can end the wait.
             while holder := ranks.broadcast(ranks.on_rank0(take_lock)):
                 if not waiting:
-                    context.log.info(f"{holder} is computing the same ({path}); waiting for it")
+                    context.log.info(f"waiting for {holder}, which is computing {path}")
                 waiting = True
                 context.leave_if_stopped()
                 time.sleep(WAIT_SECONDS)
@@ -105,10 +106,10 @@ class OutputStore:
 
 @dataclass(frozen=True)
 class ReferencedRows:
-    """Rows of pairs whose batches contain `stored["reference_BP2"]`."""
+    """Rows of pairs; their batches contain `stored["reference_BP2"]`."""
 
     rows: ExampleRows
-    logprob_E2: Tensor  # of each example's chosen and rejected answer
+    logprob_E2: Tensor  # of the chosen and the rejected answer
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -124,18 +125,20 @@ class ReferencedRows:
 
 
 @collective
-def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Mapping[str, str],
+def with_reference(store: OutputStore, rows: ExampleRows, split: str, provenance: Mapping[str, str],
                    load_model: Callable[[], nn.Module], micro_batch_size: int) -> ReferencedRows:
-    """Return the rows with the reference's log-probabilities, kept in a file that is named by its weights.
+    """Return the rows with the reference's log-probabilities, stored in a file named after its weights.
 
-    `facts` are the reference's `weights_sha256` and `compute_dtype`. It is loaded only if it is needed.
+    Args:
+        provenance: the reference's `weights_sha256` and `compute_dtype`.
+        load_model: loads the reference; called only if needed.
     """
     ranks, log = store.context.ranks, store.context.log
-    facts = {**facts, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
+    provenance = {**provenance, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
 
     def compute(path: Path, may_write: bool) -> Optional[ReferencedRows]:
-        # Rank 0 reads the file for all, who may not see its disk.
-        logprob_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, facts)) or (None, "")
+        # Rank 0 reads the file for all ranks, which may not see its disk.
+        logprob_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, provenance)) or (None, "")
         is_there, why_not = ranks.broadcast([logprob_E2 is not None, why_not])
         if is_there:
             zeros = torch.zeros(len(rows.example_set), 2)
@@ -143,9 +146,9 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
         if not may_write:
             return None
         if why_not:
-            log.info(f"{path} {why_not}; computing it again")
+            log.info(f"{path} {why_not}; recomputing it")
 
-        # Every rank computes equally many batches; a pair that is left out keeps 0.
+        # Every rank computes equally many batches. Pairs without a place in a row keep 0.
         model, size = load_model(), micro_batch_size
         HEARTBEAT.enter("reference")
         batches = -(-len(rows) // (size * ranks.world_size))
@@ -154,7 +157,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
         for number in store.context.progress(range(batches), batches, "Reference"):
             first = (ranks.rank * batches + number) * size
             indices = np.arange(first, min(first + size, len(rows)))
-            # A rank without rows left runs all the same: every forward of a sharded model needs all ranks.
+            # A rank without rows left still runs: every forward of a sharded model needs all ranks.
             batch = rows(indices if len(indices) else np.arange(1))
             logprob_BP2 = frozen_logprobs(model, batch.to(ranks.device)).float().cpu()
             for row, index in enumerate(indices.tolist()):
@@ -162,26 +165,26 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
                 logprob_E2[examples] = logprob_BP2[row, :len(examples)]
         logprob_E2 = ranks.all_reduce_sum(logprob_E2)
         if error := ranks.broadcast(ranks.on_rank0(lambda: write(path, logprob_E2))):
-            log.info(f"{path} cannot be written: {error}; this run uses the results in memory, and the next "
-                     "run computes them again")
+            log.info(f"{path} cannot be written: {error}; this run keeps the results in memory, and the next "
+                     "run recomputes them")
         return ReferencedRows(rows, logprob_E2)
 
     def write(path: Path, logprob_E2: Tensor) -> str:
         try:
             with atomic_write(path) as temporary:
-                metadata = {**facts, "sha256": _digest(logprob_E2)}
+                metadata = {**provenance, "sha256": _digest(logprob_E2)}
                 write_tensors(temporary, {"logprob_E2": logprob_E2}, metadata)
         except OSError as error:
             return error.strerror
         return ""
 
-    weights, precision = facts["weights_sha256"][:16], facts["compute_dtype"].removeprefix("torch.")
+    weights, precision = provenance["weights_sha256"][:16], provenance["compute_dtype"].removeprefix("torch.")
     key = f"reference-{weights}-{split}-{rows.row_tokens}-{precision}.safetensors"
     return store.get_or_compute(key, rows, compute)
 
 
-def _read_reference(path: Path, facts: Mapping[str, str]) -> tuple[Optional[Tensor], str]:
-    """Return the stored values; or None, and why they cannot be used: "" if there is no file."""
+def _read_reference(path: Path, provenance: Mapping[str, str]) -> tuple[Optional[Tensor], str]:
+    """Return the stored values, or None with the reason, which is empty if there is no file."""
     try:
         if not path.is_file():
             return None, ""
@@ -190,9 +193,9 @@ def _read_reference(path: Path, facts: Mapping[str, str]) -> tuple[Optional[Tens
         stored = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])["__metadata__"]
     except (OSError, SafetensorError, KeyError) as error:
         return None, f"cannot be read: {error}"
-    for name, fact in facts.items():
-        if stored.get(name) != fact:
-            return None, f"is stale: its {name} was {stored.get(name)}, is {fact}"
+    for name, value in provenance.items():
+        if stored.get(name) != value:
+            return None, f"is stale: its {name} was {stored.get(name)}, is {value}"
     if logprob_E2.dtype != torch.float32 or stored.get("sha256") != _digest(logprob_E2):
         return None, "is damaged"
     return logprob_E2, ""
@@ -206,26 +209,26 @@ def _digest(tensor: Tensor) -> str:
 
 
 class TeacherRows:
-    """Rows with a record for each in a folder, which the ranks of a job fill, each its own rows.
+    """Rows with one teacher record per row in a folder; each rank of a job fills different rows.
 
-    Batches contain `stored["teacher_ids"]` (B, T, K) int32, and `stored["teacher_logprobs"]` (B, T, C)
-    float16, the last of each for all other tokens; 0 where there is no target.
+    Batches contain `stored["teacher_ids"]`, (B, T, K) int32, and `stored["teacher_logprobs"]`, (B, T, C)
+    float16. Both are 0 at positions without a target.
 
-    `rows.bin` contains the records, `checksums.bin` a uint32 for each (0 = not stored), and `facts.json` what
-    they follow from. A checksum covers the row's tokens too, so a record of other data is not used, and it is
-    written after its record, so a kill loses only what was written since the last commit. The files are
-    sparse: rows that are never read take no space. While the files are unchanged since all records were
-    verified (`is_verified`), no start reads them again.
+    `rows.bin` contains the records, `checksums.bin` a uint32 per record (0 = not stored), and `facts.json`
+    their provenance. A checksum also covers the row's tokens, so that records of other data are not used. It
+    is written after its record, so that a kill loses only the records since the last commit. The files are
+    sparse: rows that are never read take no space. Files that have not changed since all records were
+    verified (`is_verified`) are not read again at the next start.
     """
 
-    def __init__(self, rows, folder: Path, facts: Mapping[str, Any]):
-        self.rows, self.folder, self.facts = rows, folder, facts
-        k, id_type = facts["top_k"], "<u2" if facts["vocab_size"] <= 1 << 16 else "<i4"
+    def __init__(self, rows, folder: Path, provenance: Mapping[str, Any]):
+        self.rows, self.folder, self.provenance = rows, folder, provenance
+        k, id_type = provenance["top_k"], "<u2" if provenance["vocab_size"] <= 1 << 16 else "<i4"
         self.record = np.dtype([("ids", id_type, (rows.row_tokens, k)),
                                 ("logprobs", "<f2", (rows.row_tokens, k + 1))])
         self.sizes = {"rows.bin": len(rows) * self.record.itemsize, "checksums.bin": 4 * len(rows)}
         self.descriptors: dict[str, int] = {}
-        self.pending: list[tuple[int, int]] = []  # the checksums of records since the last commit
+        self.pending: list[tuple[int, int]] = []  # (row, checksum) of records since the last commit
         self.committed = time.monotonic()
 
     def __len__(self) -> int:
@@ -236,16 +239,16 @@ class TeacherRows:
         for position, index in enumerate(indices.tolist()):
             if row_checksum(batch, position, records[position]) != self.checksums[index]:
                 self.set_verified(False)
-                what = "damaged, or of other data" if self.checksums[index] else "missing"
-                raise DataError(f"{self.folder}: the teacher's output for row {index} is {what}; start again "
-                                "to recompute it")
+                problem = "damaged, or of other data" if self.checksums[index] else "missing"
+                raise DataError(f"{self.folder}: the teacher's output for row {index} is {problem}; start "
+                                "again to recompute it")
         batch.stored["teacher_ids"] = torch.from_numpy(records["ids"].astype(np.int32))
         batch.stored["teacher_logprobs"] = torch.from_numpy(records["logprobs"].copy())
         return batch
 
     @cached_property
     def checksums(self) -> np.ndarray:
-        """The uint32 of each row when the rows were first read."""
+        """The checksum of each row, as first read."""
         return self.read_checksums()
 
     @cached_property
@@ -253,14 +256,13 @@ class TeacherRows:
         return WatchedFile(self.folder / "rows.bin", scattered=True)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
-        """Return the records of rows."""
         size = self.record.itemsize
         content = b"".join(self._file.read(index * size, size) for index in indices.tolist())
         return np.frombuffer(content, self.record)
 
     def read_checksums(self) -> np.ndarray:
-        """Return the uint32 of each row as they are on the disk now; all 0 if the files are incomplete."""
-        with suppress(OSError):  # a file does not exist, or not for this user
+        """Return the current checksum of each row, uint32; all 0 if the files are incomplete."""
+        with suppress(OSError):  # a file is missing or unreadable
             if all((self.folder / name).stat().st_size == size for name, size in self.sizes.items()):
                 return np.fromfile(self.folder / "checksums.bin", "<u4")
         return np.zeros(len(self.rows), "<u4")
@@ -270,7 +272,7 @@ class TeacherRows:
         return indices[self.read_checksums()[indices] == 0]
 
     def damaged(self, indices: np.ndarray) -> np.ndarray:
-        """Return those of the stored rows whose checksum is wrong."""
+        """Return those of the stored rows that have a wrong checksum."""
         batch, records, checksums = self.rows(indices), self.read(indices), self.read_checksums()
         return np.array([index for position, index in enumerate(indices.tolist())
                          if row_checksum(batch, position, records[position]) != checksums[index]], np.int64)
@@ -278,30 +280,30 @@ class TeacherRows:
     def _stamps(self) -> dict[str, dict[str, int]]:
         try:
             return {name: file_stamp((self.folder / name).stat()) for name in self.sizes}
-        except OSError:  # a file does not exist, or not for this user
+        except OSError:  # a file is missing or unreadable
             return {}
 
     def is_verified(self) -> bool:
-        """Return whether the files are unchanged since all records were verified."""
+        """Return whether the files have not changed since all records were verified."""
         return load_verified(self.folder) == self._stamps() != {}
 
     def set_verified(self, verified: bool = True) -> None:
-        """Remember that all records were verified, or have the next start verify them."""
+        """Remember that all records were verified, or make the next start verify them."""
         save_verified(self.folder, self._stamps() if verified else {})
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A `with` block that may write records; leaving it commits. Makes incomplete files whole."""
+        """A `with` block that may write records, and commits at its end. Extends incomplete files."""
         with ExitStack() as files:
             with disk_errors(self.folder, DataError, DISK_ADVICE):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not (self.folder / "facts.json").exists():
                     with atomic_write(self.folder / "facts.json") as temporary:
-                        temporary.write_text(describe(self.facts), encoding="utf-8")
+                        temporary.write_text(provenance_json(self.provenance), encoding="utf-8")
                 for name, size in self.sizes.items():
                     descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT, 0o644)
                     files.callback(os.close, descriptor)
-                    if os.fstat(descriptor).st_size != size:  # new, or damaged, which its checksums will show
+                    if os.fstat(descriptor).st_size != size:  # new, or damaged, as the checksums will show
                         os.ftruncate(descriptor, size)
                     self.descriptors[name] = descriptor
             try:
@@ -310,11 +312,11 @@ class TeacherRows:
                 self.commit()
 
     def write(self, batch: Batch, indices: np.ndarray, records: np.ndarray) -> None:
-        """Write the records of the rows that were read as `batch`. They are stored after the next commit."""
+        """Write the records of the rows in `batch`. They count as stored after the next commit."""
         with disk_errors(self.folder, DataError, DISK_ADVICE):
             for position, index in enumerate(indices.tolist()):
                 record = records[position].tobytes()
-                # Not memory-mapped: on a full disk that kills the process instead of raising.
+                # Not memory-mapped: on a full disk that kills the process.
                 written = os.pwrite(self.descriptors["rows.bin"], record, index * len(record))
                 if written != len(record):
                     raise OSError(f"{written:,} of a row's {len(record):,} bytes were written")
@@ -323,7 +325,7 @@ class TeacherRows:
             self.commit()
 
     def commit(self, strike_out: Sequence[int] = ()) -> None:
-        """Flush the written records to the disk, then mark them as stored, and those to strike out as not."""
+        """Flush the records to disk, then mark them as stored, and the rows in `strike_out` as missing."""
         with disk_errors(self.folder, DataError, DISK_ADVICE):
             os.fsync(self.descriptors["rows.bin"])
             for index, checksum in (*self.pending, *((index, 0) for index in strike_out)):
@@ -333,25 +335,27 @@ class TeacherRows:
         self.committed = time.monotonic()
 
 
-def describe(facts: Mapping[str, Any]) -> str:
-    """Return facts as the text of facts.json."""
-    return json.dumps(facts, indent=1, sort_keys=True) + "\n"
+def provenance_json(provenance: Mapping[str, Any]) -> str:
+    """Return the text of facts.json."""
+    return json.dumps(provenance, indent=1, sort_keys=True) + "\n"
 
 
 def row_checksum(batch: Batch, position: int, record: np.void) -> int:
     """Return the CRC-32 of a row's record, tokens, targets and document ids; never 0."""
     checksum = zlib.crc32(record.tobytes())
-    for part in (batch.tokens_BT, batch.targets_BT, batch.document_ids_BT):
-        if part is not None:
-            checksum = zlib.crc32(part[position].numpy().tobytes(), checksum)
+    for tensor in (batch.tokens_BT, batch.targets_BT, batch.document_ids_BT):
+        if tensor is not None:
+            checksum = zlib.crc32(tensor[position].numpy().tobytes(), checksum)
     return checksum or 1
 
 
 @torch.no_grad()
 def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
                    vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (B, T, K) int64, the K most likely ids of each target in no order, and (B, T, C) float32, their
-    log-probabilities at the temperature and last that of all other tokens; 0 where there is no target.
+    """Return the K most likely ids at each target, and the log-probabilities of the C classes.
+
+    Returns:
+        unordered ids (B, T, K) int64, and log-probabilities (B, T, C) float32; 0 where there is no target.
     """
     device, positions = batch.tokens_BT.device, batch.tokens_BT.numel()
     target_index_M = batch.target_index_M
@@ -360,41 +364,43 @@ def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
     ids_PK = torch.zeros(positions, k, dtype=torch.long, device=device)
     logprobs_PC = torch.zeros(positions, k + 1, device=device)
     logits_of = teacher.logits(batch)
-    for part in slices(len(target_index_M), chunk_tokens(vocab_size, device.type)):
-        scaled_MV = logits_of(part) / temperature
+    for chunk in slices(len(target_index_M), chunk_tokens(vocab_size, device.type)):
+        scaled_MV = logits_of(chunk) / temperature
         normaliser_M1 = scaled_MV.logsumexp(dim=-1, keepdim=True)
         kept_MK, ids_MK = scaled_MV.topk(k, sorted=False)
         others_M1 = scaled_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(dim=-1, keepdim=True)
         logprobs_MC = torch.cat([kept_MK, others_M1], dim=1) - normaliser_M1
-        ids_PK[target_index_M[part]] = ids_MK
-        logprobs_PC[target_index_M[part]] = logprobs_MC.clamp(min=LOWEST_LOGPROB)
+        ids_PK[target_index_M[chunk]] = ids_MK
+        logprobs_PC[target_index_M[chunk]] = logprobs_MC.clamp(min=LOWEST_LOGPROB)
     shape = batch.tokens_BT.shape
     return ids_PK.view(*shape, k).cpu().numpy(), logprobs_PC.view(*shape, k + 1).cpu().numpy()
 
 
 @collective
-def with_teacher(outputs: OutputStore, rows, facts: Mapping[str, Any], load_teacher: Callable[[], Any],
+def with_teacher(outputs: OutputStore, rows, provenance: Mapping[str, Any], load_teacher: Callable[[], Any],
                  config: Config, indices: Optional[np.ndarray] = None) -> TeacherRows:
     """Return the rows with the teacher's DISTILLATION_TOP_K most likely tokens of every target.
 
-    The outputs follow from the settings and `facts`: teacher, vocab_size, data and split. `indices` are the
-    rows that the run will read; None = all. The teacher is loaded only if it is needed.
+    Args:
+        provenance: of the outputs apart from settings: teacher, vocab_size, data and split.
+        load_teacher: loads the teacher; called only if needed.
+        indices: the rows that the run will read; None = all.
     """
     context, ranks, k = outputs.context, outputs.context.ranks, config.distillation_top_k
-    if k > facts["vocab_size"]:
-        raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {facts['vocab_size']:,}; set "
-                            "it to a few dozen")
+    if k > provenance["vocab_size"]:
+        raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {provenance['vocab_size']:,}; "
+                            "set it to a few dozen")
     indices = np.arange(len(rows)) if indices is None else np.unique(indices)
-    facts = {"format": FORMAT, **facts, "temperature": config.distillation_temperature, "top_k": k,
-             "document_mask": config.document_mask, "rows": len(rows), "max_seq_len": rows.row_tokens}
+    provenance = {"format": FORMAT, **provenance, "temperature": config.distillation_temperature, "top_k": k,
+                  "document_mask": config.document_mask, "rows": len(rows), "max_seq_len": rows.row_tokens}
 
     def compute(path: Path, may_write: bool) -> Optional[TeacherRows]:
-        taught = TeacherRows(rows, path, facts)
+        taught = TeacherRows(rows, path, provenance)
 
         def check() -> None:
-            if missing := len(taught.missing(indices)):  # on a machine that does not share the folder
-                raise DataError(f"{path} lacks {missing:,} rows that other ranks have written; share the "
-                                "folder between all machines (CACHE_DIR), or set DISTILLATION_TOP_K=0")
+            if missing := len(taught.missing(indices)):  # this machine does not share the folder
+                raise DataError(f"{path} lacks {missing:,} rows that other ranks have written; set CACHE_DIR "
+                                "to a folder that all machines share, or set DISTILLATION_TOP_K=0")
 
         if may_write:
             _complete(taught, indices, load_teacher, config, context)
@@ -407,24 +413,25 @@ def with_teacher(outputs: OutputStore, rows, facts: Mapping[str, Any], load_teac
             batch = ranks.raise_on_all(lambda: taught(indices[:config.micro_batch_size]))
             others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
             share = 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
-            advice = "" if share > LITTLE else "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
+            more = "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
+            advice = "" if share > LOW_PROBABILITY else more
             context.log.info(f"Teacher: the {k} most likely tokens hold {share:.0%} of its probability at "
                              f"DISTILLATION_TEMPERATURE={config.distillation_temperature:g}{advice}")
         return taught
 
-    key = f"teacher-{hashlib.sha256(describe(facts).encode()).hexdigest()[:16]}"
+    key = f"teacher-{hashlib.sha256(provenance_json(provenance).encode()).hexdigest()[:16]}"
     return outputs.get_or_compute(key, rows, compute)
 
 
 def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[], Any], config: Config,
               context: RunContext) -> None:
-    """Compute what is missing or damaged. After an interruption, what is stored is kept."""
+    """Compute missing and damaged records. An interruption keeps what is stored."""
     ranks, log, k = context.ranks, context.log, config.distillation_top_k
 
     def check_room() -> None:
         needed, free = sum(missing) * rows.record.itemsize, free_bytes(rows.folder)
         if needed > free:
-            raise DataError(f"{rows.folder} needs {needed:,} bytes more, and {free:,} are free; set "
+            raise DataError(f"{rows.folder} needs {needed:,} more bytes, but {free:,} are free; set "
                             "CACHE_DIR to another disk, lower DISTILLATION_TOP_K, or set that to 0 to run "
                             "the teacher in each step")
 
@@ -432,7 +439,8 @@ def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[],
         if len(indices):
             batch, records = rows.rows(indices), np.zeros(len(indices), rows.record)
             records["ids"], records["logprobs"] = top_k_logprobs(
-                teacher, batch.to(ranks.device), k, config.distillation_temperature, rows.facts["vocab_size"])
+                teacher, batch.to(ranks.device), k, config.distillation_temperature,
+                rows.provenance["vocab_size"])
             rows.write(batch, indices, records)
 
     with ExitStack() as stack:
@@ -442,8 +450,8 @@ def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[],
             log.info(f"Teacher: {total:,} rows in {rows.folder} are damaged or belong to other data; "
                      "recomputing them")
         ranks.raise_on_all(lambda: rows.commit(strike_out=damaged.tolist()))
-        own = rows.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
-        missing = ranks.all_gather_json(len(own))
+        local_rows = rows.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
+        missing = ranks.all_gather_json(len(local_rows))
         if any(missing):
             log.info(f"Teacher: the {k} most likely tokens of {sum(missing):,} rows, computed once")
             ranks.raise_on_all(check_room)
@@ -451,21 +459,21 @@ def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[],
             HEARTBEAT.enter("teacher")
             blocks = slices(max(missing), config.micro_batch_size)
             for block in context.progress(blocks, len(blocks), "Teacher"):
-                ranks.raise_on_all(partial(fill, own[block]))
+                ranks.raise_on_all(partial(fill, local_rows[block]))
             ranks.raise_on_all(rows.commit)
     ranks.on_rank0(rows.set_verified)
 
 
 def _find_damaged(rows: TeacherRows, context: RunContext) -> tuple[np.ndarray, int]:
-    """Return the damaged rows that this rank has found, and the number of those of all ranks."""
+    """Return the damaged rows that this rank finds, and the total over all ranks."""
     ranks = context.ranks
     if ranks.broadcast(ranks.on_rank0(rows.is_verified)):
         return np.arange(0), 0
     HEARTBEAT.enter("teacher")
-    own, damaged = np.array_split(np.flatnonzero(rows.read_checksums()), ranks.world_size)[ranks.rank], []
-    blocks = slices(max(ranks.all_gather_json(len(own))), BLOCK_ROWS)
+    stored, damaged = np.array_split(np.flatnonzero(rows.read_checksums()), ranks.world_size)[ranks.rank], []
+    blocks = slices(max(ranks.all_gather_json(len(stored))), BLOCK_ROWS)
     for block in context.progress(blocks, len(blocks), "Teacher: verifying the stored rows"):
-        damaged.append(ranks.raise_on_all(partial(rows.damaged, own[block])))
+        damaged.append(ranks.raise_on_all(partial(rows.damaged, stored[block])))
     total = sum(ranks.all_gather_json(sum(map(len, damaged))))
     if not total:
         ranks.on_rank0(rows.set_verified)

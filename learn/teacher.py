@@ -1,4 +1,4 @@
-"""Teachers: finding one, comparing its vocabulary with the student's, and running it in each step.
+"""Teachers: locate one, compare its vocabulary with the student's, and run it in each step.
 
 Shapes: M positions with a target, V vocabulary, N documents of at most L tokens.
 """
@@ -36,23 +36,20 @@ from tokenizer import load_tokenizer
 
 UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
-LogitsOfPart = Callable[[slice], Tensor]  # (M, V) float32, from a slice of a batch's target positions
+LogitsOfSlice = Callable[[slice], Tensor]  # from a slice of a batch's target positions to (M, V) float32
 
 
 def find_teacher(config: Config, tokenizer) -> Path:
-    """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
-    OUTPUT_DIR, or a model of the hub. It must have the vocabulary of the student.
+    """Return the folder of TEACHER_MODEL, after comparing its vocabulary with the student's `tokenizer`.
 
-    Control tokens may have other names. Without a tokenizer.json only the sizes are compared; with one, the
-    teacher's matrices may be padded with more ids.
-
-    Args:
-        tokenizer: the student's.
+    TEACHER_MODEL is a path, a name in OUTPUT_DIR, or a hub model. Control tokens may have other names.
+    Without a tokenizer.json only the vocabulary sizes are compared; with one, the teacher's matrices may be
+    padded.
     """
     name, run_dir = config.teacher_model, Path(config.output_dir) / (config.run_name or "-")
     setting = f"TEACHER_MODEL={name}"
     try:
-        # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
+        # Unlike a start, a teacher may be any hub model, also one without an owner such as gpt2.
         is_local = "/" in name or any(os.path.exists(place) for place in store.places(name, run_dir))
         folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
     except CheckpointError as error:
@@ -68,8 +65,8 @@ def find_teacher(config: Config, tokenizer) -> Path:
         raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
 
     def refusal(detail: str) -> SettingsError:
-        return SettingsError(f"{setting} has another vocabulary: it has {rows:,} ids, the student's "
-                             f"tokenizer {ours:,}{detail}; choose a teacher with the student's tokenizer, or "
+        return SettingsError(f"{setting} has another vocabulary: {rows:,} ids, and the student's tokenizer "
+                             f"has {ours:,}{detail}; choose a teacher with the student's tokenizer, or "
                              "set TOKENIZER_PATH to the teacher's and prepare the data again")
 
     if not (folder / "tokenizer.json").exists():
@@ -90,63 +87,64 @@ def find_teacher(config: Config, tokenizer) -> Path:
     return folder
 
 
-def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
-    """Return what a teacher's outputs follow from: its weights, its configuration, and its precision."""
-    described = json.dumps(read_json(folder / "config.json"), sort_keys=True)
+def teacher_provenance(folder: Path, config: Config) -> dict[str, Any]:
+    """Return the hashes and the precision that determine a teacher's outputs."""
+    model_config = json.dumps(read_json(folder / "config.json"), sort_keys=True)
     return {"weights_sha256": weights_sha256(load_model_weights(folder)),
-            "config_sha256": hashlib.sha256(described.encode()).hexdigest(),
+            "config_sha256": hashlib.sha256(model_config.encode()).hexdigest(),
             "precision": config.teacher_precision}
 
 
 class LlamaTeacher:
-    """A Llama, run by our own model: packed documents in one forward, and the head a chunk at a time."""
+    """A Llama run by Paddock's model: packed documents in one forward, and the head in chunks."""
 
     def __init__(self, model: Transformer, vocab_size: int):
         self.model, self.vocab_size = model.requires_grad_(False).eval(), vocab_size
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> LogitsOfPart:
+    def logits(self, batch: Batch) -> LogitsOfSlice:
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
         if is_sharded(self.model.head_matrix):
             self.model.head_matrix.unshard()  # until its next forward ends
         weight_VD = self.model.head_matrix.as_head().values_VD
-        return lambda part: linear(hidden_MD[part], weight_VD)[:, :self.vocab_size].float()
+        return lambda chunk: linear(hidden_MD[chunk], weight_VD)[:, :self.vocab_size].float()
 
 
 class HFTeacher:
-    """Any causal language model of transformers, which reads each document separately.
+    """Any causal language model of transformers. It reads documents separately.
 
-    It holds the logits of all targets of a micro-batch, in the model's own dtype.
+    The logits of all targets of a micro-batch are held in memory, in the model's dtype.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int):
         self.model, self.vocab_size = model.requires_grad_(False).eval(), vocab_size
 
     @torch.no_grad()
-    def logits(self, batch: Batch) -> LogitsOfPart:
+    def logits(self, batch: Batch) -> LogitsOfSlice:
         tokens, device = batch.tokens_BT.flatten(), batch.tokens_BT.device
         target_index_M = batch.target_index_M
         if target_index_M is None:
             target_index_M = torch.arange(len(tokens), device=device)
-        # Of each position in the flattened batch its place among the targets; -1 for none.
+        # Index of each flattened position among the targets; -1 = not a target.
         place = torch.full_like(tokens, -1)
         place[target_index_M] = torch.arange(len(target_index_M), device=device)
         logits_MV = torch.zeros(len(target_index_M), self.vocab_size, dtype=self.model.dtype, device=device)
         for starts, lengths in group_documents(batch):
-            # Padded on the right, which a causal model does not see.
+            # Padding on the right is invisible to a causal model.
             offset_L = torch.arange(max(lengths))
             inside_NL = (offset_L < torch.tensor(lengths)[:, None]).to(device)
             index_NL = (torch.tensor(starts)[:, None] + offset_L).clamp(max=len(tokens) - 1).to(device)
-            found_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
+            logits_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
             wanted_NL = inside_NL & (place[index_NL] >= 0)
-            logits_MV[place[index_NL[wanted_NL]]] = found_NLV[wanted_NL][:, :self.vocab_size]
-        return lambda part: logits_MV[part].float()
+            logits_MV[place[index_NL[wanted_NL]]] = logits_NLV[wanted_NL][:, :self.vocab_size]
+        return lambda chunk: logits_MV[chunk].float()
 
 
 def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """Return where in the flattened batch the documents with a target begin, and their lengths: in groups of
-    similar length, each with at most as many tokens as the batch when it is padded.
+    """Return (starts, lengths) of documents with targets in the flattened batch, grouped by similar length.
+
+    A padded group has at most as many tokens as the batch.
     """
     is_target_BT = (batch.targets_BT != IGNORE_INDEX).cpu()
     is_start_BT = torch.zeros_like(is_target_BT)
@@ -155,7 +153,7 @@ def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
     is_start_BT[:, 0] = True
     starts = is_start_BT.flatten().nonzero().flatten()
     lengths = torch.diff(starts, append=torch.tensor([is_target_BT.numel()])).tolist()
-    used = [part.any() for part in is_target_BT.flatten().split(lengths)]
+    used = [document.any() for document in is_target_BT.flatten().split(lengths)]
 
     groups: list[tuple[list[int], list[int]]] = []
     for length, start, is_used in sorted(zip(lengths, starts.tolist(), used), reverse=True):
@@ -170,15 +168,15 @@ def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 @collective
 def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
-    """Load the model in a folder of `find_teacher`: by our own code if it is a Llama, else by transformers.
+    """Load the model in a folder of `find_teacher`: with Paddock's code if it is a Llama, else transformers.
 
-    A Llama that runs in each step is sharded like the student. One whose outputs are stored is not, because
-    each rank stores other rows.
+    A live Llama is sharded like the student. One with stored outputs is not, because each rank runs it on
+    different rows.
     """
     described = read_json(folder / "config.json")
     try:
         shape = read_model_config(folder)
-    except CheckpointError:  # not a Llama, or one that we cannot represent
+    except CheckpointError:  # not a Llama, or one that Paddock does not support
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
@@ -207,9 +205,9 @@ def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
     return LlamaTeacher(model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)
 
 
-def _dtype(config: Config, own: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of TEACHER_PRECISION; on a CPU, which is slow at float16, float32 instead."""
-    dtype = DTYPES.get(config.teacher_precision, own)
+def _dtype(config: Config, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype for TEACHER_PRECISION; float32 in place of float16 on a CPU, where that is slow."""
+    dtype = DTYPES.get(config.teacher_precision, stored)
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
@@ -222,37 +220,37 @@ def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: 
     except ImportError as error:
         raise SettingsError(f"{name} is a {kind!r} model, which needs the package transformers; install it "
                             f"with {pip_install('transformers')}, or choose a Llama") from error
-    # What its configuration rules out.
+    # Check its configuration.
     if isinstance(longest, int) and longest < config.max_seq_len:
         raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "
                             "or choose another teacher")
     if kind not in transformers.CONFIG_MAPPING:
         raise SettingsError(f"{name}: transformers {transformers.__version__} does not support {kind!r} "
-                            "models, and code that comes with a model is never run; choose another teacher")
-    # What its weights rule out; from_pretrained would initialize missing ones randomly.
+                            "models, and a model's own code is never run; choose another teacher")
+    # Check its weights: from_pretrained initializes missing ones randomly.
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True)
-    except Exception as error:  # of any class, from one of transformers' many libraries
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{name}: {folder} cannot be loaded: {what}; download it again, or choose "
+    except Exception as error:  # transformers' libraries raise errors of any class
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name}: {folder} cannot be loaded: {reason}; download it again, or choose "
                               "another teacher") from error
     if lacking := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
         raise CheckpointError(f"{name}: {folder} lacks weights of a causal language model, such as "
                               f"{lacking[0]}; choose another teacher")
-    if "quantization_config" not in described:  # whose weights keep their dtypes
+    if "quantization_config" not in described:  # quantized weights keep their dtypes
         model.to(_dtype(config, model.dtype, device))
     model.to(device)
     teacher = HFTeacher(model, vocab_size)
     if not is_causal(model, vocab_size):
-        raise SettingsError(f"{name} sees the tokens that it should predict: it is not a causal language "
-                            "model; choose another teacher")
+        raise SettingsError(f"{name} is not a causal language model: it sees the tokens that it should "
+                            "predict; choose another teacher")
     return teacher
 
 
 @torch.no_grad()
 def is_causal(model: nn.Module, vocab_size: int) -> bool:
-    """Return whether changing a later token leaves a model's logits unchanged, by a test."""
+    """Test whether a change of later tokens leaves a model's earlier logits unchanged."""
     tokens_BT = (torch.arange(16, device=model.device).repeat(2, 1) * 7) % vocab_size
     tokens_BT[1, 8:] = (tokens_BT[1, 8:] + 1) % vocab_size
     logits_BTV = model(tokens_BT, attention_mask=torch.ones_like(tokens_BT), use_cache=False).logits

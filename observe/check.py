@@ -27,7 +27,7 @@ from common.files import existing_parent, free_bytes
 from common.text import ROOT, command, duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
-from dataloaders import MixedRows, cache_of, parts_of
+from dataloaders import MixedRows, cache_of, rows_by_source
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
@@ -383,7 +383,7 @@ class Check:
         if self.inputs and (objectives.reference_is_stored(config)
                             or config.distillation_enabled and config.distillation_top_k):
             with self.entry("cache"):
-                for rows in parts_of(self.inputs.rows):
+                for rows in rows_by_source(self.inputs.rows):
                     place, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
                 outputs = "teacher's most likely tokens"
                 if config.training_stage == "dpo":
@@ -414,7 +414,7 @@ class Check:
             text = f"from initial weights, into {run_dir}"
             if start.state:
                 saved = start.state["progress"]["step"]
-                step = saved if start.own or config.start_step is None else config.start_step
+                step = saved if start.is_own or config.start_step is None else config.start_step
                 left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
                 text = f"from {start.folder}, {left}"
             elif start.folder:
@@ -476,7 +476,7 @@ class Check:
         config, start, inputs = self.config, self.start, self.inputs
         tokens, optimal, ratio = config.max_steps * config.total_batch_size, 0, ""
         has_weights = start is not None and start.folder is not None and not (
-            start.own and start.state["progress"].get("begun_from") is None)
+            start.is_own and start.state["progress"].get("begun_from") is None)
         if config.training_stage == "pretrain" and not (config.lora_enabled or has_weights):
             ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
                      "compute-optimal by Chinchilla)")

@@ -16,7 +16,7 @@ from checkpoint.tensors import write_tensors
 from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
 from common.text import command
 from dataloaders import Batch
-from parallel.fsdp import is_divided, is_sharded, named_parameters, own, ranks_per_copy
+from parallel.fsdp import is_divided, is_sharded, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import collective
 from run.life import Run, StepResult, follow_folder, save_checkpoint
 
@@ -135,7 +135,7 @@ def describe_tensors(model: nn.Module) -> list[dict]:
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-            if tensor is not None and (bad := count_bad(tensor := own(tensor))):
+            if tensor is not None and (bad := count_bad(tensor := local_rows(tensor))):
                 first = tensor.detach().flatten()[:4].float().tolist()
                 report.append({"tensor": name, "kind": kind, "shape": list(tensor.shape), "non_finite": bad,
                                "first_values": [*map(str, first)]})
@@ -148,7 +148,7 @@ def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
     Of a sharded model, they are the rank's own rows. They take at most KEPT_BYTES. The first are those with
     the smallest share of such elements, which say most about the cause.
     """
-    gradients = {name: own(parameter.grad) for name, parameter in model.named_parameters()
+    gradients = {name: local_rows(parameter.grad) for name, parameter in model.named_parameters()
                  if parameter.grad is not None}
     shares = {name: count_bad(gradient) / max(1, gradient.numel()) for name, gradient in gradients.items()}
     kept, room = {}, KEPT_BYTES
@@ -303,7 +303,7 @@ def check_replicas(run: Run) -> None:
     if run.ranks.world_size == 1:
         return
     parameters, states = named_parameters(run.model), run.optimizer.state_tensors()
-    tensors = {name: own(parameter) for name, parameter in parameters.items()} | states
+    tensors = {name: local_rows(parameter) for name, parameter in parameters.items()} | states
     # A tensor is whole on all ranks, or divided over every `degree` of them.
     degree = ranks_per_copy(run.model)
     divided_N = np.array([is_divided(parameters.get(name, parameters.get(name.rpartition(".")[0])))

@@ -325,7 +325,7 @@ class PowerSampler:
             watts = "" if sample.watts is None else f"{sample.watts:.3f}"
             reasons = None if sample.throttle_reasons is None else hex(sample.throttle_reasons)
             values = ["" if value is None else str(value) for value in (watts, *sample[2:-1], reasons)]
-            self.lines.append(",".join((f"{at:.6f}", self.gpu, *values, HEARTBEAT.part,
+            self.lines.append(",".join((f"{at:.6f}", self.gpu, *values, HEARTBEAT.subphase,
                                         str(HEARTBEAT.step))) + "\n")
             if now >= written + WRITE_SECONDS:
                 written = now

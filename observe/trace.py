@@ -25,7 +25,7 @@ from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_utils import clip_scale, gradient_norm, gradient_sync
 from observe.check import probe_objective
-from parallel.fsdp import make_mesh, own, shard_model
+from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
 
 
@@ -61,7 +61,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 def nbytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of this rank's rows."""
-    return sum(own(tensor).nbytes for tensor in tensors if tensor is not None)
+    return sum(local_rows(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
 def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional[ModelConfig],
@@ -105,7 +105,7 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             if mesh or config.world_size == 1:  # DDP's buckets keep them
                 optimizer.zero_grad()
             tracker = Tracker()
-            tracker.track_external(model, *optimizer.parts, *([frozen] if frozen else []))
+            tracker.track_external(model, *optimizer.optimizers, *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
             if config.document_mask or config.training_stage == "dpo":

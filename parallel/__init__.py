@@ -1,1 +1,1 @@
-"""Several ranks: the process group and its collectives, the watchdog, how a process reports its end."""
+"""Distributed training: process group, collectives, sharding, watchdog, and how a process ends."""

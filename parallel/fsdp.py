@@ -1,7 +1,7 @@
-"""One model divided over several ranks by torch's FSDP2: which rows of which matrix a rank holds.
+"""Sharding with torch's FSDP2. The ranks of a shard group hold one copy of the model together.
 
-The ranks of a shard group hold one copy of the model together: each has some rows of every matrix, of its
-gradient and of its optimizer state. Vectors are small, and whole on every rank.
+Each rank holds some rows of every matrix, of its gradient and of its optimizer state. Vectors are small, and
+not divided.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from common.heartbeat import HEARTBEAT
 from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks, collective
 
 T = TypeVar("T")
-ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
+ReadRows = Callable[[int, int], Tensor]  # returns rows first..stop of a stored tensor
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 
 
@@ -41,7 +41,7 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
     if ranks_per_copy == ranks.world_size:
         return init_device_mesh(ranks.device.type, (ranks_per_copy,), mesh_dim_names=(SHARD,))
     mesh = torch.arange(ranks.world_size).view(-1, ranks_per_copy)
-    # Not by init_device_mesh, whose groups time out by themselves. The watchdog judges, and names ranks.
+    # Not by init_device_mesh, whose groups time out by themselves: the watchdog decides, and names the ranks.
     timeout = timedelta(seconds=GROUP_TIMEOUT_MARGIN_SECONDS)
     groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout)[0] for each in (mesh.T, mesh)]
     return DeviceMesh.from_group(groups, ranks.device.type, mesh, mesh_dim_names=("replicate", SHARD))
@@ -49,14 +49,14 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
                 gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
-    """Divide a model's matrices over the ranks of the mesh; best on the meta device, before it has memory.
+    """Divide a model's matrices over the ranks of the mesh, preferably while the model is on the meta device.
 
-    Everything is gathered in `compute_dtype`: a block for its forward and for its backward, the embedding for
-    its look-up, and the head from its forward to its backward. Gradients of embedding and head are float32,
-    so that they are summed over tokens and chunks as precisely as without sharding.
+    Ranks gather weights in `compute_dtype`: a block for its forward and again for its backward, the embedding
+    for its look-up, the head from its forward to its backward. Gradients of embedding and head are float32,
+    so that sums over tokens and chunks are as precise as without sharding.
 
     Args:
-        gradient_dtype: in which ranks exchange gradients.
+        gradient_dtype: dtype in which ranks exchange gradients.
         offload: keep parameters, gradients and optimizer state in the host's memory.
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
@@ -71,11 +71,11 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
             shard(module, reshard_after_forward=module is not head or not has_backward)
     register_fsdp_forward_method(head, "use_as_head")
     model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
-    shard(model)  # which holds nothing else
-    # fully_shard would copy the document ids, which the host reads, to the GPU: so it sees no arguments.
+    shard(model)  # nothing else is left in it
+    # Hide the arguments from fully_shard: it would copy the document ids, which the host reads, to the GPU.
     model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
-    # Called outside of forward
+    # Methods that are called outside of forward
     model.call = lambda method: method()
     register_fsdp_forward_method(model, "call")
     for method in (model.hidden, model.logits):
@@ -83,29 +83,25 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
                 lambda *args, method=method, **options: model.call(partial(method, *args, **options)))
 
 
-# ------------------------------------------------------------------------------- a rank's own rows
+# ------------------------------------------------------------------------------- a rank's local rows
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard_model` was called."""
     return isinstance(model, FSDPModule)
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether this parameter is sharded; false for one that is whole on every rank."""
+    """Return whether a parameter is divided by rows; False if every rank holds all of it."""
     return isinstance(tensor, DTensor)
 
 
-def own(tensor: Tensor) -> Tensor:
-    """Return the rank's own rows of a parameter or gradient: its memory, not a copy.
-
-    A tensor that is not sharded is returned itself.
-    """
+def local_rows(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a parameter or gradient, not a copy; the tensor itself if not divided."""
     return tensor.detach().to_local() if is_divided(tensor) else tensor
 
 
-def own_rows(tensor: Tensor) -> tuple[int, int]:
-    """Return the first of the rank's own rows, and the one after the last."""
+def local_span(tensor: Tensor) -> tuple[int, int]:
+    """Return the start and the end of this rank's rows."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if not is_divided(tensor):
         return 0, rows
@@ -116,14 +112,14 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_rows(parameter: Tensor, read: ReadRows) -> None:
-    """Read the rank's own rows of a parameter, and no others."""
-    start, end = own_rows(parameter)
+    """Read only this rank's rows of a parameter."""
+    start, end = local_span(parameter)
     if start < end:
-        own(parameter).copy_(read(start, end))
+        local_rows(parameter).copy_(read(start, end))
 
 
 def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy the rank's own rows of a whole tensor into a parameter."""
+    """Copy this rank's rows of a whole tensor into a parameter."""
     load_rows(parameter, lambda start, end: whole[start:end])
 
 
@@ -133,7 +129,7 @@ def ranks_per_copy(model: nn.Module) -> int:
 
 
 def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor from each rank's own rows, which are sharded like a parameter.
+    """Gather a whole tensor from this rank's `rows`, divided like the parameter `like`.
 
     Collective within a shard group.
     """
@@ -146,10 +142,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor on every rank if the model is sharded, because all must take equal decisions.
-
-    Collective if the model is sharded.
-    """
+    """Return rank 0's tensor on every rank of a sharded model, so that all agree. Collective there."""
     if is_sharded(model):
         with HEARTBEAT.waiting():
             dist.broadcast(tensor, src=0)
@@ -157,7 +150,7 @@ def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name: of a sharded model the sharded ones, also after an evaluation."""
+    """Return the parameters by name; those of a sharded model are divided again after an evaluation."""
     for module in filter(is_sharded, model.modules()):
         module.reshard()
     return dict(model.named_parameters())
@@ -166,8 +159,10 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class RowServer:
     """Gathers sharded tensors for rank 0, one at a time, while the other ranks serve.
 
-    So rank 0 can write a checkpoint, also a second time, without any rank holding the whole model. `tensors`
-    are the rank's own rows by name, and the parameter that they are sharded like.
+    Rank 0 can write a checkpoint, and retry, without any rank holding the whole model.
+
+    Args:
+        tensors: this rank's rows by name, with the parameter that they are divided like.
     """
 
     END = -1  # announced in place of an index
@@ -185,7 +180,7 @@ class RowServer:
 
     @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """`Ranks.on_rank0`, where make() may `read`."""
+        """Like `Ranks.on_rank0`, but make() may call `read`."""
         def work() -> Optional[T]:
             if self.ranks.is_rank0:
                 try:
@@ -216,15 +211,15 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
                      ranks: Ranks) -> Iterator[Tensor]:
     """Yield compute(batch) for each batch of matrices; rank r of N computes batches r, r + N, ...
 
-    Ranks with whole matrices broadcast the results. The ranks of a shard group send the rows of a batch to
+    Ranks with whole matrices broadcast the results. The ranks of a shard group send their rows of a batch to
     the rank that computes it, and get their rows of the result back.
 
     Args:
-        shapes: (P, R, C) of each batch: P whole matrices.
-        stack: returns the batch of this index, on the ranks' device: (P, rows, C) with the rank's own rows.
-        compute: keeps shape and dtype.
-        like: one of the parameters; all are divided over the same ranks, or all are whole.
-        dtype: of the batches.
+        shapes: shape (P, R, C) of each batch of P whole matrices.
+        stack: returns the batch with this index on the ranks' device, (P, local rows, C).
+        compute: a function that keeps shape and dtype.
+        like: one of the parameters; either all or none are divided, over the same ranks.
+        dtype: dtype of the batches.
     """
     in_rows = is_divided(like) and like.device_mesh[SHARD].size() > 1
     group = like.device_mesh.get_group(SHARD) if in_rows else None
@@ -248,29 +243,29 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
 
 def _compute_rows(turn: range, shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
                   compute: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the rank's own rows of compute(batch), for at most as many batches as the group has ranks."""
-    rows, parts = [stack(batch) for batch in turn], []
-    own_shapes, results = [each.shape for each in rows], [rows[0][:0]]
+    """Return this rank's rows of compute(batch), for at most as many batches as the group has ranks."""
+    rows, shapes_by_rank = [stack(batch) for batch in turn], []
+    local_shapes, results = [each.shape for each in rows], [rows[0][:0]]
     if group.rank() < len(turn):
         shape = shapes[turn[group.rank()]]
-        height = -(-shape[1] // group.size())  # of a rank's rows; the last ranks may have fewer, or none
-        parts = [part.shape for part in torch.empty(shape, device="meta").split(height, dim=1)]
-    rows = _exchange(rows, parts, group)
-    if parts:
+        height = -(-shape[1] // group.size())  # rows per rank; the last ranks may have fewer or none
+        shapes_by_rank = [each.shape for each in torch.empty(shape, device="meta").split(height, dim=1)]
+    rows = _exchange(rows, shapes_by_rank, group)
+    if shapes_by_rank:
         results = compute(torch.cat(rows, dim=1)).split(height, dim=1)
-    return _exchange(results, own_shapes, group)
+    return _exchange(results, local_shapes, group)
 
 
 def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
               group: dist.ProcessGroup) -> list[Tensor]:
-    """Send tensor r to rank r and return what rank r sends, in shape r; the last ranks may have none."""
+    """Send tensor r to rank r; return the tensors from all ranks, in these shapes. The last may send none."""
     counts, numels = [each.numel() for each in sent], [shape.numel() for shape in shapes]
     flat = torch.cat([each.flatten() for each in sent])
     received = flat.new_empty(sum(numels))
     with HEARTBEAT.waiting():
         dist.all_to_all_single(received, flat, *([*each, *[0] * (group.size() - len(each))]
                                                  for each in (numels, counts)), group=group)
-    return [part.view(shape) for part, shape in zip(received.split(numels), shapes)]
+    return [each.view(shape) for each, shape in zip(received.split(numels), shapes)]
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -287,13 +282,13 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all tensors together. Collective within a shard group if some are sharded."""
+    """Return the global norm of the tensors. Collective within a shard group if some are divided."""
     tensors = [*tensors]
     mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
     if mesh is None:
         return nn.utils.get_total_norm(tensors)
-    # No tensor is built from a list of the host's, for which the host would wait.
-    norms = [*torch._foreach_norm([*map(own, tensors)])]
+    # Building a tensor from a Python list would make the host wait for the device.
+    norms = [*torch._foreach_norm([*map(local_rows, tensors)])]
     divided = [index for index, tensor in enumerate(tensors) if is_divided(tensor)]
     sharded = torch.stack([norms[index] for index in divided]).to(mesh.device_type)
     if mesh[SHARD].size() > 1:
@@ -308,9 +303,9 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 @contextmanager
 def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """A `with` block around a backward; yields a function: whether this rank's gradients are finite.
+    """A `with` block around a backward; yields a function: whether this rank's gradients were finite.
 
-    The exchange of gradients mixes those of all ranks; this looks at them before it.
+    It checks them before the exchange, which mixes those of all ranks.
     """
     finite: list[Tensor] = []
     with ExitStack() as stack:

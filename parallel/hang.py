@@ -1,4 +1,4 @@
-"""Ranks exchange what they are doing, so that a hang ends with a report and not in silence."""
+"""The watchdog: ranks exchange their status, so that a hang ends with a report."""
 
 import faulthandler
 import json
@@ -19,28 +19,28 @@ from common.heartbeat import Heartbeat
 from common.text import print_safely
 from parallel.process import write_error_file
 
-PUBLISH_SECONDS = 0.5  # between two publications of this rank's status
-POLL_SECONDS = 2.0  # between two reads of the others' statuses
-ALARM_SECONDS = 0.1  # between both after an alarm
-# The statuses that a rank reads at once. If each read all, the store would answer their number squared.
+PUBLISH_SECONDS = 0.5  # between publications of this rank's status
+POLL_SECONDS = 2.0  # between reads of other ranks' statuses
+ALARM_SECONDS = 0.1  # the interval of both after an alarm
+# Statuses that a rank reads at once. If each read all, the load of the store would grow quadratically.
 POLLED_RANKS = 64
-RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for a store to answer
-# How long to wait for an exited rank: a CPU collective fails at once by itself, a wait on a GPU does not.
+RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for the store to respond
+# Patience for an exited rank: a CPU collective with it fails by itself, a wait on a GPU does not.
 EXITED_RANK_SECONDS = 5.0
-ALARM_KEY = "alarm"  # in the store: the newest status of any rank that raised the alarm
+ALARM_KEY = "alarm"  # in the store: the newest status of a rank that raised the alarm
 
 
 class HangWatchdog:
-    """Two threads in every rank: one exchanges statuses, one ends this process if any rank hangs.
+    """Two threads in every rank: one exchanges statuses, the other ends this process if a rank hangs.
 
-    A hang is a rank that makes no progress for too long. A rank that waits does not hang while any rank makes
-    progress: a save may take long. A rank also exits if it waits, in a GPU kernel, for a rank of this machine
-    that has exited. There are two threads, because the store can hang as well.
+    A rank hangs if it makes no progress for too long. While it waits, progress of any rank counts, because a
+    save may take long. A rank also exits if it waits in a GPU kernel for an exited rank of the same machine.
+    The threads are separate because the store can hang as well.
 
     Args:
-        store: like torch's TCPStore; a client that nothing else uses.
+        store: like torch's TCPStore; a client for the watchdog only.
         world: this rank, and the number of ranks.
-        store_on_rank0: the store lives in the process of rank 0, not in a launcher.
+        store_on_rank0: whether the store lives in rank 0's process and not in a launcher.
     """
 
     def __init__(self, heartbeat: Heartbeat, store: Any, world: tuple[int, int], timeout_seconds: float,
@@ -48,21 +48,21 @@ class HangWatchdog:
         self.heartbeat, self.store, self.store_on_rank0 = heartbeat, store, store_on_rank0
         self.rank, count = world
         self.timeout, self.interval = timeout_seconds, min(POLL_SECONDS, timeout_seconds / 10)
-        # Each read takes the next ranks, and a round of all takes a fifth of the time-out at most.
+        # Each read covers the next ranks; a round over all ranks takes at most a fifth of the time-out.
         seconds = self.interval + PUBLISH_SECONDS
         self.polled = min(count, max(POLLED_RANKS, math.ceil(5 * count * seconds / timeout_seconds)))
-        self.next_polled = self.rank - self.polled // 2  # at first the neighbours, which run on this machine
-        self.extra_reads = math.ceil(count / self.polled) - 1  # in a round
+        self.next_polled = self.rank - self.polled // 2  # first the neighbours, which run on this machine
+        self.extra_reads = math.ceil(count / self.polled) - 1  # per round
         self.place = {"host": socket.gethostname(), "pid": os.getpid(), "rank": self.rank}
         heartbeat.beat()
         unread = {**heartbeat.status(), **self.place, "sent_at": -math.inf, "stacks_written": False,
                   "last_beat": heartbeat.last_beat}
         self.statuses: list[dict[str, Any]] = [unread.copy() for _ in range(count)]
-        self.local_ranks: set[int] = set()  # other ranks whose processes were seen on this machine
+        self.local_ranks: set[int] = set()  # other ranks seen on this machine
         self.store_answered_at = -math.inf
         self.stacks_written = False
-        self.alarm = self.reported = False  # by any rank
-        self.resumed_at = -math.inf  # when this process was last found to have been suspended
+        self.alarm = self.reported = False  # of any rank
+        self.resumed_at = -math.inf  # end of the last detected suspension of this process
         self.stopped = threading.Event()
         store.set(ALARM_KEY, b"")
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._watch)]
@@ -70,10 +70,7 @@ class HangWatchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop both threads.
-
-        After an alarm, wait instead: the watching thread is about to end this process.
-        """
+        """Stop both threads; after an alarm, wait instead for the watching thread to end this process."""
         while self.alarm and self.threads[1].is_alive():
             time.sleep(ALARM_SECONDS)
         self.stopped.set()
@@ -81,7 +78,7 @@ class HangWatchdog:
             thread.join(POLL_SECONDS)
 
     def _exchange(self) -> None:
-        # A store ends with the process that hosts it; the other ranks then fail in a collective, or hang.
+        # The store ends with its host process; other ranks then fail in a collective, or hang.
         with suppress(RuntimeError):
             while True:
                 status = {**self.heartbeat.status(), **self.place, "stacks_written": self.stacks_written,
@@ -96,14 +93,14 @@ class HangWatchdog:
     def _poll(self) -> None:
         polled = [(self.next_polled + index) % len(self.statuses) for index in range(self.polled)]
         self.next_polled += self.polled
-        # Blocks until each of them has published its first status.
+        # Blocks until each of these has published its first status.
         texts = self.store.multi_get([*(f"rank-{rank}" for rank in polled), ALARM_KEY])
         now = self.store_answered_at = time.monotonic()
         for status in map(json.loads, filter(None, texts)):
             rank = status["rank"]
             if status["sent_at"] <= self.statuses[rank]["sent_at"]:
-                continue  # read before, or older than the alarm that was read
-            self.statuses[rank] = {**status, "last_beat": now - status["idle_seconds"]}  # by this clock
+                continue  # already read, or older than the alarm
+            self.statuses[rank] = {**status, "last_beat": now - status["idle_seconds"]}  # on this clock
             if rank != self.rank and self._runs_here(rank):
                 self.local_ranks.add(rank)
             self.alarm, self.reported = self.alarm or status["alarm"], self.reported or status["reported"]
@@ -128,7 +125,7 @@ class HangWatchdog:
                 os._exit(1)
 
     def _last_progress(self) -> float:
-        """When this rank made progress; while it waits, when any rank did, as far as is known."""
+        """Return the last time of this rank's progress; while it waits, of any rank's known progress."""
         if not self.heartbeat.is_waiting:
             return self.heartbeat.last_beat
         unknown_seconds = self.extra_reads * (self.interval + PUBLISH_SECONDS)
@@ -136,7 +133,7 @@ class HangWatchdog:
         return max(self.heartbeat.last_beat, known + unknown_seconds)
 
     def _runs_here(self, rank: int) -> bool:
-        """Whether a rank's process is running on this machine."""
+        """Return whether a rank's process is running on this machine."""
         with suppress(PermissionError):
             try:
                 os.kill(self.statuses[rank]["pid"], 0)
@@ -145,7 +142,7 @@ class HangWatchdog:
         return self.statuses[rank]["host"] == self.place["host"]
 
     def _end_process(self) -> None:
-        """Write the stacks, let the other ranks write theirs, report unless another rank does, and exit."""
+        """Write the stacks, wait for those of other ranks, report unless another rank does, and exit."""
         self.alarm = True
         folder, stream = self.heartbeat.stacks_folder, sys.stderr
         try:
@@ -159,7 +156,7 @@ class HangWatchdog:
         wait_seconds = self.interval + PUBLISH_SECONDS + RESPONSE_SECONDS + self.extra_reads * ALARM_SECONDS
         self._wait(wait_seconds, lambda: all(status["stacks_written"] for status in self.statuses))
 
-        # The lowest rank that responds speaks for all; without the store, the lowest one of this machine.
+        # The lowest responding rank speaks for all; without the store, the lowest of this machine.
         connected = time.monotonic() - self.store_answered_at < RESPONSE_SECONDS
         silent = {0} if self.store_on_rank0 else set()
         if connected:
@@ -168,15 +165,15 @@ class HangWatchdog:
         speaker = min(rank for rank, status in enumerate(self.statuses) if rank not in silent
                       and (connected or status["host"] == self.place["host"]))
         self.statuses[self.rank] |= {**self.heartbeat.status(), "last_beat": self.heartbeat.last_beat}
-        was_suspended = time.monotonic() - self.resumed_at < self.timeout  # and knows less than the others
+        was_suspended = time.monotonic() - self.resumed_at < self.timeout  # so it knows less than the others
         if self.rank != speaker or was_suspended:
             self._wait(wait_seconds, lambda: self.reported)
         speaks = not self.reported and not was_suspended and (connected or self.rank == speaker)
         self._report(HangError.exit_code, *self._describe(silent, connected), speaks)
 
-        # Publish that it is reported. A silent rank that was only suspended can then exit by itself.
+        # Publish the report, so that a silent rank that was only suspended can exit by itself.
         reported_at, self.reported = time.monotonic(), True
-        # The store ends with its process, which therefore waits until the others know, too.
+        # The store's host waits until the others know, because the store ends with it.
         hosts_store = self.store_on_rank0 and self.rank == 0
         must_know = {*range(len(self.statuses))} - silent - {self.rank} if hosts_store else set()
         self._wait(wait_seconds if connected else 0,
@@ -194,12 +191,12 @@ class HangWatchdog:
             time.sleep(ALARM_SECONDS / 2)
 
     def _report(self, code: int, sentence: str, table: str = "", speaks: bool = True) -> None:
-        """Report why this process ends: to the launcher, or on stderr if this rank speaks for all."""
+        """Report why this process ends to the launcher, or on stderr if this rank speaks for all."""
         if not write_error_file(code, sentence, table, is_secondary=not table) and speaks:
             print_safely(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
 
     def _describe(self, silent: set[int], connected: bool) -> tuple[str, str]:
-        """Return which ranks hang in which phase and what to do, and a table of all ranks."""
+        """Return a sentence about the hanging ranks and the remedy, and a table of all ranks."""
         lines, groups = ["Status of each rank:"], {}
         for rank, status in enumerate(self.statuses):
             lines.append(f"  rank {rank}: {status['phase']}, step {status['step']}"

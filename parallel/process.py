@@ -1,7 +1,7 @@
-"""A process of a job: how it ends with its launcher, where it listens, which GPUs it takes. Needs no torch.
+"""A process of a job: how it ends, where it listens, which GPUs it uses. Without torch.
 
-On one machine a job listens at loopback only; across machines, at MASTER_ADDR and its interface. What torch
-opens by default listens on all interfaces and trusts every client.
+On one machine a job listens only on loopback; across machines, on MASTER_ADDR and its interface. By default,
+torch listens on all interfaces and trusts every client.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from typing import NamedTuple, Optional
 from common.errors import SettingsError, requires_package
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-SECOND_SIGNAL_SECONDS = 1.0  # an earlier one is the same: torchrun forwards what the terminal sent already
+SECOND_SIGNAL_SECONDS = 1.0  # earlier repeats do not count: torchrun forwards signals of the terminal
 EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers expect a process to report its error
-JOINED = "joined"  # a file beside that one: the rank has something to save
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path where torch's launchers expect a process's error report
+JOINED = "joined"  # file beside a rank's error file: the rank has state to save
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -39,7 +39,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def open_missing_streams() -> None:
-    """Open /dev/null for each closed standard stream, whose descriptor a later file would get otherwise."""
+    """Open /dev/null for closed standard streams, whose descriptors other files would get."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -48,13 +48,13 @@ def open_missing_streams() -> None:
 
 
 def exit_at_signals() -> None:
-    """Make a stop signal exit at once with EXIT_PREEMPTED, while there is nothing to save."""
+    """Make stop signals exit immediately with EXIT_PREEMPTED, while there is nothing to save."""
     for number in stop_signals():
         signal.signal(number, lambda *_: os._exit(EXIT_PREEMPTED))
 
 
 def exit_with_launcher() -> None:
-    """Ask Linux to send this process a TERM, at which it saves and exits, when its launcher dies."""
+    """Ask Linux to send this process SIGTERM (save and exit) when its launcher dies."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     if "RANK" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -63,9 +63,12 @@ def exit_with_launcher() -> None:
 
 
 def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:
-    """Report why this process ends, in the format of torch's launchers; whether ours will print the sentence.
+    """Report why this process ends, in torch's format; return whether Paddock's launcher will print it.
 
-    `trace` is a traceback or a table beside the sentence. A secondary error is caused by another rank.
+    Args:
+        sentence: the error message.
+        trace: details, such as a traceback or a table.
+        is_secondary: whether the cause is on another rank.
     """
     if not os.environ.get(ERROR_FILE):
         return False
@@ -73,7 +76,7 @@ def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondar
     message = {"message": sentence, "errorCode": code, "is_secondary": is_secondary, "at": now,
                "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
     temporary = path.with_suffix(".tmp")
-    with suppress(OSError):  # on a full disk the exit code still says something
+    with suppress(OSError):  # on a full disk only the exit code is left
         path.parent.mkdir(parents=True, exist_ok=True)  # a user may have deleted it
         temporary.write_text(json.dumps({"message": message}), encoding="utf-8")
         temporary.replace(path)
@@ -82,16 +85,16 @@ def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondar
 
 @contextmanager
 def first_on_machine() -> Iterator[bool]:
-    """A `with` block for what every rank of this machine would print; yields True in the first to enter.
+    """A `with` block for output that every rank of this machine would print; yields True in the first rank.
 
-    The others wait until that one has left, so that none exits before all is printed: torchrun ends all ranks
-    at the first exit. They share a lock file in the folder that torch's launchers make for each attempt;
-    without such a launcher LOCAL_RANK 0 is the first.
+    The others wait until the first has printed, because torchrun ends all ranks when one exits. They share a
+    lock file in the folder that torch's launchers create for each attempt; without such a launcher,
+    LOCAL_RANK 0 is the first.
     """
     first, file = os.environ.get("LOCAL_RANK", "0") == "0", None
     with ExitStack() as stack:
         if os.environ.get(ERROR_FILE):
-            first = True  # also if the file cannot be opened: rather twice than never
+            first = True  # even if the file cannot be opened: twice is better than never
             with suppress(OSError):
                 path = Path(os.environ[ERROR_FILE]).parent.with_name("told")
                 file = stack.enter_context(open(path, "ab", buffering=0))
@@ -106,28 +109,27 @@ def first_on_machine() -> Iterator[bool]:
 # ---------------------------------------------------------------------------------- addresses
 
 LOOPBACK = ("127.0.0.1", "::1")  # the second for machines without IPv4
-RESOLVE_SECONDS = 25.0  # how long a host name may be unknown: a cluster's DNS can lag behind its machines
-SIOCGIFADDR = 0x8915  # of linux/sockios.h
+RESOLVE_SECONDS = 25.0  # a cluster's DNS may learn names later than its machines start
+SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
 
 def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:
-    """Return a socket that listens at the first of these addresses that is available on this machine.
+    """Return a socket that listens at the first available of these addresses; port 0 means any free one.
 
-    Port 0 is any free one. An unknown host name is tried for `resolve_seconds`. Raises OSError if no address
-    is available: in use, not of this machine, or unknown.
+    Waits up to `resolve_seconds` for unknown host names. Raises OSError if no address is available.
     """
     deadline = time.monotonic() + resolve_seconds
     while True:
         try:
-            found = [each for host in hosts
-                     for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            addresses = [each for host in hosts
+                         for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
             break
         except socket.gaierror:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
     failures = []
-    for family, *_, address in found:
+    for family, *_, address in addresses:
         try:
             return socket.create_server(address, family=family)
         except OSError as error:
@@ -136,19 +138,19 @@ def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_
 
 
 def restrict_interface(master_addr: str, one_machine: bool) -> None:
-    """Make gloo and nccl of this process listen on one interface only, unless the user has named some.
+    """Restrict gloo and NCCL to one interface, unless the user has chosen some.
 
-    The interface is loopback if all ranks are on one machine, otherwise the one that leads to MASTER_ADDR.
+    It is loopback if all ranks are on one machine, otherwise the interface that leads to MASTER_ADDR.
     """
     if one_machine or master_addr in LOOPBACK:
         interface = loopback_interface()
     else:
         interface = interface_towards(master_addr)
-        if interface == loopback_interface():  # a name of this machine for itself: no other could connect
+        if interface == loopback_interface():  # the host's name for itself: other machines could not connect
             interface = None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it would match as a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it matches prefixes
 
 
 def loopback_interface() -> Optional[str]:
@@ -156,7 +158,7 @@ def loopback_interface() -> Optional[str]:
 
 
 def interface_towards(host: str) -> Optional[str]:
-    """Return the interface that packets to a host take, or None if it cannot be found. Sends nothing."""
+    """Return the interface that leads to a host, or None if it cannot be found. Sends nothing."""
     with suppress(OSError):
         family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -167,7 +169,7 @@ def interface_towards(host: str) -> Optional[str]:
                 return next((line[-1] for line in lines
                              if socket.inet_ntop(family, bytes.fromhex(line[0])) == local), None)
             for _, name in socket.if_nameindex():
-                with suppress(OSError):  # it has no IPv4 address
+                with suppress(OSError):  # the interface has no IPv4 address
                     reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                     if socket.inet_ntoa(reply[20:24]) == local:  # of several addresses, the first
                         return name
@@ -176,54 +178,54 @@ def interface_towards(host: str) -> Optional[str]:
 
 # --------------------------------------------------------------------------------------- GPUs
 
-# What an idle GPU may show: the driver's own memory, and the utilization of a job that has just ended.
+# Limits of an idle GPU: the driver uses memory, and a job that just ended shows utilization.
 IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
 
 
 def configure_allocator() -> None:
-    """Let segments of torch's CUDA allocator grow, so that less memory is lost to gaps; call it before CUDA.
+    """Use expandable segments in torch's CUDA allocator, against fragmentation; call it before CUDA starts.
 
-    A setting of the user's takes precedence. Child processes inherit it.
+    The user's setting takes precedence. Child processes inherit it.
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-class Wanted(NamedTuple):
-    """What --gpus asks for: these numbers, or, if there are none, so many idle ones."""
+class GpuRequest(NamedTuple):
+    """The value of --gpus: these numbers, or if empty, `count` idle GPUs."""
 
     count: int
     numbers: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> "Wanted":
-        """Return the meaning of "3,5" or "idle:2". Raises ArgumentTypeError, as argparse wants it."""
+    def parse(cls, text: str) -> "GpuRequest":
+        """Parse "3,5" or "idle:2". Raises ArgumentTypeError for argparse."""
         kind, _, count = text.partition(":")
         if kind == "idle" and count.isdecimal() and int(count):
             return cls(int(count))
         numbers = text.split(",")
         if not all(number.isdecimal() for number in numbers) or len({*map(int, numbers)}) < len(numbers):
-            raise ArgumentTypeError(f"{text:.40}: give different numbers of nvidia-smi, such as 3,5, or "
-                                    "idle:2")
+            raise ArgumentTypeError(f"{text:.40}: expected different GPU numbers from nvidia-smi, such as "
+                                    "3,5, or idle:2")
         return cls(len(numbers), tuple(map(int, numbers)))
 
 
 class Gpu(NamedTuple):
-    """A GPU as NVML sees it now."""
+    """The current state of a GPU, from NVML."""
 
     number: int
     uuid: str
     is_partitioned: bool  # by MIG
-    processes: int  # that compute on it
+    processes: int  # compute processes
     used: int  # bytes
     total: int
-    percent: int  # of the last moments in which a kernel ran
+    percent: int  # recent utilization
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody seems to use it; the processes of other containers show in its memory only."""
+        """Whether the GPU seems unused; processes of other containers show only in its memory."""
         return not (self.processes or self.is_partitioned) and self.percent < IDLE_PERCENT \
             and self.used < IDLE_MEMORY_SHARE * self.total
 
@@ -231,7 +233,8 @@ class Gpu(NamedTuple):
         if self.is_partitioned:
             return f"GPU {self.number} is partitioned (MIG)"
         return (f"GPU {self.number} has {self.processes} processes, "
-                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use, is {self.percent} % busy")
+                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use, and is {self.percent} % "
+                "busy")
 
 
 def read_gpus() -> list[Gpu]:
@@ -256,46 +259,46 @@ def read_gpus() -> list[Gpu]:
                             load.gpu if load else 0))
         nvml.nvmlShutdown()
     except nvml.NVMLError as error:
-        raise SettingsError(f"--gpus: NVML cannot be asked ({error}); check that nvidia-smi works here, or "
+        raise SettingsError(f"--gpus: NVML does not work ({error}); check that nvidia-smi works here, or "
                             f"leave --gpus out and set {VISIBLE}") from error
     return gpus
 
 
-def choose_gpus(wanted: Wanted) -> list[int]:
-    """Return the numbers of the chosen GPUs, among those that CUDA_VISIBLE_DEVICES names, if it is set."""
+def choose_gpus(wanted: GpuRequest) -> list[int]:
+    """Return the numbers of the chosen GPUs, among CUDA_VISIBLE_DEVICES if it is set."""
     gpus, visible, place = read_gpus(), os.environ.get(VISIBLE), "this machine"
     if visible is not None:
         place, names = f"{VISIBLE}={visible}", [name.strip() for name in visible.split(",")]
         if any(name.startswith("MIG") for name in names):
-            raise SettingsError(f"--gpus takes whole GPUs, but {place} names parts of them; leave --gpus out")
+            raise SettingsError(f"--gpus needs whole GPUs, but {place} contains MIG partitions; omit --gpus")
         gpus = [gpu for gpu in gpus for name in names
                 if name == str(gpu.number) or name.startswith("GPU-") and gpu.uuid.startswith(name)]
-    found = {gpu.number: gpu for gpu in gpus}
+    by_number = {gpu.number: gpu for gpu in gpus}
     for number in wanted.numbers:
-        if number not in found:
+        if number not in by_number:
             raise SettingsError(f"--gpus: there is no GPU {number} in {place}; choose from "
-                                f"{', '.join(map(str, found)) or 'none'}")
-        if found[number].is_partitioned:
+                                f"{', '.join(map(str, by_number)) or 'none'}")
+        if by_number[number].is_partitioned:
             raise SettingsError(f"--gpus: GPU {number} is partitioned (MIG); set {VISIBLE} to the UUID of a "
-                                "part (nvidia-smi -L), and leave --gpus out")
+                                "partition (nvidia-smi -L), and omit --gpus")
     idle = [gpu.number for gpu in gpus if gpu.is_idle]
     if not wanted.numbers and len(idle) < wanted.count:
         busy = "; ".join(str(gpu) for gpu in gpus if not gpu.is_idle)
         raise SettingsError(f"--gpus idle:{wanted.count}: of {len(gpus)} GPUs {len(idle)} are idle"
-                            f"{f' ({busy})' if busy else ''}; wait, or name some with --gpus")
+                            f"{f' ({busy})' if busy else ''}; wait, or choose some with --gpus")
     return [*wanted.numbers] or idle[:wanted.count]
 
 
-def take_gpus(wanted: Wanted) -> None:
-    """Make the chosen GPUs the only ones that this process and its children see."""
+def take_gpus(wanted: GpuRequest) -> None:
+    """Restrict this process and its children to the chosen GPUs."""
     numbers = ",".join(map(str, choose_gpus(wanted)))
     os.environ |= {VISIBLE: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's order
 
 
 def number_of(rank: int) -> int:
-    """Return the number in nvidia-smi of this rank's GPU, if CUDA_VISIBLE_DEVICES tells it.
+    """Return nvidia-smi's number of this rank's GPU, if CUDA_VISIBLE_DEVICES has it, else the rank.
 
-    Otherwise, and on several machines, where such a number is not unique, it is the rank.
+    On several machines, where GPU numbers are not unique, it is always the rank.
     """
     names = os.environ.get(VISIBLE, "").split(",")
     name = names[rank].strip() if rank < len(names) else ""

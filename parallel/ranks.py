@@ -1,4 +1,4 @@
-"""The process group: joining it, its collectives, stop signals, and what an error means for the whole job."""
+"""The process group and its collectives, stop signals, and what an error means for the whole job."""
 
 import errno
 import gc
@@ -28,8 +28,8 @@ from parallel.hang import HangWatchdog
 from parallel.process import listen_at, restrict_interface
 
 T = TypeVar("T")
-PROGRESS_SECONDS = 30  # between two lines about a long computation
-JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
+PROGRESS_SECONDS = 30  # between progress lines of a long computation
+JOIN_SECONDS = 25  # allowed delay between starts of ranks without a launcher
 # Added to torch's own timeout, which must not fire first: the watchdog decides.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
@@ -42,10 +42,10 @@ def collective(function: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and device, and the collectives of the trainer.
+    """This process's rank and device, and the trainer's collectives.
 
-    The default is a single process, where every collective returns its argument. Objects travel as JSON,
-    because torch's own object collectives unpickle what they receive.
+    The default is a single process, in which every collective returns its argument. Objects are sent as JSON,
+    because torch's object collectives use pickle.
     """
 
     rank: int = 0
@@ -59,7 +59,7 @@ class Ranks:
 
     @collective
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum the tensor over all ranks, in place, without waiting for a GPU."""
+        """Sum the tensor over all ranks in place, without waiting for a GPU."""
         if self.world_size > 1:
             with HEARTBEAT.waiting():
                 dist.all_reduce(tensor)
@@ -106,17 +106,17 @@ class Ranks:
         longest = torch.tensor(len(data), device=self.device)
         with HEARTBEAT.waiting():
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            # Not an all-gather, which takes as many hops as there are ranks.
+            # Not an all-gather, whose number of hops grows with the number of ranks.
             padded = bytearray(data.ljust(int(longest)))
             rows = torch.zeros(senders, len(padded), dtype=torch.uint8)
-            rows[self.rank:self.rank + 1] = torch.frombuffer(padded, dtype=torch.uint8)  # no row without data
+            rows[self.rank:self.rank + 1] = torch.frombuffer(padded, dtype=torch.uint8)  # none without data
             rows = rows.to(self.device)
             dist.all_reduce(rows)
             return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
 
     @collective
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all."""
+        """Return make(). If it raises a PaddockError on any rank, raise it on all ranks."""
         value, failure = None, None
         try:
             value = make()
@@ -132,7 +132,7 @@ class Ranks:
 
     @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank."""
+        """Return make() on rank 0, and None on other ranks. If it raises a PaddockError, all ranks do."""
         return self.raise_on_all(lambda: make() if self.is_rank0 else None)
 
     @collective
@@ -142,7 +142,7 @@ class Ranks:
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
-    """Join torchrun's process group, by nccl on "cuda" and by gloo on "cpu"; without one, stay alone."""
+    """Join the process group that torchrun's environment variables describe, or stay a single process."""
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
@@ -176,11 +176,11 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
 
 @contextmanager
 def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """A `with` block in the process group of `start_ranks`. After an error each rank leaves by itself."""
+    """A `with` block in the process group of `start_ranks`; after an error, ranks leave it separately."""
     ranks = start_ranks(device_type, timeout_seconds)
     yield ranks
     HEARTBEAT.enter("the end")
-    # At the first exit code the launcher ends the other ranks, which may still be closing their logs.
+    # When one rank exits, the launcher ends the others, which may still be closing their logs.
     ranks.barrier()
     stop_ranks()
 
@@ -201,7 +201,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         return dist.PrefixStore(attempt, store)
 
     with ExitStack() as stack:
-        # No Python handler could run while C++ waits here: a stop signal ends the process.
+        # Let a stop signal end the process here: Python handlers cannot run while C++ waits.
         for number in process.stop_signals():
             stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
         if store_on_rank0 and ranks.is_rank0:  # torch's own would listen on all interfaces
@@ -209,8 +209,8 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         else:
             store = connect(join_seconds)
 
-        # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
-        # Only rank 0 looks for every rank; if all did, the store would compare their number squared.
+        # Wait for all ranks first: the group would wait for a missing one as long as for a collective. Only
+        # rank 0 waits for every rank, because the store's load would grow quadratically otherwise.
         store.set(f"here-{ranks.rank}", "yes")
         if ranks.is_rank0:
             store.wait([f"here-{rank}" for rank in range(ranks.world_size)], timedelta(seconds=join_seconds))
@@ -220,13 +220,13 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
                                 world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
                                 timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
-        # The watchdog must not wait behind a collective's request: it has its own connection.
+        # The watchdog has its own connection, so that it does not queue behind a collective's request.
         watchdog = HangWatchdog(HEARTBEAT, connect(timeout_seconds), (ranks.rank, ranks.world_size),
                                 timeout_seconds, store_on_rank0)
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
-    """Return a TCPStore on a listening socket, which it takes over and closes when it is deleted."""
+    """Return a TCPStore that takes over a listening socket, and closes it when deleted."""
     host, port = listening.getsockname()[:2]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                          master_listen_fd=listening.detach())
@@ -236,12 +236,12 @@ def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
     stop_watchdog()
     if dist.is_initialized():
-        gc.collect()  # a DDP model that outlives the group can hang when it is destroyed
+        gc.collect()  # destroying a DDP model after its group can hang
         dist.destroy_process_group()
 
 
 def stop_watchdog() -> None:
-    """Stop looking for hangs. If one is being reported, wait: the report ends this process."""
+    """Stop the watchdog; if it is reporting a hang, wait until that ends this process."""
     global watchdog
     if watchdog is not None:
         watchdog.stop()
@@ -264,7 +264,7 @@ CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote pro
 
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:
-    """Return how the process ends after an error, or None for a bug, which needs its traceback."""
+    """Return how the process ends after an error; None for a bug, which needs a traceback."""
     rank, text = os.environ.get("RANK", "0"), str(error)
     reason, is_from_torch = (text.splitlines() or [""])[0][:200], isinstance(error, RuntimeError)
     if isinstance(error, PaddockError):
@@ -275,11 +275,11 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
         return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); set "
                           "ACTIVATION_CHECKPOINTING=selective (needs COMPILE=true) or block, lower "
                           "MICRO_BATCH_SIZE (the step stays the same), or lower MAX_SEQ_LEN; --check "
-                          "estimates what is needed", 1)
+                          "estimates the memory needed", 1)
     if not is_from_torch:
         return None
-    if found := re.search(NOT_DETERMINISTIC, text):
-        return ExitReport(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; "
+    if operation := re.search(NOT_DETERMINISTIC, text):
+        return ExitReport(f"DETERMINISTIC=true, but {operation[1]} has no deterministic kernel here; "
                           "set it to false", SettingsError.exit_code)
     if any(words in text for words in TIMED_OUT):
         return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
@@ -292,18 +292,17 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
 
 
 class StopSignals:
-    """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
+    """Records TERM, INT, USR1 or HUP, at which the loop saves and exits; a second signal exits immediately.
 
-    One rank of each machine says at once what follows, on stderr. Leaving the `with` block restores the
-    handlers.
+    One rank of each machine announces this on stderr. The end of the `with` block restores the handlers.
     """
 
     received: Optional[int] = None
 
     def __enter__(self) -> "StopSignals":
         self.handlers = {number: signal.signal(number, self._handle) for number in process.stop_signals()}
-        # Python calls a handler when the main thread leaves C++, which computes or waits for seconds. This
-        # pipe gets the number of a signal at once.
+        # Python handlers run only after the main thread leaves C++, perhaps seconds later. This pipe receives
+        # the signal number immediately.
         readable, self.writable = os.pipe()
         os.set_blocking(self.writable, False)
         self.earlier = signal.set_wakeup_fd(self.writable, warn_on_full_buffer=False)
@@ -328,7 +327,7 @@ class StopSignals:
             if first_at is None:
                 first_at = now
                 if os.environ.get("LOCAL_RANK", "0") == "0":
-                    # Not by print: the main thread may be printing. After "^C" on a terminal, a new line.
+                    # Not by print: the main thread may be printing. A new line after "^C" on a terminal.
                     line_end = "\n" if os.isatty(2) else ""
                     with suppress(OSError):
                         os.write(2, f"{line_end}{name}: {what_follows_a_signal()}\n".encode())
@@ -340,14 +339,14 @@ class StopSignals:
 
 
 def what_follows_a_signal() -> str:
-    """What this process does after a first stop signal that arrives now."""
+    """Return what this process will do if the first stop signal arrives now."""
     if HEARTBEAT.phase in ("start-up", "reference", "teacher"):
-        return "stopping before the first step; again to leave at once"
-    if HEARTBEAT.phase in ("data", "forward and backward"):  # before the ranks ask each other for signals
-        return f"finishing step {HEARTBEAT.step}, then saving; again to leave without saving"
+        return "stopping before the first step; repeat to exit immediately"
+    if HEARTBEAT.phase in ("data", "forward and backward"):  # before ranks exchange signals
+        return f"finishing step {HEARTBEAT.step}, then saving; repeat to exit without saving"
     if HEARTBEAT.phase == "the end":
-        return "everything is saved, and the logs are being closed; again to leave at once"
-    return "saving, after one more step at most; again to leave without saving"
+        return "everything is saved; closing the logs; repeat to exit immediately"
+    return "saving after at most one more step; repeat to exit without saving"
 
 
 class Interrupted(Exception):
@@ -356,7 +355,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every part of a run shares."""
+    """Shared by all parts of a run."""
 
     ranks: Ranks
     signals: StopSignals
@@ -364,12 +363,12 @@ class RunContext:
 
     @collective
     def leave_if_stopped(self) -> None:
-        """Raise Interrupted on all ranks if one was signalled."""
+        """Raise Interrupted on all ranks if one received a signal."""
         if not self.ranks.all_agree(self.signals.received is None):
             raise Interrupted
 
     def progress(self, parts: Iterable[T], count: int, title: str) -> Iterator[T]:
-        """Yield the parts of a long computation: leave at a stop signal, and log how far it is.
+        """Yield the parts of a long computation, log its progress, and raise Interrupted at a stop signal.
 
         Collective: every rank must call it, with equally many parts.
         """

@@ -1,4 +1,4 @@
-"""Models outside of training, also with adapters: to generate text, to be evaluated, or to be merged."""
+"""Load models with or without adapters for generation, evaluation and merging."""
 
 import os
 import sys
@@ -19,40 +19,40 @@ from run.card import merged_card, write_card
 from run.start import find_by_hash
 from tokenizer import load_tokenizer
 
-TOLERANCE = 1e-4  # of merged logits, relative to the largest one, for sums in another order
+TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 
 
 def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
-    """Return the base of the adapters in a folder, ours or PEFT's: the named one, or found by its hash."""
+    """Return the base of the adapters in a Paddock or PEFT folder: the `named` one, or found by its hash."""
     state, run_dir = store.read_state(folder), folder.resolve().parent.parent
     content = read_json(folder / peft.CONFIG_FILE)
     recorded = content.get("base_model_name_or_path")
     if recorded and content.get("revision"):  # a model of the hub
         recorded = f"{recorded}@{content['revision']}"
     if not (named or state or recorded):
-        raise CheckpointError(f"the adapters in {folder} do not name their base; name it with --base")
+        raise CheckpointError(f"the adapters in {folder} do not name their base; set it with --base")
     if named or not state:
         try:
             return store.locate(str(named or recorded), run_dir)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; name the base of {folder} with --base") from error
+            raise CheckpointError(f"{error}; set the base of {folder} with --base") from error
     names = (state["settings"].get(setting.upper()) for setting in START_FROM)
     return find_by_hash(names, state["progress"], run_dir, store.warn_on_console,
-                        "name the folder where it is now with --base")
+                        "set its current folder with --base")
 
 
 def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None,
                tokenizer: Any = None, base: Optional[Path] = None,
                quantization: str = "none") -> tuple[Transformer, Any]:
-    """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
+    """Return the model in a folder, which computes in `dtype`, and its tokenizer.
 
-    The weights have the dtypes of the folder; `load_for_use` holds them in the dtype of the computation.
+    The weights keep their stored dtypes; `load_for_use` casts them to `dtype`.
 
     Args:
-        device, dtype: None: as `device_and_dtype` chooses them.
-        tokenizer: used instead of the folder's.
-        base: of the adapters in the folder; None: it holds a whole model.
-        quantization: of the base, as LORA_BASE_QUANTIZATION.
+        device, dtype: None = the choice of `device_and_dtype`.
+        tokenizer: replaces the folder's.
+        base: base of the adapters in the folder; None = the folder holds a whole model.
+        quantization: LORA_BASE_QUANTIZATION for the base.
     """
     source = base or folder
     peft.refuse_adapters(source)
@@ -62,17 +62,16 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         adapter = peft.load_adapter_folder(folder, config, padded(rows))
         adapter.check_base(huggingface.weights_sha256(tensors), base)
         if adapter.base_sha256 is None:
-            print_safely(f"The adapters have no hash of their base; whether it is {base} cannot be verified.",
-                         sys.stderr)
+            print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
     place = folder if (folder / "tokenizer.json").is_file() else source
     if tokenizer is None and (tokenizer := load_tokenizer(str(place))).vocab_size > rows:
-        raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids and the model in "
-                              f"{source} {rows:,}; put the model's own tokenizer there")
+        raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids, but the model in "
+                              f"{source} has {rows:,}; replace it by the model's tokenizer")
     device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
     if adapter:
         if quantization != "none":
-            model.float()  # as it is quantized in training
+            model.float()  # training quantizes float32 weights
         lora_config = adapter.config.model_copy(update={"lora_base_quantization": quantization})
         add_adapters(model, lora_config, torch.Generator(), adapter.token_ids)
         load_adapter_state_dict(model, adapter.state)
@@ -81,14 +80,14 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
 
 def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
                  dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
-    """Return the model in a folder, with its adapters if it holds some, and its tokenizer.
+    """Return the model in a folder, including adapters, and its tokenizer, for inference.
 
-    A base that was quantized in training is quantized here too. All parameters are frozen, and matrices have
-    the dtype of the computation; `load_model` returns weights that can be saved.
+    The base is quantized as in training. All parameters are frozen, and matrices have the compute dtype. Use
+    `load_model` for weights to save.
 
     Args:
-        base: of the adapters; None: where it was in training.
-        device, dtype, tokenizer: as `load_model` takes them.
+        base: base of the adapters; None = the one used in training.
+        device, dtype, tokenizer: as in `load_model`.
     """
     source, quantization = None, "none"
     if (folder / peft.CONFIG_FILE).exists():
@@ -101,7 +100,7 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
 
 def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32) -> float:
-    """Write base and adapters as one model folder; return the largest difference of a logit, in float32."""
+    """Merge base and adapters into a model folder; return the largest change of a logit, in float32."""
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
     base_folder, cpu = base_of_adapters(adapter_folder, base), torch.device("cpu")
@@ -122,7 +121,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
         allowed = TOLERANCE * max(1.0, float(expected_BTV.abs().max()))
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
-                                  "base and adapters; nothing is written: are the adapters finite?")
+                                  "base and adapters, so nothing is written; are the adapters finite?")
         write_card(folder, lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
                    store.warn_on_console)
         return hashes

@@ -1,7 +1,7 @@
-"""The model card of a checkpoint, README.md: what it is, what it was trained on, and how to make it again.
+"""The model card of a checkpoint (README.md), and the process that writes a run's report.
 
-Its words are in card.md.jinja. Absolute paths, which tell of a machine and its users, are cut to their last
-name. At the end of this file: the report of a run, which another process writes.
+The card's text is in card.md.jinja. Absolute paths are cut to their last name, because they reveal details of
+a machine and its users.
 """
 
 import math
@@ -29,7 +29,7 @@ from common.remote import HUB_NAME
 from common.text import ROOT, command, last_line, printable
 from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
-from dataloaders import MixedRows, parts_of
+from dataloaders import MixedRows, rows_by_source
 from learn.cost import parameter_count
 from lora import adapter_state_dict
 from model import Transformer
@@ -40,7 +40,7 @@ from run.log import REPORT
 
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
-# Settings that do not change what is trained, or that another machine has otherwise.
+# Settings that do not affect training, or differ between machines.
 NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.model_fields)),
                  *(name.upper() for name in Config.model_fields if name.startswith("sample_")),
                  "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
@@ -49,18 +49,18 @@ STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)"
           "dpo": "training on preference pairs"}
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
 
-# ------------------------------------------------------------------------------ Markdown, and read back
+# ------------------------------------------------------------------------------ writing and reading cards
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or how many threads of the CPU are used."""
+    """Return the name of the GPU, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 def code(text: Any) -> str:
-    """Return a text as Markdown's inline code, which nothing in it can end."""
+    """Return a text as inline code in Markdown, with enough backticks for those inside."""
     line = printable(str(text))
     ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     space = " " if not line.strip(" ") or line[0] in "` " or line[-1] in "` " else ""
@@ -68,20 +68,19 @@ def code(text: Any) -> str:
 
 
 def fenced(lines: Sequence[str]) -> str:
-    """Return lines as Markdown's block of code, which none of them can end."""
+    """Return lines as a code block in Markdown, with enough backticks for those inside."""
     lines = [*map(printable, lines)]
     ticks = "`" * max(3, *(1 + len(run) for line in ("", *lines) for run in re.findall("`+", line) or [""]))
     return "\n".join([ticks, *lines, ticks])
 
 
 def cell(text: Any) -> str:
-    """Return a text as inline code in a Markdown table."""
     return code(text).replace("|", r"\|")
 
 
 @cache
 def template() -> Template:
-    """Return the template of every card. A backslash at the end of a line joins it with the next one."""
+    """Return the template of all cards. A backslash at the end of a line joins it with the next one."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
         "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format, "percent": "{:.2%}".format,
@@ -92,41 +91,36 @@ def template() -> Template:
 
 
 def card_text(metadata: Mapping[str, Any], title: str, **values: Any) -> str:
-    """Return a card.
-
-    Args:
-        metadata: for Hugging Face; what is empty is left out.
-        values: those that the template names.
-    """
-    stated = {name: value for name, value in metadata.items() if value not in ("", [], None)}
-    block = yaml.safe_dump(stated, sort_keys=False, width=float("inf"))
+    """Return a card with Hugging Face's metadata (without empty fields) and these values in the template."""
+    filled = {name: value for name, value in metadata.items() if value not in ("", [], None)}
+    block = yaml.safe_dump(filled, sort_keys=False, width=float("inf"))
     values = {"run": None, "adapts": None, "inherited": {}, "digest": ""} | values
     return template().render(metadata=block, title=title, **values).rstrip("\n") + "\n"
 
 
 def write_card(folder: Path, make: Callable[[], str], warn: Callable[[str], None]) -> None:
-    """Write the card that `make` returns into a checkpoint's folder; a failure only causes a warning."""
+    """Write the card that `make` returns into a checkpoint's folder; warn if that fails."""
     try:
         (folder / CARD).write_text(make(), encoding="utf-8")
-    except Exception as error:  # whatever it is: a card must not keep weights from being saved
+    except Exception as error:  # of any kind: a card must not prevent saving weights
         with suppress(OSError):
             (folder / CARD).unlink(missing_ok=True)
         warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
 
 
 def read_card(folder: Path) -> str:
-    """Return the card in a folder; empty if there is none that can be read."""
+    """Return the card in a folder; empty if it is missing or unreadable."""
     with suppress(OSError):
         return read_plain(folder / CARD).decode(errors="replace")
     return ""
 
 
-def facts_of(card: str) -> dict[str, str]:
-    """Return the texts and numbers in a card's metadata, those under `paddock` among them."""
+def card_metadata(card: str) -> dict[str, str]:
+    """Return the texts and numbers in a card's metadata, including those under `paddock`."""
     block = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     try:
         metadata = yaml.safe_load(block[1]) if block else {}
-    except (yaml.YAMLError, ValueError, RecursionError):  # somebody else's card
+    except (yaml.YAMLError, ValueError, RecursionError):  # not written by Paddock
         metadata = {}
     metadata = metadata if isinstance(metadata, dict) else {}
     ours = metadata.get("paddock")
@@ -135,19 +129,18 @@ def facts_of(card: str) -> dict[str, str]:
 
 
 def sections_of(card: str) -> dict[str, str]:
-    """Return the sections of a card by their headings."""
-    parts = re.split(r"^## (.+)\n", card, flags=re.MULTILINE)
-    return {heading: text.strip() for heading, text in zip(parts[1::2], parts[2::2])}
+    pieces = re.split(r"^## (.+)\n", card, flags=re.MULTILINE)
+    return {heading: text.strip() for heading, text in zip(pieces[1::2], pieces[2::2])}
 
 
 # ------------------------------------------------------------------------------------- three cards
 
 
 def run_card(run: Any) -> str:
-    """Return the card of the next checkpoint of a `run.life.Run`. On rank 0 alone, it calls no collective."""
+    """Return the card of the next checkpoint of a `run.life.Run`. Called on rank 0 only."""
     config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
     data, scores = [*data_sets(run)], [*newest_scores(run)]
-    languages = [part.strip() for part in config.model_language.split(",") if part.strip()]
+    languages = [name.strip() for name in config.model_language.split(",") if name.strip()]
     digest = run.log.history.ledger_sha256(progress.step)
     task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
     results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
@@ -164,10 +157,10 @@ def run_card(run: Any) -> str:
         "paddock": {"version": __version__, "step": progress.step, "tokens": progress.tokens_seen,
                     "ledger_sha256": digest}}
 
-    # The parts of the run with the settings that changed there, and the settings that make the model again.
-    parts = [(part["step"], [f"{change['name']}={code(without_paths(change['name'], change['after']))}"
-                             for change in part["changes"] if change["name"] not in NOT_IN_RECIPE])
-             for part in [*segments(run.folder)][1:] if part["step"] <= progress.step]
+    # Settings that changed during the run, by the first step, and the settings that reproduce the model.
+    changes = [(segment["step"], [f"{change['name']}={code(without_paths(change['name'], change['after']))}"
+                                  for change in segment["changes"] if change["name"] not in NOT_IN_RECIPE])
+               for segment in [*segments(run.folder)][1:] if segment["step"] <= progress.step]
     settings = [f"{line['name']}={env_value(without_paths(line['name'], line['value']))}"
                 for line in setting_lines(config.public())
                 if line["changed"] and line["name"] not in NOT_IN_RECIPE]
@@ -178,66 +171,66 @@ def run_card(run: Any) -> str:
         adapts=progress.base if config.lora_enabled else None,
         is_chat=config.training_stage != "pretrain", data=data, scores=scores, languages=languages,
         compute_optimal=COMPUTE_OPTIMAL, device=device_name(run.ranks.device), torch=torch.__version__,
-        paddock=__version__, commit=commit(), parts=[part for part in parts if part[1]], settings=settings,
-        tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)
+        paddock=__version__, commit=commit(), changes=[entry for entry in changes if entry[1]],
+        settings=settings, tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)
 
 
 def merged_card(output: str, adapters: Path, base: Path, dtype: torch.dtype) -> str:
-    """Return the card of adapters that were merged into their base, with what their own card says."""
-    rest = "The text below is from their card." if inherited(adapters) else "They had no card."
+    """Return the card of adapters merged into their base, with the sections of the adapters' card."""
+    rest = "The sections below are from the adapters' card." if inherited(adapters) else "They had no card."
     return derived_card(output, base, adapters, (
         f"The model {model_name(str(base))} with the adapters {code(run_and_step(str(adapters)))} merged "
         f"into it, in {str(dtype).removeprefix('torch.')}. {rest}"))
 
 
 def imported_card(output: str, source: Path, weights_sha256: str, longest: int) -> str:
-    """Return the card of a model from elsewhere."""
+    """Return the card of an imported model."""
     name = hub_name_of(str(source))
     where = f"[{name}](https://huggingface.co/{name})" if name else code(run_and_step(str(source)))
-    rest = "The text below is from its card." if inherited(source) else "Its card names its training data."
+    rest = "The sections below are from its card." if inherited(source) else "Its card describes the data."
     return derived_card(output, source, source, (
         f"The weights of {where}, imported unchanged. {rest}\n\n- context length: {longest:,} tokens\n"
         f"- SHA-256 of the weights: {code(weights_sha256)}"))
 
 
 def derived_card(output: str, base: Path, source: Path, introduction: str) -> str:
-    """Return the card of a whole model that was made from a base and the checkpoint `source`."""
+    """Return the card of a whole model made from a base and the checkpoint `source`."""
     card = read_card(source)
-    metadata = origin(base) | license_of(facts_of(card)) | {
+    metadata = origin(base) | license_of(card_metadata(card)) | {
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["llama", "paddock"]}
     return card_text(metadata, output, introduction=introduction, is_chat="apply_chat_template" in card,
                      inherited=inherited(source))
 
 
 def inherited(folder: Path) -> dict[str, str]:
-    """Return the sections of a folder's card that are true of what is made from it."""
+    """Return the sections of a folder's card that also apply to models derived from it."""
     return {heading: text for heading, text in sections_of(read_card(folder)).items() if heading in INHERITED}
 
 
-def origin(base: Optional[Path], own_license: str = "") -> dict[str, Any]:
-    """Return the base's name on the hub, and the license: the user's own, or else the base's."""
-    base_facts = facts_of(read_card(base)) if base else {}
-    name = base and (hub_name_of(str(base)) or base_facts.get("base_model", ""))
+def origin(base: Optional[Path], user_license: str = "") -> dict[str, Any]:
+    """Return the base's name on the hub, and the license: the user's if given, else the base's."""
+    base_metadata = card_metadata(read_card(base)) if base else {}
+    name = base and (hub_name_of(str(base)) or base_metadata.get("base_model", ""))
     known = {"base_model": name if name and HUB_NAME.fullmatch(name) else ""}
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", own_license.lower()):
-        return known | {"license": own_license.lower()}
-    if own_license:  # the hub knows short identifiers; another license is `other`, with a name
-        slug = re.sub(r"[^a-z0-9.-]+", "-", own_license.lower()).strip("-.")
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", user_license.lower()):
+        return known | {"license": user_license.lower()}
+    if user_license:  # the hub knows short identifiers; any other license is `other`, with a name
+        slug = re.sub(r"[^a-z0-9.-]+", "-", user_license.lower()).strip("-.")
         return known | {"license": "other", "license_name": slug or "own"}
-    return known | (license_of(base_facts) or {"license": "unknown"})
+    return known | (license_of(base_metadata) or {"license": "unknown"})
 
 
-def license_of(facts: Mapping[str, str]) -> dict[str, str]:
-    return {key: facts[key] for key in ("license", "license_name", "license_link") if facts.get(key)}
+def license_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: metadata[key] for key in ("license", "license_name", "license_link") if metadata.get(key)}
 
 
 def hub_name_of(path: str) -> str:
-    """Return the name on the hub of a model in the hub's cache; empty for any other path."""
+    """Return the hub name of a model in the hub's cache; empty for any other path."""
     return (name_of_download(path) or "").partition("@")[0]
 
 
 def run_and_step(path: str) -> str:
-    """Return a path; if it is absolute, only the run and step, or the last name."""
+    """Shorten an absolute path to its run and step, or to its last name."""
     parts = Path(path).parts
     if not Path(path).is_absolute():
         return path
@@ -245,12 +238,11 @@ def run_and_step(path: str) -> str:
 
 
 def model_name(path: str) -> str:
-    """Return what a card calls a base or a teacher."""
     return code(name_of_download(path) or run_and_step(path))
 
 
 def trained_count(model: Transformer, vocab_size: int) -> int:
-    """Return the number of trained parameters, without the padding of the vocabulary."""
+    """Return the number of trained parameters, without vocabulary padding."""
     shapes = [(min(len(weight), vocab_size), *weight.shape[1:]) if is_vocabulary(name) else weight.shape
               for name, weight in adapter_state_dict(model).items()]
     return sum(map(math.prod, shapes))
@@ -258,42 +250,42 @@ def trained_count(model: Transformer, vocab_size: int) -> int:
 
 @cache
 def commit() -> str:
-    """Return the commit of the code, with -dirty if it was changed; empty if it is not a git repository."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Return the commit of the code, with -dirty if files changed; empty outside a git repository."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
         if (ROOT / ".git").exists():
-            return subprocess.run(words, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
+            return subprocess.run(git, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
                                   env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}).stdout.strip()
     return ""
 
 
-# ------------------------------------------------------------------------------------ their sections
+# ----------------------------------------------------------------------------------- sections of a card
 
 
 def data_sets(run: Any) -> Iterator[dict[str, Any]]:
-    """Yield the prepared sets that the run has read so far."""
+    """Yield an entry for each prepared set that the run has read so far."""
     config, rows = run.config, run.inputs.rows
     taken = run.progress.step * config.rows_per_step
     path = str(config.data_path)
     shares = [{"source": run_and_step(path), "share": 1.0, "passes": taken / len(rows)}]
     if isinstance(rows, MixedRows):
-        shares = rows.facts(taken)
-    for part, fact in zip(parts_of(rows), shares):
-        part = getattr(part, "rows", part)  # without what is stored beside them
-        documents, made, hub_name = made_from(part.token_set.folder)
-        yield fact | {"documents": documents, "tokens": part.token_set.tokens, "made_from": made,
-                      "fingerprint": part.fingerprint, "hub_name": hub_name}
+        shares = rows.source_table(taken)
+    for source_rows, entry in zip(rows_by_source(rows), shares):
+        source_rows = getattr(source_rows, "rows", source_rows)  # without stored outputs
+        documents, made, hub_name = made_from(source_rows.token_set.folder)
+        yield entry | {"documents": documents, "tokens": source_rows.token_set.tokens, "made_from": made,
+                       "fingerprint": source_rows.fingerprint, "hub_name": hub_name}
 
 
 @cache
 def made_from(folder: Path) -> tuple[str, str, str]:
-    """Return the documents of a prepared set, what it was made from, and the name of that on the hub."""
+    """Return a prepared set's number of documents, its source as Markdown, and the source's hub name."""
     try:
         content = read_json(folder / DATA_MANIFEST)
         documents = f"{content['splits']['train']['documents']:,}"
         source = content["source"]["sources"][0]
         files = source.get("identity", {}).get("files") or []
-    except (OSError, ValueError, KeyError, IndexError, TypeError):  # token files of others
+    except (OSError, ValueError, KeyError, IndexError, TypeError):  # not prepared by Paddock
         return "", "token files", ""
     if name := source.get("name"):
         version = source["identity"].get("revision") or source.get("revision") or ""
@@ -306,7 +298,7 @@ def made_from(folder: Path) -> tuple[str, str, str]:
     return documents, f"{code(run_and_step(source.get('path', '')))} ({', '.join(hashes)}{more})", ""
 
 
-# The newest result of an evaluation; what is not known of it is None.
+# The newest result of an evaluation; unknown values are None.
 Score = namedtuple("Score", "data metric value step stderr n chance", defaults=(None, None, None))
 
 
@@ -332,15 +324,15 @@ def newest_scores(run: Any) -> Iterator[Score]:
 
 
 def without_paths(name: str, value: str) -> str:
-    """Return a setting's value without what it tells of the machine."""
+    """Return a setting's value with shortened paths."""
     if name == "EVAL_TASKS":
-        parts = (entry.partition(":") for entry in value.split(","))
-        return ",".join(f"{task}:{run_and_step(path)}" for task, _, path in parts)
+        tasks = (entry.partition(":") for entry in value.split(","))
+        return ",".join(f"{task}:{run_and_step(path)}" for task, _, path in tasks)
     return run_and_step(value) if name.lower() in (*LOCAL_PATHS, *NAMES_OR_PATHS) else value
 
 
 def env_value(value: str) -> str:
-    """Return a value as `.env` spells it."""
+    """Return a value as written in `.env`."""
     if re.fullmatch(r"[\w./:,+@%-]*", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
@@ -353,9 +345,9 @@ LOWEST_PRIORITY = 19
 
 
 class BackgroundReport:
-    """At most one process that writes a run's report. A failure causes a warning, and at the end another.
+    """A process that writes a run's report, at the lowest priority until the run ends, so that no step waits.
 
-    Until the end it has the lowest priority, so that no step waits for it.
+    The first failure causes a warning, and another one at the end of the run.
     """
 
     def __init__(self) -> None:
@@ -363,12 +355,12 @@ class BackgroundReport:
         self.warned = False
 
     def start(self, folder: Path, warn: Callable[[str], None], is_final: bool = False) -> None:
-        """Begin to write the report in a run's folder, unless one is being written; returns at once."""
+        """Start writing the report in a run's folder, unless this is already in progress; do not wait."""
         if self.process and self.process.poll() is None:
-            return  # the next save or the end of the run writes what is new
+            return  # the next save or the end of the run will update it
         self._read_result(folder, warn)
         try:
-            # In a separate session: Ctrl-C at the terminal is for the run.
+            # A separate session does not receive Ctrl-C from the terminal.
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, folder.absolute(), "--in-background"], start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
@@ -377,14 +369,14 @@ class BackgroundReport:
                 return
             with suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST_PRIORITY)
-            with suppress(OSError):  # Linux shares the cores among sessions first, whatever their priorities
+            with suppress(OSError):  # Linux first divides the cores among sessions, regardless of priorities
                 Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST_PRIORITY))
         except OSError as error:
             self._warn(folder, f"{type(error).__name__}: {error}", warn)
 
     def finish(self, folder: Path, seconds: float, warn: Callable[[str], None]) -> bool:
-        """Write the final report, and wait for it for at most so long; returns whether it was written."""
-        self._kill(folder)  # it does not know the end
+        """Write the final report within this many seconds; return whether it was written."""
+        self._kill(folder)  # an unfinished one lacks the end of the run
         self.warned = False
         self.start(folder, warn, is_final=True)
         if self.process:
@@ -398,12 +390,12 @@ class BackgroundReport:
     def _kill(self, folder: Path) -> None:
         if self.process:
             self.process.kill()
-            self.process.communicate()  # closes its pipe
+            self.process.communicate()  # closes the pipe
             (folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
         self.process = None
 
     def _read_result(self, folder: Path, warn: Callable[[str], None]) -> bool:
-        """Return whether the process wrote the report; warn if not, unless a stop signal ended it."""
+        """Return whether the process wrote the report; warn if it failed other than by a stop signal."""
         if self.process is None:
             return False
         process, self.process = self.process, None
@@ -415,5 +407,5 @@ class BackgroundReport:
     def _warn(self, folder: Path, why: str, warn: Callable[[str], None]) -> None:
         if not self.warned:
             self.warned = True
-            warn(f"the report was not written: {why}. The run does not need it. To write it later: "
+            warn(f"the report was not written: {why}. This does not affect the run. To write it later: "
                  f"{command('scripts/report.py', folder)}")

@@ -1,6 +1,6 @@
-"""A run's folder: its name, its lock, its settings files, and what RESUME=never moves aside.
+"""A run's folder: its name, its lock, its settings files, and how RESUME=never moves a run aside.
 
-Until the start of a run is accepted, nothing in its folder changes except the lock.
+Until all checks of a start have passed, only the lock changes in it.
 """
 
 import fcntl
@@ -25,8 +25,8 @@ from parallel.ranks import Ranks, collective
 from run.log import REPORT, disk_errors
 
 LOCK = "run.lock"
-DATA = "data.json"  # what a run on a mixture reads of each source
-# What a run writes, as patterns. The checkpoints move first: from then on the run counts as moved aside.
+DATA = "data.json"  # the sources of a mixture and their shares
+# Patterns of the files that a run writes. Once the checkpoints have moved, the run counts as moved aside.
 FILES = {
     "checkpoints": "one folder per checkpoint, such as `step-00000200`",
     "config.json": "current settings, without secrets",
@@ -44,19 +44,19 @@ FILES = {
     "debug": "rows, tokens and gradients of a non-finite step",
     "tensorboard": "event files, with `TENSORBOARD_ENABLED`",
 }
-OWN = (*FILES, *(f"{log}.bad" for log in SCHEMAS))
-LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
+RUN_FILES = (*FILES, *(f"{log}.bad" for log in SCHEMAS))
+LOCK_ATTEMPTS = 10  # another job may delete the lock together with its folder
 
 
 @dataclass
 class RunFolder:
-    """A run's folder, which is found again after it was renamed."""
+    """A run's folder, which can be renamed during the run."""
 
     path: Path
-    descriptor: Optional[int] = None  # of the open folder; rank 0 has it
+    descriptor: Optional[int] = None  # of the open folder, on rank 0 only
 
     def find(self) -> Optional[Path]:
-        """Where the folder is now; None if it was deleted, or moved to where this process cannot see it."""
+        """Return the folder's current path; None if it was deleted or is out of sight for this process."""
         if self.descriptor is None:
             return self.path
         places = [self.path]
@@ -76,9 +76,9 @@ class RunFolder:
 @contextmanager
 @collective
 def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFolder]:
-    """The run's folder, made if needed and locked against a second job; rank 0 chooses its name.
+    """Yield the run's folder, created if needed and locked against other jobs; rank 0 chooses its name.
 
-    A new folder is removed again at the end if nothing was written into it.
+    A new folder is removed at the end if nothing was written into it.
     """
     with ExitStack() as stack:
         locked = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
@@ -88,7 +88,7 @@ def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFol
 
 @contextmanager
 def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
-    """The same on rank 0."""
+    """`open_run_folder` on rank 0."""
     default = f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = Path(config.output_dir) / (config.run_name or default)
     made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
@@ -105,7 +105,7 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
             except BlockingIOError as error:
                 raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; "
                                       "wait for that job, stop it, or set another RUN_NAME") from error
-            except OSError:  # not all file systems lock folders; the lock file is held in any case
+            except OSError:  # some file systems cannot lock folders; the lock file is held anyway
                 pass
             try:
                 yield RunFolder(path, descriptor)
@@ -120,19 +120,19 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
 
 
 def is_inside(folder: Path, run_dir: Path) -> bool:
-    """Whether a folder is one of the run's own checkpoints, which may be a link to another disk."""
+    """Return whether a folder is one of the run's checkpoints, which may be a link to another disk."""
     parents = folder.resolve().parent, folder.absolute().parent.resolve()
     return (run_dir / "checkpoints").resolve() in parents
 
 
 def numbered(path: Path) -> Iterator[Path]:
-    """The path, then the path with -2, -3, ... after its name."""
+    """Yield the path, then the path with -2, -3, ... appended."""
     yield path
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder that does not exist yet: this one, or the first free `numbered` one."""
+    """Create this folder, or the first `numbered` one that does not exist."""
     for folder in numbered(path):
         try:
             folder.mkdir(parents=True)
@@ -144,9 +144,9 @@ def new_folder(path: Path) -> Path:
 
 @contextmanager
 def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
-    """A `with` block in which no other job can use the run's folder; rank 0 holds the lock for its job.
+    """A `with` block in which no other job can use the run's folder. Rank 0 holds the lock for its job.
 
-    The system releases the lock of a process that dies.
+    The operating system releases the lock when the process dies.
     """
     path = run_dir / LOCK
     for _ in range(LOCK_ATTEMPTS):
@@ -166,45 +166,43 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.file.fileno())):
                 yield
                 return
-    raise CheckpointError(f"{path} is deleted again and again by another job; set another RUN_NAME")
+    raise CheckpointError(f"another job keeps deleting {path}; set another RUN_NAME")
 
 
 @contextmanager
 def make_again(run_dir: Path) -> Iterator[None]:
-    """A `with` block with a new, locked folder in place of a run's folder that was deleted."""
+    """A `with` block in which a new, locked folder replaces a deleted run folder."""
     with disk_errors(run_dir):
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError as error:
-            raise CheckpointError(f"{run_dir} is not the folder that this run started in, which was deleted, "
-                                  "or moved to where this job cannot see it; nothing more can "
-                                  "be saved") from error
+            raise CheckpointError(f"{run_dir} is not the folder that this run started in, which was deleted "
+                                  "or moved out of this job's sight; nothing more can be saved") from error
     with lock_run(run_dir):
         yield
 
 
-# -------------------------------------------------------------------------------------- its settings
+# ----------------------------------------------------------------------------------- settings files
 
 
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict]) -> None:
-    """Write the settings of the part of a run that begins with step `first`, also into config.json.
+    """Write the settings that apply from step `first` on, also into config.json.
 
-    Args:
-        sources: the table of a mixture, for data.json; empty for other data.
+    `sources`, the table of a mixture, goes into data.json; it is empty for other data.
     """
     newest = run_dir / "config.json"
     with disk_errors(newest):
         kept = segment_files(run_dir)
         (run_dir / SEGMENTS).mkdir(exist_ok=True)
-        if first > 1 and not kept and newest.exists():  # an older version wrote the newest alone
+        if first > 1 and not kept and newest.exists():  # older versions wrote only config.json
             shutil.copyfile(newest, run_dir / SEGMENTS / "step-00000001.json")
         for begins, path in kept:
-            if begins > first:  # its steps are taken again
+            if begins > first:  # the run repeats its steps
                 path.unlink()
         contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": settings, newest: settings}
         if sources:
             contents[run_dir / DATA] = {"sources": sources}
-        else:  # of an earlier part of the run
+        else:  # earlier steps may have read a mixture
             (run_dir / DATA).unlink(missing_ok=True)
         for path, content in contents.items():
             unfinished = path.with_name(f"tmp-{path.name}")
@@ -216,15 +214,15 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
 
 
 def earlier_runs(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of runs that were moved aside, oldest first."""
+    """Return the checkpoint folders of runs that were moved aside, oldest first."""
     return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
 def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
-    """Move the run in this folder into a subfolder if that is asked for; returns the subfolder, if any.
+    """Move the run in this folder into a subfolder if `asked`; return the subfolder, if any.
 
-    An interrupted move is completed if the checkpoints have moved, and undone if they have not. If something
-    cannot be moved, nothing is, and OSError is raised.
+    An interrupted move is completed if the checkpoints have moved, else undone. If one file cannot be
+    moved, all are moved back, and OSError is raised.
     """
     unfinished = max(run_dir.glob("tmp-before-*"), default=None)
     if unfinished is None and not (asked and has_run(run_dir)):
@@ -236,7 +234,7 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
 
     moving, moved = unfinished or new_folder(run_dir / f"tmp-before-{time.strftime('%Y%m%d-%H%M%S')}"), []
     try:
-        for entry in (name for pattern in OWN for name in fnmatch.filter(os.listdir(run_dir), pattern)):
+        for entry in (name for pattern in RUN_FILES for name in fnmatch.filter(os.listdir(run_dir), pattern)):
             (run_dir / entry).rename(moving / entry)
             moved.append(entry)
     except OSError:
@@ -251,7 +249,7 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
 
 
 def has_run(run_dir: Path) -> bool:
-    """Whether a run in this folder has checkpoints or logged steps."""
+    """Return whether a run in this folder has checkpoints or logged steps."""
     has_checkpoints = any((run_dir / "checkpoints").glob("*"))
     return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl")
-                                  if file.name != "events.jsonl")  # has a line before the first step
+                                  if file.name != "events.jsonl")  # it gets a line before the first step

@@ -1,4 +1,4 @@
-"""The life of a run after its start: what it holds, how far it is, and how it is saved."""
+"""A run after its start: its state, its progress, its folder and its checkpoints."""
 
 import json
 import math
@@ -27,13 +27,13 @@ from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from common.text import DIM, ROOT, command, paint, printable
 from config import PLAIN_NAME, Config
-from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, parts_of, validation_batches
+from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
 from model_utils import trim_padding
-from parallel.fsdp import RowServer, named_parameters, own
+from parallel.fsdp import RowServer, local_rows, named_parameters
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
 from run.card import BackgroundReport, commit, device_name, run_card, write_card
@@ -43,53 +43,53 @@ from run.log import REPORT, RunLog, disk_errors
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads."""
+    """The inputs of a run: tokenizer, rows and evaluation sets."""
 
     tokenizer: Any
-    rows: Rows  # of the training split
+    rows: Rows  # training split
     validation_rows: Optional[Rows]
     choice_sets: list[ChoiceSet]  # HellaSwag and EVAL_TASKS
     held_out: list[HeldOut]  # chats or pairs to answer; empty without GENERATION_EVAL_EVERY
     validation_fingerprint: str
-    fingerprint: str  # of the training split
+    fingerprint: str  # hash of the training split
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
-        """Which rows this rank reads in each step."""
+        """Return the order in which this rank reads rows."""
         mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
         return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.row_seed,
                         ranks.rank, ranks.world_size, mixing)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:
-        """A mixture's table of its sources, as JSON; empty for other data."""
+        """Return a mixture's table of sources as JSON; empty for other data."""
         rows = config.max_steps * config.rows_per_step
-        return self.rows.facts(rows) if isinstance(self.rows, MixedRows) else []
+        return self.rows.source_table(rows) if isinstance(self.rows, MixedRows) else []
 
     def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The derived shape and the hashes of what is read, which a resumed run compares with those `saved`.
+        """Return the derived shape and the hashes of the inputs, to compare with those `saved` before.
 
-        An equal tokenizer in another file has the hash that is saved.
+        If the saved hash is that of the same tokenizer in another file format, it is kept.
         """
-        before = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
-        sha256 = before if self.tokenizer.is_same(before) else self.tokenizer.sha256
+        saved_sha256 = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
+        sha256 = saved_sha256 if self.tokenizer.is_same(saved_sha256) else self.tokenizer.sha256
         return {"HIDDEN_DIM": config.hidden_dim,
                 f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
 
     def used_ids(self) -> list[int]:
-        """The token ids that occur in the training split, ascending; reads all of it."""
+        """Return the token ids that occur in the training split, ascending; reads all of it."""
         used = np.zeros(self.tokenizer.vocab_size, bool)
-        for part in parts_of(self.rows):
-            for block in part.token_set.blocks():
+        for rows in rows_by_source(self.rows):
+            for block in rows.token_set.blocks():
                 used[block] = True
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int):
-        """This rank's micro-batches of each step from `first_step` on, and the units in them."""
+        """Load this rank's micro-batches of each step from `first_step` on, with their number of units."""
         return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
                           config.prefetch_steps)
 
     def validation_batches(self, config: Config, ranks: Ranks):
-        """This rank's share of the fixed validation rows."""
+        """Yield this rank's batches of the fixed validation rows."""
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
@@ -97,17 +97,17 @@ class Inputs:
 
 @dataclass
 class Progress(SavedProgress):
-    """How far a run is. Its fields are saved in checkpoints."""
+    """The progress of a run, saved in checkpoints."""
 
     step: int = 0
 
     @property
     def updates(self) -> int:
-        """The steps that changed the weights; the learning-rate schedule counts these."""
+        """Steps that changed the weights; the learning-rate schedule counts only these."""
         return self.step - self.skipped_steps
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
-        """Record a validation loss; returns whether it is a new best. NaN never is."""
+        """Record a validation loss; return whether it is a new best, which NaN never is."""
         self.val_loss = loss
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
@@ -121,12 +121,12 @@ class StepResult(NamedTuple):
     """The result of a step, the same on every rank."""
 
     loss: float  # the mean over all units of the global batch
-    metrics: dict[str, float]  # the objective's metrics, means too
+    metrics: dict[str, float]  # means of the objective's metrics
     count: int  # units in the global batch
     grad_norm: float
     finite: bool
-    updated: bool  # False after an fp16 overflow, which is normal now and then, and for a skipped loss spike
-    spike: float  # a loss spike's robust z-score; 0 if it is not one
+    updated: bool  # False after an fp16 overflow (occasionally normal) or a skipped loss spike
+    spike: float  # robust z-score of a loss spike, else 0
     stop: bool  # a rank received a stop signal
 
 
@@ -157,18 +157,17 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where it was last seen."""
+        """The last known path of the run's folder."""
         return self.run_folder.path
 
     @property
     def finished(self) -> bool:
-        """Whether no step is left to take."""
         patience = self.config.early_stopping_patience
         return (self.progress.step >= self.config.max_steps
                 or 0 < patience <= self.progress.validations_without_best)
 
     def why_early(self) -> str:
-        """Why the run ends before MAX_STEPS."""
+        """Return why the run ends before MAX_STEPS."""
         progress = self.progress
         best = "finite loss"
         if progress.best_step:
@@ -177,7 +176,7 @@ class Run:
                 "continue, raise EARLY_STOPPING_PATIENCE.")
 
     def why_ended(self, error: Optional[BaseException]) -> str:
-        """Why this process takes no more steps: because of an error, if it raised one."""
+        """Return why this process takes no more steps; `error` is the exception that it raised, if any."""
         if error is not None:
             report = classify_exception(error)
             return report.sentence if report else f"{type(error).__name__}: {error}"
@@ -197,13 +196,14 @@ class Run:
         self.saved = None
 
 
-# ---------------------------------------------------------------------------------------- its folder
+# ---------------------------------------------------------------------------------- the run's folder
 
 
 @collective
 def start_writing(run: Run) -> None:
-    """Write into the run's folder for the first time, now that nothing can refuse the start any more: move
-    aside what RESUME=never asks for, clean up after a crash, and open the logs.
+    """Prepare the run's folder: move an earlier run aside (RESUME=never), clean up after a crash, open logs.
+
+    This is the first write into the folder, once all checks of the start have passed.
     """
     resumes = run.started_from is not None and run_folder.is_inside(run.started_from, run.folder)
 
@@ -213,12 +213,12 @@ def start_writing(run: Run) -> None:
             if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
-        if run.started_from and not run.started_from.exists():  # the sweep gave it its name back
+        if run.started_from and not run.started_from.exists():  # the sweep renamed it back
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
             shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
-        commit()  # of this code, which may be another one when the first card is written
+        commit()  # cached now: the checkout may have changed when the first card is written
 
     step, pending = run.progress.step, run.progress.pending_metrics
     # The last step that is complete in metrics.jsonl, and the last one that was taken.
@@ -235,12 +235,11 @@ def start_writing(run: Run) -> None:
 
 @collective
 def follow_folder(run: Run) -> bool:
-    """Whether the run's folder still exists; if it was renamed, the run continues in it under the new name.
-    """
-    before, found = run.folder, run.ranks.broadcast(str(run.run_folder.find() or ""))
-    if found in ("", str(before)):
-        return found != ""
-    run.run_folder.path = Path(found)
+    """Follow the run's folder if it was renamed; return whether it still exists."""
+    before, current = run.folder, run.ranks.broadcast(str(run.run_folder.find() or ""))
+    if current in ("", str(before)):
+        return current != ""
+    run.run_folder.path = Path(current)
     for name in ("saved", "started_from"):
         path = getattr(run, name)
         if path and path.is_relative_to(before):
@@ -253,7 +252,7 @@ def follow_folder(run: Run) -> bool:
 
 
 def how_to_resume(run: Run) -> str:
-    """The command with which a later job resumes this run."""
+    """Return the command that resumes this run in a later job."""
     config, flags = run.config, []
     if config.resume == "never":
         flags.append("--resume auto")
@@ -266,7 +265,7 @@ def how_to_resume(run: Run) -> str:
 
 
 def ending(run: Run, result: str) -> list[str]:
-    """The last lines on a terminal, if it is one: the result, and what shows, uses and resumes the run."""
+    """Return the last lines on a terminal: the result, and commands for the report, use and resuming."""
     config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
     if not sys.stdout.isatty():
         return []
@@ -286,7 +285,7 @@ def ending(run: Run, result: str) -> list[str]:
 
 @collective
 def record_settings(run: Run) -> None:
-    """Write the settings of the steps that this process takes."""
+    """Write the settings of this process's steps into the run's folder."""
     follow_folder(run)
     config, first = run.config, run.progress.step + 1
     run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, config.public(),
@@ -294,7 +293,7 @@ def record_settings(run: Run) -> None:
 
 
 def write_report(run: Run, wait_seconds: float = 0) -> None:
-    """Start writing the run's report on rank 0, if its folder may be written, and wait this long for it."""
+    """Start writing the run's report on rank 0, if the logs are open, and wait up to `wait_seconds`."""
     if run.config.report and run.log.lines:
         if not wait_seconds:
             run.report.start(run.folder, run.log.warn)
@@ -310,17 +309,16 @@ def write_report(run: Run, wait_seconds: float = 0) -> None:
 
 @collective
 def save_checkpoint(run: Run) -> None:
-    """Save the state after the last finished step, and delete what retention does not keep."""
+    """Save the state after the last finished step, and delete old checkpoints."""
     HEARTBEAT.enter("save", run.progress.step)
     config, progress, ranks, started = run.config, run.progress, run.ranks, time.perf_counter()
     is_lost = not follow_folder(run)
     checkpoint = run.folder / "checkpoints" / f"step-{progress.step:08d}"
 
-    # What each file holds. Rank 0 writes one tensor after the other; of a sharded model, it gathers each when
-    # its turn comes.
+    # The contents. Rank 0 writes one tensor at a time, and gathers it first if the model is sharded.
     trained = {name: parameter for name, parameter in named_parameters(run.model).items()
                if parameter.requires_grad or not config.lora_enabled}
-    tensors = {name: (own(parameter), parameter) for name, parameter in trained.items()}
+    tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
     optimizer_state = run.optimizer.state_tensors()
     for name, rows in optimizer_state.items():
         tensors[name] = (rows, trained[name.rpartition(".")[0]] if rows.ndim else rows)
@@ -346,16 +344,16 @@ def save_checkpoint(run: Run) -> None:
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         return hashes
 
-    # Write them, and delete older checkpoints.
+    # Write the checkpoint, then delete older ones.
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
-    facts = {"step": progress.step, "world_size": ranks.world_size,
-             "val_loss": progress.val_loss if has_loss else None}
+    manifest = {"step": progress.step, "world_size": ranks.world_size,
+                "val_loss": progress.val_loss if has_loss else None}
     moments_bytes = sum(tensor.nbytes for tensor in moments.values())
     needed_bytes = trained_bytes(run.model) + moments_bytes
     with ExitStack() as stack:
         if is_lost:
             ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
-        server.on_rank0(lambda: store.publish(checkpoint, write_files, facts, needed_bytes, moments_bytes,
+        server.on_rank0(lambda: store.publish(checkpoint, write_files, manifest, needed_bytes, moments_bytes,
                                               run.log.warn))
         run.saved, protected = checkpoint, [run.started_from] if run.started_from else []
         ranks.on_rank0(lambda: store.prune(checkpoint.parent, config.keep_last, config.keep_best, protected,
@@ -365,7 +363,7 @@ def save_checkpoint(run: Run) -> None:
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
     if is_lost:
         error = CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot "
-                                f"see it. The state after step {progress.step} is saved in a new folder of "
+                                f"see it. The state after step {progress.step} is saved in a new folder with "
                                 f"that name, without the earlier logs. To resume: {how_to_resume(run)}")
         error.on_all_ranks = True
         raise error
@@ -373,5 +371,5 @@ def save_checkpoint(run: Run) -> None:
 
 
 def trained_bytes(model: Transformer) -> int:
-    """The size of the parameters that are trained, which a checkpoint contains."""
+    """Return the size of the trained parameters, which a checkpoint contains."""
     return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)

@@ -1,6 +1,6 @@
-"""How a run starts, from the top: `open_run` locates a checkpoint, adopts its shape, builds and restores.
+"""The start of a run: `open_run` locates a checkpoint, adopts its model shape, builds and restores the run.
 
-Nothing in the run's folder is written here except its lock. Training, replay and --check all go this way.
+Training, replay and --check share this path. It writes nothing into the run's folder except the lock.
 """
 
 import os
@@ -27,17 +27,17 @@ from dataloaders import (
     Rows,
     cache_of,
     count_rows,
-    map_parts,
+    map_sources,
     open_rows,
-    parts_of,
     read_held_out,
     rows_at,
+    rows_by_source,
 )
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference, with_teacher
-from learn.teacher import find_teacher, load_teacher, teacher_facts
+from learn.teacher import find_teacher, load_teacher, teacher_provenance
 from model import Transformer, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
@@ -48,31 +48,31 @@ from settings.load import Loaded, assigned
 from tokenizer import load_tokenizer
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """The checkpoint that a run starts from."""
 
-    folder: Optional[str]  # None: initial weights
-    own: bool  # it was written by this run
+    folder: Optional[str]  # None = initial weights
+    is_own: bool  # written by this run
     warnings: list[str]
 
 
 class Start(NamedTuple):
-    """How a run starts."""
+    """The settings and files that a run starts with."""
 
-    config: Config  # the settings, with the shape of the model that the run starts from
-    folder: Optional[Path]  # a checkpoint or a model folder; None: initial weights
-    own: bool  # it was written by this run
-    state: dict[str, Any]  # the trainer's state to resume; empty if optimizer and step start again
+    config: Config  # with the shape of the start model
+    folder: Optional[Path]  # a checkpoint or model folder; None = initial weights
+    is_own: bool  # written by this run
+    state: dict[str, Any]  # the trainer state to resume; empty if optimizer and step restart
     notes: list[str]
     warnings: list[str]
-    base: Optional[Path] = None  # the model that the run began with, where it is now
-    remembered: Mapping[str, Any] = {}  # the fields of Progress with which a later start finds it again
+    base: Optional[Path] = None  # current location of the model that the run started from
+    remembered: Mapping[str, Any] = {}  # fields of Progress that let a later start find it
 
 
 @contextmanager
 @collective
 def open_run(loaded: Loaded) -> Iterator[Run]:
-    """A run that is ready for its next step, on every rank. Interrupted: a rank received a stop signal."""
+    """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal."""
     device = prepare_device(loaded.config)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
@@ -98,18 +98,18 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
                 run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
             context.leave_if_stopped()
         except Interrupted:
-            log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
-                     "again.")
+            log.info("Stopped by a signal before the first step; nothing was changed. To start, run the same "
+                     "command again.")
             raise
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run
 
 
 def prepare_device(config: Config) -> torch.device:
-    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
+    """Return the compute device, after applying DETERMINISTIC to torch's kernels."""
     device = torch.device(model_utils.choose_device(config))
     if config.memory_snapshot and device.type != "cuda":
-        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, and torch "
+        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, but torch "
                             "sees no GPU here; remove it")
     model_utils.make_deterministic(config, device.type)
     return device
@@ -119,7 +119,7 @@ def prepare_device(config: Config) -> torch.device:
 
 
 def decide_by_data(loaded: Loaded) -> Loaded:
-    """The settings, with those that follow from the hardware and the size of the data."""
+    """Return the settings, completed by those that depend on the hardware and the size of the data."""
     config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile", "learning_rate"}, []
     if undecided and config.data_path and config.tokenizer_path:
         rows = count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
@@ -129,13 +129,13 @@ def decide_by_data(loaded: Loaded) -> Loaded:
             raise SettingsError(*conflicts)
         epochs = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
         notes = [f"The {rows:,} training rows{epochs} set {text}"] if (text := assigned(chosen)) else []
-    if config.named_checkpoint is None:  # else its shape is not known yet
+    if config.named_checkpoint is None:  # otherwise `adopt` knows the model's shape first
         config = decide_compile(config, loaded)
     return replace(loaded, config=config, notes=(*loaded.notes, *notes))
 
 
 def decide_compile(config: Config, loaded: Loaded) -> Config:
-    """The settings, without the compiler for a small model on a CPU, unless COMPILE is set."""
+    """Return the settings with COMPILE off for a small model on a CPU, unless COMPILE is set."""
     on_cpu = not config.device_memory and model_utils.choose_device(config) == "cpu"
     is_small = config.matrix_count < SMALL_MODEL and config.activation_checkpointing != "selective"
     if "compile" in loaded.undecided and on_cpu and is_small:
@@ -144,29 +144,21 @@ def decide_compile(config: Config, loaded: Loaded) -> Config:
 
 
 def read_inputs(config: Config, verify: bool) -> Inputs:
-    """Open everything that the settings name.
-
-    Args:
-        verify: verify the data as VERIFY_DATA says; one rank does it for all.
-    """
+    """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
     if verify:
         cache_of(config).check()
-    how = config.verify_data if verify else "never"
-    train = open_rows(config, "train", tokenizer, how)
-    measured = read_measured(config, tokenizer, how)
-    rows = measured["validation_rows"]
+    mode = config.verify_data if verify else "never"
+    train = open_rows(config, "train", tokenizer, mode)
+    evaluated = open_evaluation_inputs(config, tokenizer, mode)
+    rows = evaluated["validation_rows"]
     held_out = f", {rows.describe()} held out" if rows else ""
-    return Inputs(tokenizer, train, **measured, fingerprint=train.fingerprint,
+    return Inputs(tokenizer, train, **evaluated, fingerprint=train.fingerprint,
                   description=f"{train.describe()}{held_out} from {config.data_path}")
 
 
-def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
-    """Open what the evaluations read: the fields of `Inputs` that they need.
-
-    Args:
-        verify: "auto", "always" or "never".
-    """
+def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:
+    """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
     rows, held_out = None, []
     if config.validate_every or config.generation_eval_every:
         rows = open_rows(config, "validation", tokenizer, verify)
@@ -177,63 +169,63 @@ def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
             with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
                 import sacrebleu  # noqa: F401
         held_out = read_held_out(rows, config.generation_eval_examples)
-    named_sets = config.choice_sets if config.hellaswag_every else ()
+    choice_sets = config.choice_sets if config.hellaswag_every else ()
     return {"validation_rows": rows if config.validate_every else None,
             "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,
-            "choice_sets": [read_choice_set(named, tokenizer, config) for named in named_sets]}
+            "choice_sets": [read_choice_set(choices, tokenizer, config) for choices in choice_sets]}
 
 
-# ---------------------------------------------------------------------- locate, and adopt the shape
+# ------------------------------------------------------------------------------- locate and adopt
 
 
 @collective
 def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
-               found: Optional[Found] = None) -> Start:
-    """Where the settings start the run, and how.
+               located: Optional[Located] = None) -> Start:
+    """Return the start that the settings ask for.
 
     Args:
-        inputs: what the run reads, which a checkpoint must have read too; None: unknown, and not compared.
-        found: the checkpoint, if it is known already.
+        inputs: inputs that must equal those of the checkpoint; None = do not compare.
+        located: the checkpoint, if it is already known.
     """
-    if found is None:
-        found = Found(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
-    if found.folder is None:
-        if conflicts := [*shape_rules(loaded.config)]:  # left out before, if the settings name this very run
+    if located is None:
+        located = Located(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
+    if located.folder is None:
+        if conflicts := [*shape_rules(loaded.config)]:  # not checked before if the settings name this run
             raise SettingsError(*conflicts)
-        return Start(decide_compile(loaded.config, loaded), None, False, {}, [], found.warnings)
-    folder = found_by_rank0(lambda: found.folder, ranks)
-    start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
+        return Start(decide_compile(loaded.config, loaded), None, False, {}, [], located.warnings)
+    folder = find_on_rank0(lambda: located.folder, ranks)
+    start = ranks.raise_on_all(lambda: adopt(located._replace(folder=folder), loaded, inputs, run_dir))
 
-    # What a later start needs to find the same base again.
+    # Record where later starts can find the same base.
     config, named, warnings = start.config, start.config.named_checkpoint, [*start.warnings]
-    if not start.own:
+    if not start.is_own:
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
     else:
         progress, base, remembered = start.state["progress"], None, {}
         home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
-        if progress.get("base_beside") and home != run_dir:  # the checkpoint of another run is resumed here
+        if progress.get("base_beside") and home != run_dir:  # a checkpoint of another run resumes here
             remembered["base_beside"] = os.path.relpath(
                 (home / progress["base_beside"]).resolve(), run_dir.resolve())
         if named is not None and not names_its_start(named, progress, run_dir):
-            own_steps = [place for place in store.places(named, run_dir)
-                         if place.is_dir() and is_inside(place, run_dir)]
-            remembered["begun_from"] = own_steps[0].name if own_steps else named
+            local_steps = [place for place in store.places(named, run_dir)
+                           if place.is_dir() and is_inside(place, run_dir)]
+            remembered["begun_from"] = local_steps[0].name if local_steps else named
         if config.lora_enabled:
             base_sha256 = progress.get("base_sha256")
-            base = found_by_rank0(lambda: find_base(config, progress, home, warnings.append), ranks)
+            base = find_on_rank0(lambda: find_base(config, progress, home, warnings.append), ranks)
     if base is not None:
         remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
                        "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
     return start._replace(base=base, remembered=remembered, warnings=warnings)
 
 
-def locate(config: Config, run_dir: Path) -> Found:
-    """The verified checkpoint to start from.
+def locate(config: Config, run_dir: Path) -> Located:
+    """Return the verified checkpoint to start from.
 
-    A run that began from the named checkpoint resumes its own newest one, so that the command which started
-    a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
-    steps cannot start from anything else.
+    A run that started from the named checkpoint resumes its own newest one, so that the command that started
+    a job also resumes it after a pre-emption. Naming one of the run's own checkpoints returns to that step. A
+    run with steps cannot start from anything else.
     """
     named, newest, warnings = config.named_checkpoint, None, []
     if config.resume != "never":
@@ -245,42 +237,42 @@ def locate(config: Config, run_dir: Path) -> Found:
     if newest is None:
         if named is None and config.training_stage == "sft" and not (
                 config.random_init or config.distillation_enabled):
-            raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, "
-                                "and the settings name none. Set PRETRAIN_CHECKPOINT to the model to "
-                                "fine-tune, or RANDOM_INIT=true to train random weights")
+            raise SettingsError("TRAINING_STAGE=sft needs a start checkpoint, but the settings name none and "
+                                f"{run_dir} has none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
+                                "RANDOM_INIT=true to train random weights")
         if config.resume == "auto" and (earlier := earlier_runs(run_dir)):
-            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved "
-                            f"aside, so this run starts from the beginning; to resume the earlier one, "
+            warnings.append(f"{run_dir} only has checkpoints of a run that RESUME=never moved aside, so this "
+                            f"run starts from the beginning; to resume the earlier one, set "
                             f"RESUME={earlier[-1].parent}")
-    own_state = store.read_state(newest) if newest else {}
-    if named is None or (newest and began_from(named, own_state["progress"], run_dir)):
-        return Found(newest and str(newest), newest is not None, warnings)
+    newest_state = store.read_state(newest) if newest else {}
+    if named is None or (newest and started_from(named, newest_state["progress"], run_dir)):
+        return Located(newest and str(newest), newest is not None, warnings)
 
-    # Something is named that this run did not begin from.
+    # The named checkpoint is not what this run started from.
     def check(folder: Path) -> None:
         may_resume = config.resume == named or is_inside(folder, run_dir)
         store.verify(folder, lambda state: resumes_trainer_state(state, may_resume, config))
 
-    folder, own = store.locate(named, run_dir, warnings.append, check), config.resume == named
+    folder, is_own = store.locate(named, run_dir, warnings.append, check), config.resume == named
     if config.resume == "never" and is_inside(folder, run_dir):
         raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
                               f"another RUN_NAME, and set {config.start_setting}={folder}")
     if newest:
         forbid_overwriting_source(store.read_state(folder), folder, run_dir, config)
-        restarts = not own and (config.reset_optimizer or config.start_step is not None)
-        own = is_inside(folder, run_dir) and not restarts
-        if not own:
-            raise CheckpointError(how_to_start_anew(newest, folder, own_state, config))
+        restarts = not is_own and (config.reset_optimizer or config.start_step is not None)
+        is_own = is_inside(folder, run_dir) and not restarts
+        if not is_own:
+            raise CheckpointError(explain_other_start(newest, folder, newest_state, config))
         if newest.resolve() != folder.resolve():
             warnings.append(f"{newest} is not used, because the settings name {folder}")
-    return Found(str(folder), own, warnings)
+    return Located(str(folder), is_own, warnings)
 
 
-def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path) -> Start:
-    """The start from this checkpoint, with the settings of its model that no layer sets."""
-    folder, own, warnings = found
+def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path) -> Start:
+    """Return the start from this checkpoint, whose model supplies settings that are not set explicitly."""
+    folder, is_own, warnings = located
     state = store.read_state(folder)
-    resumed = resumes_trainer_state(state, own, loaded.config)
+    resumed = resumes_trainer_state(state, is_own, loaded.config)
     if resumed:
         saved = {name: state["settings"][name.upper()] for name in MODEL_SETTINGS
                  if name.upper() in state["settings"]}
@@ -290,19 +282,19 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
         peft.refuse_adapters(folder)
         model = model_utils.read_model_config(folder)
     values = model.model_dump(include={*MODEL_SETTINGS})
-    if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
+    if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
     if loaded.config.keep_layers:
         del values["n_layers"]
     config = decide_compile(loaded.with_defaults(values).config, loaded)
-    taken = {name.upper(): value for name, value in values.items()
-             if getattr(config, name) != getattr(loaded.config, name)}
-    notes = [f"model settings from {folder}: {assignments(taken).removeprefix('set ')}"] if taken else []
+    adopted = {name.upper(): value for name, value in values.items()
+               if getattr(config, name) != getattr(loaded.config, name)}
+    notes = [f"model settings from {folder}: {assignments(adopted).removeprefix('set ')}"] if adopted else []
 
-    # Do settings and inputs fit the checkpoint, and one another?
+    # Check settings and inputs against the checkpoint, and against each other.
     if resumed and inputs:
         identity = inputs.identity(config, state["identity"])
-        changes = check_changes(state, config, identity, folder, own, loaded.sources)
+        changes = check_changes(state, config, identity, folder, is_own, loaded.sources)
         notes, warnings = notes + changes.notes, warnings + changes.warnings
     if not resumed and "learning_rate" in loaded.undecided:
         rate = float(f"{config.learning_rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
@@ -310,26 +302,26 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
         notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")
     if not resumed:
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
-        part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
-        notes.append(f"weights from {part}{folder}; optimizer, schedule and step restart")
-        if inputs and not state:  # a model from elsewhere may have another vocabulary
+        layers = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
+        notes.append(f"weights from {layers}{folder}; optimizer, schedule and step restart")
+        if inputs and not state:  # an imported model may have another vocabulary
             notes += model_utils.check_vocabulary(folder, inputs.tokenizer.vocab_size)
     allowed = {*loaded.warnings} if loaded.is_plan else ()
     if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
         raise SettingsError(*conflicts)
-    return Start(config, folder, resumed and own, state if resumed else {}, notes, warnings)
+    return Start(config, folder, resumed and is_own, state if resumed else {}, notes, warnings)
 
 
-def resumes_trainer_state(state: Mapping[str, Any], own: bool, config: Config) -> bool:
-    """Whether a run resumes this trainer state; if not, it takes the weights alone."""
+def resumes_trainer_state(state: Mapping[str, Any], is_own: bool, config: Config) -> bool:
+    """Return whether a run resumes this trainer state and not only the weights."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
     weights_alone = config.reset_optimizer or config.keep_layers or config.lora_enabled
-    return own or not (weights_alone or state["settings"]["LORA_ENABLED"])
+    return is_own or not (weights_alone or state["settings"]["LORA_ENABLED"])
 
 
-def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """True if the settings name what this run started from, by name, path or hash."""
+def started_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
+    """Return whether the settings name the checkpoint that this run started from, by name, path or hash."""
     if names_its_start(named, progress, run_dir):
         return True
     if wanted := progress.get("base_sha256"):
@@ -340,40 +332,40 @@ def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
 
 
 def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """True if this name or path is what the run started from, or was taken back to."""
+    """Return whether this name or path is what the run started from or returned to."""
     def places(name: str) -> set[Path]:
         return {place.resolve() for place in store.places(name, run_dir)}
 
-    before = progress.get("begun_from")
+    start = progress.get("begun_from")
     # The name may mean the checkpoint, the folder of checkpoints, or the run.
     bases = [place for base in base_places(progress, run_dir)
              for place in (base.resolve(), *base.resolve().parents[:2])]
-    return before is not None and (before == named or not places(named).isdisjoint([*places(before), *bases]))
+    return start is not None and (start == named or not places(named).isdisjoint([*places(start), *bases]))
 
 
-def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
-    """The error for a start that would lose a run's steps, up to `newest`, with what to do instead."""
+def explain_other_start(newest: Path, folder: Path, state: Mapping[str, Any], config: Config) -> str:
+    """Return the error for a start that would lose the steps of a run up to `newest`, with alternatives."""
     run_dir, by_path = newest.parent.parent, config.resume == config.named_checkpoint
-    begun = own_state["progress"].get("begun_from")
+    start = state["progress"].get("begun_from")
     setting = "RESUME" if by_path else config.start_setting
     ways = []
-    if resumes_trainer_state(own_state, True, config):
-        how = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
-        ways.append(f"to resume it, {how}")
+    if resumes_trainer_state(state, True, config):
+        change = f"set {setting}={start}" if start and not by_path else f"remove {setting}"
+        ways.append(f"to resume it, {change}")
     if not (is_inside(folder, run_dir) and config.lora_enabled):
         ways.append(f"to start a new run, choose another RUN_NAME with {setting}={folder}")
         if not by_path and not is_inside(folder, run_dir):
             ways.append("RESUME=never moves the old one aside")
     advice = "; or ".join(ways)
-    return (f"{run_dir} has a run at {newest.name} that started from {begun or 'initial weights'}, but the "
+    return (f"{run_dir} has a run at {newest.name} that started from {start or 'initial weights'}, but the "
             f"settings would restart it from {folder}. {advice[0].upper()}{advice[1:]}")
 
 
 def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
-    """Raise CheckpointError if a stage would overwrite the run whose weights it starts from."""
-    of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
+    """Raise CheckpointError if a stage would write into the run whose weights it starts from."""
+    is_other_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     whole = not state.get("settings", {}).get("LORA_ENABLED")
-    if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
+    if is_inside(folder, run_dir) and (is_other_stage or (config.lora_enabled and whole)):
         raise CheckpointError(f"{folder} is in the folder of RUN_NAME={run_dir.name}, which this run would "
                               f"overwrite. Choose another RUN_NAME, and set {config.start_setting}={folder}")
 
@@ -382,20 +374,21 @@ def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: P
 
 
 def weights_sha256(folder: Path) -> str:
-    """The hash of a model folder's weights, independent of how they are split into files."""
+    """Return the hash of a model folder's weights, independent of their division into files."""
     peft.refuse_adapters(folder)
     return huggingface.weights_sha256(huggingface.load_model_weights(folder))
 
 
 def base_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
-    """Where a run's base model was when the run began, and the same relative to the run's folder."""
+    """Return where a run's base was when the run started, as a path and relative to the run's folder."""
     places = (progress.get("base"), progress.get("base_beside"))
     return [run_dir / place for place in places if place]  # an absolute path stays absolute
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
-    """The model that a run began with: where the settings name it now, where it was, or at the same place
-    relative to the run's folder. Its hash decides.
+    """Return the folder of the model that a run started from, identified by its hash.
+
+    It may be where the settings now say, where it was, or at the same path relative to the run's folder.
     """
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
     advice = f"set {config.start_setting} to the folder where it is now"
@@ -404,11 +397,7 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
 
 def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
                  advice: str) -> Path:
-    """`find_base` among these names first.
-
-    Args:
-        advice: what to do if it is in none of the places.
-    """
+    """Like `find_base`, but try these names first. If all fail, the error ends with `advice`."""
     remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
     named, failures = [], []
     for name in dict.fromkeys(filter(None, names)):
@@ -417,7 +406,7 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
         except CheckpointError as error:
             failures.append(str(error))
             continue
-        # If a run is named that has continued since, its newest checkpoint is no longer the base.
+        # The newest checkpoint of a run that has continued since is no longer the base.
         sibling = remembered and folder.parent / remembered[0].name
         named += [sibling, folder] if sibling and sibling.is_dir() else [folder]
 
@@ -442,9 +431,8 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
 
 
 @collective
-def found_by_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
-    """The folder that rank 0 finds; of a model of the hub, each machine's own copy, which one rank downloads.
-    """
+def find_on_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
+    """Return the folder that rank 0 finds; for a hub model, the copy that each machine downloads once."""
     folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(find()))))
     name = huggingface.name_of_download(folder)
     if name and ranks.world_size > 1:
@@ -459,14 +447,14 @@ def found_by_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
 @collective
 def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFolder,
               for_replay: bool = False) -> Run:
-    """The run in memory: model, optimizer, progress, and the objective with all that it needs.
+    """Build a run in memory: model, optimizer, progress and objective.
 
     Args:
-        for_replay: the run will not be saved, and its own weights may be non-finite.
+        for_replay: the run is never saved, and its weights may be non-finite.
     """
     config, ranks = start.config, context.ranks
     dtype = model_utils.choose_dtype(config, ranks.device.type)
-    if config.lora_enabled:  # new adapters on the start's base, or those of the start
+    if config.lora_enabled:  # new adapters, or those of the start
         generator = torch.Generator().manual_seed(config.seed)
         model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)
         model_utils.allocate_model(model, config, ranks)
@@ -477,7 +465,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     else:
         model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         if start.folder is not None:
-            finite = not (for_replay and start.own)
+            finite = not (for_replay and start.is_own)
             ranks.raise_on_all(lambda: model_utils.load_weights(start.folder, model, finite))
     optimizer = Optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
@@ -486,7 +474,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
         ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
 
-    def base() -> Path:  # found and verified already, unless a run without adapters is resumed
+    def base() -> Path:  # located earlier, unless a run without adapters resumes
         return start.base or find_base(config, asdict(progress), folder.path, context.log.warn)
 
     objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
@@ -500,10 +488,10 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
 def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.dtype,
                     generator: torch.Generator, ranks: Ranks
                     ) -> tuple[Transformer, Optional[peft.Adapter]]:
-    """A base with adapters, without memory, and the adapters of the start, if any."""
+    """Return a base with adapters on the meta device, and the adapters of the start, if any."""
     model = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
     adapter, token_ids = None, {}
-    if start.own:
+    if start.is_own:
         rows = padded(model.vocab_size)
         adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(start.folder, config, rows))
         ranks.raise_on_all(lambda: adapter.check_base(start.remembered["base_sha256"], start.base))
@@ -516,7 +504,7 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
-    """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
+    """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects."""
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
     parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size)
     head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
@@ -525,14 +513,14 @@ def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingfac
 
 
 def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
-    """The progress to resume from; also restores the optimizer's and the loss scaler's state."""
+    """Restore the state of optimizer and loss scaler, and return the progress to resume from."""
     config, progress = start.config, Progress()
     if start.state:
         progress = Progress(**start.state["progress"])
         optimizer.load_state_tensors(model_utils.restore_padding(store.read_optimizer(start.folder), model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])
-    if not start.own and config.start_step is not None:  # all counters that go with the step restart
+    if not start.is_own and config.start_step is not None:  # restart all counters that depend on the step
         progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
                             recent_losses=progress.recent_losses)
     return replace(progress, **start.remembered)
@@ -544,13 +532,13 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
 @collective
 def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_base: Callable[[], Path],
                      base_sha256: Optional[str], context: RunContext) -> tuple[objectives.Objective, Inputs]:
-    """The objective of the settings, and the inputs with the precomputed outputs that it needs.
+    """Return the objective, and the inputs with the precomputed outputs that it needs.
 
-    Interrupted: a rank received a stop signal.
+    Raises Interrupted if a rank received a stop signal.
 
     Args:
-        locate_base: returns the model that the run began with; rank 0 calls it.
-        base_sha256: of its weights; None if it was not stored.
+        locate_base: called on rank 0, returns the model that the run started from.
+        base_sha256: hash of its weights; None if it was not stored.
     """
     outputs = OutputStore(cache_of(config), context)
     if config.training_stage == "dpo":
@@ -561,9 +549,9 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs
 
-    # A teacher that runs in each step. Rank 0 verifies its files for all.
+    # A live teacher. Rank 0 verifies its files for all.
     tokenizer, ranks = inputs.tokenizer, context.ranks
-    folder = found_by_rank0(lambda: find_teacher(config, tokenizer), ranks)
+    folder = find_on_rank0(lambda: find_teacher(config, tokenizer), ranks)
 
     @cache
     def load():
@@ -573,31 +561,31 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
         compiled = config.compile and ranks.device.type == "cuda"
         return objectives.Distillation(config, load(), compiled), inputs
 
-    # Or stored for the rows that the run reads; each source of a mixture has a separate store, which does not
-    # depend on the weights.
-    facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
-    facts["vocab_size"] = tokenizer.vocab_size
+    # Otherwise store the outputs for the rows that the run reads, separately for each source of a mixture, so
+    # that they do not depend on the weights.
+    provenance = ranks.broadcast(ranks.on_rank0(lambda: teacher_provenance(folder, config)))
+    provenance["vocab_size"] = tokenizer.vocab_size
 
-    def stored(split: str, rows: Optional[Rows]) -> Optional[Rows]:
-        def of_source(part, source: int):
-            all_facts = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
+    def attach(split: str, rows: Optional[Rows]) -> Optional[Rows]:
+        def attach_to_source(source_rows, source: int):
+            data = {"data": rows_by_source(inputs.rows)[source].fingerprint, "split": split}
             indices = rows_read(config, rows, split, source)
-            return with_teacher(outputs, part, all_facts, load, config, indices)
+            return with_teacher(outputs, source_rows, {**provenance, **data}, load, config, indices)
 
-        return rows and map_parts(rows, of_source)
+        return rows and map_sources(rows, attach_to_source)
 
-    rows, held_out = stored("train", inputs.rows), stored("validation", inputs.validation_rows)
+    rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)
     return objectives.Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
 
 
 def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray:
-    """The indices of the rows of a split that a whole run reads, of one source of a mixture, ascending."""
+    """Return the ascending indices of the rows of one source that a whole run reads from a split."""
     if split == "validation":
         if not isinstance(rows, MixedRows):
             return np.arange(min(config.validation_rows, len(rows)))
         sources, within = rows.locate(np.arange(len(rows)))
         return np.unique(within[sources == source])
-    count, size = config.max_steps * config.rows_per_step, len(parts_of(rows)[source])
+    count, size = config.max_steps * config.rows_per_step, len(rows_by_source(rows)[source])
     if isinstance(rows, MixedRows):
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
     if count >= size:
@@ -608,14 +596,14 @@ def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray
 @collective
 def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_base: Callable[[], Path],
                      base_sha256: Optional[str], outputs: OutputStore) -> tuple[objectives.Reference, Inputs]:
-    """The reference, and the inputs with its stored log-probabilities if it is not run in each step."""
+    """Return the reference, and the inputs, which include its log-probabilities if they are stored."""
     is_stored, dtype = objectives.reference_is_stored(config), model.compute_dtype
     ranks = outputs.context.ranks
-    # The base under the adapters is a live reference that costs no memory.
+    # With adapters, their base is a live reference without extra memory.
     if config.lora_enabled and not is_stored:
         return partial(logprobs_without_adapters, model), inputs
 
-    base = cache(partial(found_by_rank0, locate_base, ranks))
+    base = cache(partial(find_on_rank0, locate_base, ranks))
 
     @cache
     def frozen() -> Transformer:
@@ -629,23 +617,21 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
 
     if not is_stored:
         return partial(objectives.frozen_logprobs, frozen()), inputs
-    if not base_sha256:  # older versions stored the hash for adapters only
+    if not base_sha256:  # older versions stored the hash only for adapters
         folder = base()
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
-    facts = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
+    provenance = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
-    def stored(split: str, rows: Optional[Rows]) -> Optional[Rows]:
-        def of_source(part, source: int):
-            return with_reference(outputs, part, split, facts, frozen, config.micro_batch_size)
+    def attach(split: str, rows: Optional[Rows]) -> Optional[Rows]:
+        return rows and map_sources(rows, lambda source_rows, _: with_reference(
+            outputs, source_rows, split, provenance, frozen, config.micro_batch_size))
 
-        return rows and map_parts(rows, of_source)
-
-    rows, held_out = stored("train", inputs.rows), stored("validation", inputs.validation_rows)
+    rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)
     return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
 
 
 def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
-    """The (B, P, 2) log-probabilities by the base of a model with adapters."""
+    """Return the (B, P, 2) log-probabilities of a model without its adapters."""
     with lora.disable_adapters(model):
         was_training = model.training
         try:

@@ -1,4 +1,4 @@
-"""Services that also get a run's metrics, samples and report: wandb, TensorBoard and trackio."""
+"""Experiment trackers for a run's metrics, samples and report: wandb, TensorBoard and trackio."""
 
 import os
 import queue
@@ -18,9 +18,7 @@ Rows = Sequence[Sequence[Any]]
 
 
 class Tracker:
-    """A service in a thread, so that it can be slow, fail or hang.
-
-    After its first error there is one warning, and it is not called again.
+    """Runs a tracker in a thread, where it may be slow, fail or hang. Its first error switches it off.
 
     Args:
         start: returns an object with the methods of `Wandb`.
@@ -31,7 +29,7 @@ class Tracker:
     def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
         self.name, self.start = name, start
         self.warn = once(warn)  # a service that did not finish may still fail later
-        self.note: Optional[str] = None  # for the user, at the end
+        self.note: Optional[str] = None  # printed at the end of the run
         self.waiting: queue.Queue[tuple] = queue.Queue()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -42,18 +40,17 @@ class Tracker:
             while call != "finish":
                 call, *arguments = self.waiting.get()
                 self.note = getattr(service, call)(*arguments)
-        # Whatever a tracker raises, SystemExit included, must not end the run.
-        except BaseException as error:
+        except BaseException as error:  # even SystemExit from a tracker must not end the run
             self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: "
                           f"{str(error)[:200]}")
 
     def send(self, call: str, *arguments: Any) -> None:
-        """Queue a call of one of the service's methods; returns at once."""
+        """Queue a call of one of the service's methods without waiting for it."""
         if self.thread.is_alive():
             self.waiting.put((call, *arguments))
 
     def close(self, run_dir: Path, timeout_seconds: float) -> None:
-        """Let it finish, for at most so long."""
+        """Wait for it to finish, at most this long."""
         self.send("finish", run_dir)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():
@@ -67,9 +64,9 @@ class Tracker:
 
 @contextmanager
 def abandoning_trackers() -> Iterator[None]:
-    """A `with` block around a program: if a tracker is broken, end the process at once with its exit code.
+    """A `with` block around a program that ends the process immediately if a tracker is broken.
 
-    What wandb has registered to run at the end of the process would wait for ever.
+    Otherwise wandb's exit handlers would wait forever.
     """
     try:
         yield
@@ -85,17 +82,17 @@ def abandoning_trackers() -> Iterator[None]:
 
 
 class Wandb:
-    """A wandb run: online if there is a key, else offline, unless WANDB_MODE is set."""
+    """A wandb run: WANDB_MODE if set, else online with an API key and offline without."""
 
-    last_step = -1  # an earlier step is not logged again; wandb itself leaves out those that it has
+    last_step = -1  # earlier steps are not logged again; wandb itself skips those that it has
 
     def __init__(self, config: Config, run_dir: Path, run_id: str):
         with requires_package("wandb", "WANDB_ENABLED=true"):
             import wandb
-        # It copies tables and artifacts there; else it needs a home that can be written.
+        # wandb copies tables and artifacts there; the default is in the home folder, which may be read-only.
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.absolute() / "wandb"))
-        by_key = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        self.mode = os.environ.get("WANDB_MODE") or by_key
+        default_mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        self.mode = os.environ.get("WANDB_MODE") or default_mode
         settings = wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True)
         self.module = wandb
         self.run = wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow",
@@ -114,16 +111,16 @@ class Wandb:
         self.run.log_artifact(artifact)
 
     def finish(self, run_dir: Path) -> Optional[str]:
-        """Complete the run; returns how to upload one that is offline."""
+        """Finish the run; return how to upload it if it is offline."""
         self.run.finish()
         if self.mode != "offline":
             return None
-        words = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
-        return f"Upload to wandb: {words}/wandb/offline-run-*"
+        sync = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
+        return f"Upload to wandb: {sync}/wandb/offline-run-*"
 
 
 class Trackio(Wandb):
-    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
+    """A trackio run, stored locally unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
 
     mode = "local"
 
@@ -131,8 +128,8 @@ class Trackio(Wandb):
         with requires_package("trackio", "TRACKIO_ENABLED=true"):
             import trackio
         self.module, self.run_id = trackio, run_id
-        self.last_step = -1 if last_step is None else last_step  # trackio would show it twice
-        # Its name for the run is the only one that it finds the run by.
+        self.last_step = -1 if last_step is None else last_step  # trackio would show repeated steps twice
+        # trackio finds a run only by this name.
         self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
                                 config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
@@ -141,13 +138,13 @@ class Trackio(Wandb):
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run's folder."""
+    """TensorBoard event files in the run's folder."""
 
     def __init__(self, run_dir: Path, step: int):
         with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
             from torch.utils.tensorboard import SummaryWriter
 
-        # On a full disk its thread dies with a traceback; the next call raises the same error, which counts.
+        # On a full disk its thread dies with a traceback. Hide it: the next call raises the same error.
         show = threading.excepthook
         threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
                                               or show(death))
@@ -163,7 +160,7 @@ class TensorBoard:
         self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
     def report(self, path: Path) -> None:
-        """It has no place for the report."""
+        """Do nothing: TensorBoard cannot store reports."""
 
     def finish(self, run_dir: Path) -> None:
         self.writer.close()

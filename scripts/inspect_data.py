@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, run_script  # noqa: E402
 from common.text import command, print_safely, show
-from data_pipeline.mixture import read_mixture, source_facts, table
+from data_pipeline.mixture import read_mixture, source_table, table
 from data_pipeline.prepare import names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
 from data_preparation_utils import FlagParser, count
@@ -48,7 +48,7 @@ def facts_of(path: Path) -> dict[str, Any]:
     """Return what a manifest says of a set; a mixture counts its training splits, without repeats."""
     folder = path.parent
     if path.name == MIXTURE:
-        kind, tokenizer, counted = "mixture", None, source_facts(folder, read_mixture(folder))
+        kind, tokenizer, counted = "mixture", None, source_table(folder, read_mixture(folder))
         sources = [f"{one['share']:.0%} {one['source']}" for one in counted]
     else:
         manifest = read_prepared(folder)

@@ -37,7 +37,7 @@ from common.http_server import is_loopback
 from common.text import print_safely, silence_unread_streams
 from config import Config
 from parallel import process
-from parallel.process import LOOPBACK, Wanted, listen_at
+from parallel.process import LOOPBACK, GpuRequest, listen_at
 from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -55,7 +55,7 @@ def make_parser() -> CommandParser:
     group = parser.add_argument_group("on this machine")
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                        help="number of ranks (default: one per GPU, or 1)")
-    group.add_argument("--gpus", type=Wanted.parse, metavar="WHICH",
+    group.add_argument("--gpus", type=GpuRequest.parse, metavar="WHICH",
                        help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
                             "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",

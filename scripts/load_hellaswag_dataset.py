@@ -13,7 +13,7 @@ from common.errors import DataError, local_path, run_script
 from common.files import atomic_write, disk_errors
 from common.text import show
 from data_pipeline.sources import Reading, read_records, source_of
-from data_preparation_utils import FlagParser, some_text
+from data_preparation_utils import FlagParser, non_empty
 
 
 def main(argv: list[str]) -> None:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
             ("--split", "NAME", "the hub dataset's split [validation]", "validation"),
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
-        parser.add_argument(flag, metavar=metavar, help=meaning, default=default, type=some_text)
+        parser.add_argument(flag, metavar=metavar, help=meaning, default=default, type=non_empty)
     flags, _ = parser.parse(argv)
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
     output = local_path(flags.output or f"data/hellaswag/{flags.split}.jsonl")

@@ -45,7 +45,7 @@ import torch  # noqa: E402
 from checkpoint.huggingface import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
 from checkpoint.tensors import open_tensors  # noqa: E402
-from data_pipeline.shards import TokenizerFacts  # noqa: E402
+from data_pipeline.shards import TokenizerInfo  # noqa: E402
 from data_pipeline.templates import load_chat_format  # noqa: E402
 from dataloaders import ExampleRows, open_example_set  # noqa: E402
 from inference.generate import generate  # noqa: E402
@@ -122,7 +122,7 @@ def exact_answers(folder: Path) -> tuple[float, float]:
 def preference_accuracy(folder: Path) -> float:
     """The share of held-out pairs whose chosen answer has a higher probability than the rejected one."""
     model, tokenizer = load_for_use(folder)
-    pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerFacts(tokenizer.vocab_size))
+    pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerInfo(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):
         batch = rows(np.arange(start, min(start + 16, len(rows)))).to(model.norm.weight.device)

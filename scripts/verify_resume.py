@@ -73,7 +73,7 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
         changes[setting] = str(folder.resolve())
     changed = load([f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items()])
     start = find_start(changed, None, Path(config.output_dir) / "verify-resume", Ranks())
-    if not start.own and config.start_step is not None:
+    if not start.is_own and config.start_step is not None:
         return changes, config.start_step
     return changes, start.state["progress"]["step"] if start.state else 0
 

@@ -36,7 +36,7 @@ from learn.optim import Optimizer
 from model import Transformer
 from model_utils import wrap_model
 from observe import guards
-from parallel.fsdp import own
+from parallel.fsdp import local_rows
 from parallel.ranks import Ranks
 from run import folder as run_folder
 from run.life import Progress
@@ -567,7 +567,7 @@ def drift(rank: int, name: str) -> None:
 
     def append_ledger(run, result):
         if run.progress.step == 2:
-            rows = own({**dict(run.model.named_parameters()), **run.optimizer.state_tensors()}[name]).detach()
+            rows = local_rows({**dict(run.model.named_parameters()), **run.optimizer.state_tensors()}[name]).detach()
             rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
         original(run, result)
 

@@ -18,7 +18,7 @@ from factories import prepare_under_fire, start_preparation, write_jsonl
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import DOCUMENTS, describe_prepared
-from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set, prepared_folder
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
 from data_preparation_utils import PreparationOptions, prepare_from_flags, prepare_set
@@ -51,7 +51,7 @@ def shards_of(folder):
 
 
 def tokens_of(folder, split, tokenizer):
-    token_set = open_token_set(folder, split, TokenizerFacts(tokenizer.vocab_size, tokenizer.sha256))
+    token_set = open_token_set(folder, split, TokenizerInfo(tokenizer.vocab_size, tokenizer.sha256))
     return token_set.read(0, token_set.tokens).tolist()
 
 

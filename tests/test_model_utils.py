@@ -104,7 +104,7 @@ def compiler_that(raises: Exception | None = None, adds: float = 0.0):
 
 
 @pytest.mark.parametrize(("compiler", "headers", "told"), [
-    (compiler_that(), "/", None), (compiler_that(adds=1), "/", "it gives wrong numbers, or set COMPILE=false"),
+    (compiler_that(), "/", None), (compiler_that(adds=1), "/", "its results are wrong, or set COMPILE=false"),
     (compiler_that(RuntimeError("\nno ptxas\nmore")), "/", "RuntimeError: no ptxas, or set COMPILE=false"),
     (compiler_that(subprocess.CalledProcessError(1, ["gcc"])), "/nowhere", "Python.h.*install python3-dev, or set COMPILE")])
 def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compiler, headers, told, tmp_path, monkeypatch):

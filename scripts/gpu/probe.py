@@ -285,7 +285,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
         gradient_sync,
         model_on_meta,
     )
-    from parallel.fsdp import own
+    from parallel.fsdp import local_rows
     from parallel.ranks import Ranks
 
     device = torch.device(task.device, 0) if task.cuda else torch.device("cpu")
@@ -295,7 +295,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
         lora.cast_base(model, dtype)
     allocate_model(model, config, Ranks(device=device))
     for parameter in model.parameters():
-        own(parameter).detach().zero_()
+        local_rows(parameter).detach().zero_()
     optimizer = Optimizer(model, config)
     compile_where_possible(model, config, task.device)
     tokens = torch.zeros(config.micro_batch_size, config.max_seq_len, dtype=torch.int64, device=device)

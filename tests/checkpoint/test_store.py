@@ -275,7 +275,7 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
         bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
         assert store.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
     assert tuple(waited) == store.RETRY_SECONDS[:failures]
-    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "trying again in" in text
+    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "retrying in" in text
                                             for text in told)
 
 

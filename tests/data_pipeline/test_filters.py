@@ -133,7 +133,7 @@ def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path
         found = EvaluationItems(Source(path=str(tmp_path / "items.json"), column=""))
         assert "items.json:1 (item 2)" in found.overlap(words_of(f"so: {run}.")) and found.overlap(run.split()[1:]) is None
     (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
-    with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text of 13 words"):
+    with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 13 words"):
         EvaluationItems(Source(path=str(tmp_path / "items.json"), column=""))
 
 

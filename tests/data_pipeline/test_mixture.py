@@ -90,8 +90,8 @@ A, B = {"path": "a"}, {"path": "b"}
     ({"sources": []}, "sources: list should have at least 1"),
     ({"sources": [{**A, "weight": 0}]}, "sources.0.weight: input should be greater"),
     ({"sources": [A], "stop": "all_exhausted"}, "stop: extra inputs"),
-    ({"sources": [A, A]}, "two sources are called 'a'; give each its own label"),
-    ({"sources": [{**A, "weight": 1}], "phases": [{"weights": {"a": 1}}]}, "leave out its weight"),
+    ({"sources": [A, A]}, "two sources have the label 'a'; use different labels"),
+    ({"sources": [{**A, "weight": 1}], "phases": [{"weights": {"a": 1}}]}, "remove its weight"),
     ({"sources": [A], "phases": []}, "phases: list should have at least 1"),
     ({"sources": [A], "phases": [{"weights": {"b": 1}}]}, "phase 1 weighs 'b', which is not a source's label; the labels are 'a'"),
     ({"sources": [A], "phases": [{"weights": {"a": -1}}]}, "phases.0.weights.a: input should be greater"),
@@ -172,21 +172,21 @@ def test_a_batch_holds_the_rows_of_the_sets(sources, prepared):
     folder = sources((0.5, [3, 1]), (1, [1, 1]))
     config, tokenizer = settings(prepared, folder), load_tokenizer(str(prepared.tokenizer))
     rows = open_rows(config, "train", tokenizer, "auto")
-    assert len(rows) == sum(map(len, rows.parts)) and len(set(map(len, rows.parts))) == 2
-    indices = np.array([len(rows) - 1, 0, len(rows.parts[0]), 3])
+    assert len(rows) == sum(map(len, rows.source_rows)) and len(set(map(len, rows.source_rows))) == 2
+    indices = np.array([len(rows) - 1, 0, len(rows.source_rows[0]), 3])
     batch = rows(indices)
     for number, index in enumerate(indices):
-        part, within = (rows.parts[0], index) if index < len(rows.parts[0]) else (rows.parts[1], index - len(rows.parts[0]))
+        part, within = (rows.source_rows[0], index) if index < len(rows.source_rows[0]) else (rows.source_rows[1], index - len(rows.source_rows[0]))
         alone = part(np.array([within]))
         for name in ("tokens_BT", "targets_BT", "document_ids_BT"):
             assert torch.equal(getattr(batch, name)[number], getattr(alone, name)[0])
     # The sources of the run: 3 of 4 rows, then one of two.
     order = RowOrder(len(rows), 8, 2, config.seed, mixing=rows.mixing)
-    from_first = [(order.all_rows(step) < len(rows.parts[0])).sum() for step in range(6)]
+    from_first = [(order.all_rows(step) < len(rows.source_rows[0])).sum() for step in range(6)]
     assert from_first == [6, 6, 6, 4, 4, 4]
-    facts = rows.facts(48)
+    facts = rows.source_table(48)
     assert [fact["share"] for fact in facts] == [30 / 48, 18 / 48]
-    assert facts[1]["passes"] == 18 / len(rows.parts[1]) > 0
+    assert facts[1]["passes"] == 18 / len(rows.source_rows[1]) > 0
 
 
 def test_validation_has_the_weights_of_the_last_phase(sources, prepared):
@@ -201,7 +201,7 @@ def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepa
     folder = sources((1, [1, 1]), validation_fraction=0.03)
     config = settings(prepared, folder, VALIDATION_ROWS=3)
     inputs = read_inputs(config, verify=False)
-    left_out = [part is None for part in inputs.validation_rows.parts]
+    left_out = [part is None for part in inputs.validation_rows.source_rows]
     assert left_out == [False, True] and "(none of plays) held out" in inputs.description
     with pytest.raises(DataError, match="no source has a row of validation"):
         open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")

@@ -19,7 +19,7 @@ from common.errors import CheckpointError, DataError
 from data_pipeline.shards import (
     MANIFEST,
     ShardWriter,
-    TokenizerFacts,
+    TokenizerInfo,
     Verification,
     dtype_for,
     open_token_set,
@@ -230,7 +230,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     chunks, vocab_size = token_set
     ids = sum(chunks, [])
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
-    opened = open_token_set(folder, "train", TokenizerFacts(vocab_size), verification=Verification("always"))
+    opened = open_token_set(folder, "train", TokenizerInfo(vocab_size), verification=Verification("always"))
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
     assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
@@ -246,7 +246,7 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     path = dice.choice(sorted(folder.glob("*.bin")))
     flip_bit(path, dice)
     with pytest.raises(DataError, match=path.name):
-        open_token_set(folder, "train", TokenizerFacts(token_set[1]), verification=Verification("always"))
+        open_token_set(folder, "train", TokenizerInfo(token_set[1]), verification=Verification("always"))
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,

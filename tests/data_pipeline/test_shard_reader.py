@@ -14,7 +14,7 @@ from data_pipeline.shards import (
     HEADER_BYTES,
     MANIFEST,
     VERIFIED,
-    TokenizerFacts,
+    TokenizerInfo,
     Verification,
     dtype_for,
     header_bytes,
@@ -47,7 +47,7 @@ def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
 
 
 def open_train(path, verify="auto", **changes):
-    tokenizer = TokenizerFacts(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
+    tokenizer = TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
     return open_token_set(path, "train", tokenizer, verification=Verification(verify))
 
 
@@ -69,7 +69,7 @@ def test_every_range_is_read_across_the_borders_of_shards(prepared):
     for start in range(52):
         for count in range(1, 53 - start):
             assert tokens.read(start, count).tolist() == list(range(start, start + count))
-    assert open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
+    assert open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
 
 
 def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
@@ -126,17 +126,17 @@ def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeyp
     open_train(prepared, verify="never")
     assert not names and not (prepared / VERIFIED).exists()
     open_train(prepared)
-    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
+    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
     assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
     names.clear()
     open_train(prepared)
-    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
+    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
     assert names == []
     os.utime(prepared / "train-00001.bin", ns=(1, 1))
     open_train(prepared)
     assert names == ["train-00001.bin"]
     open_train(prepared, verify="always")
-    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
+    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
@@ -253,7 +253,7 @@ def test_foreign_files_are_read(foreign, kind, monkeypatch):
     folder = foreign(kind)
     train = open_train(folder, document_start_id=3)
     assert train.read(0, 40).tolist() == list(range(40)) and train.tokens == 40 and train.document_start_id == 3
-    assert open_token_set(folder, "validation", TokenizerFacts(10)).read(0, 10).tolist() == list(range(10))
+    assert open_token_set(folder, "validation", TokenizerInfo(10)).read(0, 10).tolist() == list(range(10))
     assert open_train(folder / "*train*.[bn]*").read(0, 40).tolist() == list(range(40))
     first = sorted(folder.glob("*train*"))[0]
     assert open_train(first).tokens == (40 if kind == "nanogpt" else 25)
@@ -277,7 +277,7 @@ def test_a_foreign_file_may_have_any_name_where_it_is_pointed_at(tmp_path):
     assert open_train(tmp_path / "constraint.bin").tokens == 20
     for path, split in ((tmp_path, "train"), (tmp_path / "constraint.bin", "validation")):
         with pytest.raises(DataError, match=f"no token file for {split}"):
-            open_token_set(path, split, TokenizerFacts(VOCABULARY))
+            open_token_set(path, split, TokenizerInfo(VOCABULARY))
 
 
 def test_two_kinds_of_files_are_refused(foreign):

@@ -32,12 +32,12 @@ def jsonl(*texts):
 
 
 @pytest.mark.parametrize("line, reason", [
-    (b'["a", "list"]', "expected one JSON object in a line, got list"),
+    (b'["a", "list"]', "expected one JSON object per line, got list"),
     (b'{"body": "x"}', "has no column 'text'; it has 'body'"),
     (b'{"text": null}', "column 'text' is null"),
-    (b'{"text": "a\\u0000b"}', "holds a NUL at character 2"),
+    (b'{"text": "a\\u0000b"}', "contains a NUL at character 2"),
     (b'{"text": "a\x00b"}', "not valid JSON"),
-    (b'{"text": "ab\\ud800"}', "holds a lone surrogate at character 3"),
+    (b'{"text": "ab\\ud800"}', "contains a lone surrogate at character 3"),
     (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
 ], ids=lambda value: "" if isinstance(value, bytes) else value)
 def test_a_bad_record_is_refused_by_line_or_skipped_and_listed(tmp_path, line, reason):
@@ -166,7 +166,7 @@ def test_an_array_that_is_not_valid_json_is_refused_by_line(tmp_path, content, r
 @pytest.mark.parametrize("how", [{}, {"indent": 1}])
 def test_an_object_around_the_array_is_refused_and_the_advice_works(tmp_path, how):
     (tmp_path / "x.json").write_text(json.dumps({"version": 1, "data": [{"text": "a"}]}, **how))
-    with pytest.raises(DataError, match="x.json:1: .*(write it alone into a .json file|must be taken away)"):
+    with pytest.raises(DataError, match="x.json:1: .*(write only it into a .json file|but not inside an object)"):
         texts_of(tmp_path / "x.json")
     (tmp_path / "x.json").write_text(json.dumps(json.loads((tmp_path / "x.json").read_text())["data"], **how))
     assert texts_of(tmp_path / "x.json")[0] == ["a"]
@@ -194,9 +194,9 @@ def test_a_folder_that_datasets_saved_is_read_by_split(saved):
     where, record = list(read_records(Source(path=str(saved / "one"), column=""), reading))[1000]
     assert (where, record) == (f"{saved}/one/data-00001-of-00003.arrow: row 234", {"text": "train 1000", "n": 1000})
     assert reading.bytes_done == reading.bytes_total
-    with pytest.raises(DataError, match="both has no split 'val'; it has train, test: name one with --split"):
+    with pytest.raises(DataError, match="both has no split 'val', only train, test; choose one with --split"):
         texts_of(saved / "both", split="val")
-    with pytest.raises(DataError, match="has folders that `datasets` saved, such as .*; give one of them"):
+    with pytest.raises(DataError, match="has folders saved by `datasets`, such as .*; use one of them"):
         texts_of(saved)
 
 
@@ -335,7 +335,7 @@ def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
         source = Source(name="my/MyTexts", split=split)
         assert identify(source, {})["revision"] == COMMIT
         assert texts_in(source) == [f"{split} {number}" for number in range(9)]
-    with pytest.raises(DataError, match="has no split 'val'; it has train, test"):
+    with pytest.raises(DataError, match="has no split 'val', only train, test"):
         texts_in(replace(source, split="val"))
     for other in (replace(source, config="big"), replace(source, revision="v2")):
         with pytest.raises(DataError, match="request to the hub failed"):

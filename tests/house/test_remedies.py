@@ -85,7 +85,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      "delete it and start again", gone("out/.known-files.json"),
      f"{PREPARING} y.jsonl --column prompt"),
     ("vocabulary", nothing, "scripts/train_tokenizer.py --output t.model --vocab-size 9999 --column prompt y.jsonl",
-     "yields only ([0-9]+) tokens.*ask for fewer", nothing,
+     "yields only ([0-9]+) tokens.*lower it", nothing,
      "scripts/train_tokenizer.py --output t.model --vocab-size {0} --column prompt y.jsonl"),
     ("no-tokenizer", env(TOKENIZER_PATH="t.model"), CHECK, f"train one with {ADVISED}$", nothing,
      "{0} --output t.model --vocab-size 256 --column prompt y.jsonl",
@@ -159,7 +159,7 @@ def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811
         load_tokenizer(str(tmp_path / "t.model"))
     (tmp_path / "tokenizer.json").write_text(content.replace("<|end_of_text|>", "<|fin|>"))
     (tmp_path / "t.model").write_text((tmp_path / "tokenizer.json").read_text())
-    with pytest.raises(DataError, match="name it as eos_token in a tokenizer_config.json beside it"):
+    with pytest.raises(DataError, match="add it as eos_token to a tokenizer_config.json beside it"):
         load_tokenizer(str(tmp_path / "t.model"), "huggingface")
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>", "bos_token": "<|begin_of_text|>"}')
     assert load_tokenizer(str(tmp_path / "t.model"), "huggingface").vocab_size == 516

@@ -12,7 +12,7 @@ from learn import optim
 from learn.optim import Muon, Optimizer, learning_rate
 from model import Transformer
 from model_utils import build_model
-from parallel.fsdp import gather_rows, own, put
+from parallel.fsdp import gather_rows, local_rows, put
 from parallel.ranks import start_ranks, stop_ranks
 
 VOCAB = 100
@@ -74,7 +74,7 @@ def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():
 def test_matrices_decay_and_norms_do_not(kind):
     model = make_model()
     optimizer = Optimizer(model, OptimConfig(optimizer=kind, weight_decay=0.5))
-    decays = {optimizer.names[parameter]: group["weight_decay"] for part in optimizer.parts
+    decays = {optimizer.names[parameter]: group["weight_decay"] for part in optimizer.optimizers
               for group in part.param_groups for parameter in group["params"]}
     assert decays == {name: 0.5 if parameter.ndim == 2 else 0.0 for name, parameter in model.named_parameters()}
 
@@ -138,7 +138,7 @@ def hash_of_updates(settings: dict) -> None:
             put(parameter.grad, gradient)
         optimizer.step(0.01, torch.tensor(2.0), torch.tensor(left_out))
         optimizer.zero_grad()
-    tensors = {name: (own(parameter), parameter) for name, parameter in model.named_parameters()}
+    tensors = {name: (local_rows(parameter), parameter) for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters())
     for name, value in optimizer.state_tensors().items():
         tensors[name] = value, parameters[name.rpartition(".")[0]] if value.ndim else value

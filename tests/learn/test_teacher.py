@@ -26,7 +26,7 @@ from fused.head import IGNORE_INDEX
 from learn import stored as stored_outputs
 from learn.objectives import Distillation
 from learn.stored import OutputStore, TeacherRows, top_k_logprobs, with_teacher
-from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher, teacher_facts
+from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher, teacher_provenance
 from model import Transformer
 from parallel.ranks import Interrupted, Ranks, RunContext, start_ranks, stop_ranks
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken
@@ -193,7 +193,7 @@ def test_another_vocabulary_is_refused_and_the_same_one_accepted_through_either_
     larger = other_tokenizer(TEXTS, 280)
     for spoil in (lambda: None, (copied / "tokenizer.json").unlink):
         spoil()
-        with pytest.raises(SettingsError, match=f"{tokenizer.vocab_size} ids, the student's tokenizer {larger.vocab_size}"):
+        with pytest.raises(SettingsError, match=f"{tokenizer.vocab_size} ids, and the student's tokenizer has {larger.vocab_size}"):
             find_teacher(settings(copied), larger)
     assert find_teacher(settings(copied), tokenizer)
 
@@ -247,14 +247,14 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path, tokenizer):
 
 
 def test_a_teachers_facts_follow_its_weights_and_its_configuration(copied):
-    facts = teacher_facts(copied, settings())
-    assert facts == teacher_facts(copied, settings()) != teacher_facts(copied, settings(teacher_precision="bf16"))
+    facts = teacher_provenance(copied, settings())
+    assert facts == teacher_provenance(copied, settings()) != teacher_provenance(copied, settings(teacher_precision="bf16"))
     edit_json(copied / "config.json", rope_theta=1234.0)
-    assert teacher_facts(copied, settings())["config_sha256"] != facts["config_sha256"]
+    assert teacher_provenance(copied, settings())["config_sha256"] != facts["config_sha256"]
     tensors = load_file(copied / "model.safetensors")
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    assert teacher_facts(copied, settings())["weights_sha256"] != facts["weights_sha256"]
+    assert teacher_provenance(copied, settings())["weights_sha256"] != facts["weights_sha256"]
 
 
 FACTS = {"weights_sha256": "w", "data": "d"}
@@ -461,7 +461,7 @@ def test_of_two_jobs_one_fills_the_store_and_the_other_waits(tmp_path, tokenizer
 
     def info(text: str) -> None:
         said.append(text)
-        if "waiting for it" in text:
+        if "waiting for" in text:
             waits.set()
 
     with ThreadPoolExecutor() as pool:
@@ -514,7 +514,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
 def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
-    with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
+    with pytest.raises(DataError, match="more bytes, but 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
 
 

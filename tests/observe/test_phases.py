@@ -84,7 +84,7 @@ def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_an
 @pytest.fixture(autouse=True)
 def quiet_heartbeat():
     """The heartbeat as at the start of a process."""
-    HEARTBEAT.step, HEARTBEAT.part = 0, "start-up"
+    HEARTBEAT.step, HEARTBEAT.subphase = 0, "start-up"
     yield
     HEARTBEAT.enter("start-up", 0)
 

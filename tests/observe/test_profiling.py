@@ -154,7 +154,7 @@ def test_windows_are_checked():
             f"PROFILE_STEPS={wrong} must be the first and the last step, counted from 1, such as 3:7"]
     assert "set POWER_HZ above 0, such as 50" in [*rules(Config(**common, power_steps="3:7", power_hz=0))][0]
     assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
-    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, and torch sees no GPU here; remove it"):
+    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, but torch sees no GPU here; remove it"):
         prepare_device(Config(memory_snapshot=3, device="cpu"))
     assert power.SLOWDOWNS
 

@@ -9,7 +9,7 @@ from nvml_stub import GIB
 
 from common.errors import SettingsError
 from parallel import process
-from parallel.process import Gpu, Wanted, choose_gpus
+from parallel.process import Gpu, GpuRequest, choose_gpus
 
 
 def test_every_gpu_is_read_as_it_is(nvml):
@@ -31,34 +31,34 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
         monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    process.take_gpus(Wanted.parse(asked))
+    process.take_gpus(GpuRequest.parse(asked))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert len(taken) == Wanted.parse(asked).count
+    assert len(taken) == GpuRequest.parse(asked).count
     assert [process.number_of(rank) for rank in range(len(taken))] == taken
 
 
 @pytest.mark.parametrize(("asked", "visible", "reason"), [
-    ("idle:3", None, "idle:3: of 6 GPUs 2 are idle (GPU 1 has 2 processes, 1.0 of 80 GiB in use, is 0 % busy; GPU 3 has 0"),
+    ("idle:3", None, "idle:3: of 6 GPUs 2 are idle (GPU 1 has 2 processes, 1.0 of 80 GiB in use, and is 0 % busy; GPU 3 has 0"),
     ("idle:1", "1", "of 1 GPUs 0 are idle (GPU 1 has "), ("idle:1", "", "of 0 GPUs 0 are idle; wait"),
     ("6", None, "there is no GPU 6 in this machine; choose from 0, 1, 2, 3, 4, 5"),
     ("1,2", "0,2", "there is no GPU 1 in CUDA_VISIBLE_DEVICES=0,2; choose from 0, 2"),
     ("5", None, "GPU 5 is partitioned (MIG); set CUDA_VISIBLE_DEVICES to the UUID"),
-    ("idle:1", "MIG-7,1", "CUDA_VISIBLE_DEVICES=MIG-7,1 names parts of them; leave --gpus out")])
+    ("idle:1", "MIG-7,1", "CUDA_VISIBLE_DEVICES=MIG-7,1 contains MIG partitions; omit --gpus")])
 def test_what_cannot_be_taken_is_refused_with_the_reason(asked, visible, reason, nvml, monkeypatch):
     nvml()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(SettingsError) as refused:
-        choose_gpus(Wanted.parse(asked))
+        choose_gpus(GpuRequest.parse(asked))
     assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["", "idle", "idle:0", "idle:-1", "idle:x", "3,", "3,3", "03,3", "a", "-1", "1.5", "all"])
 def test_what_means_nothing_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="such as 3,5, or idle:2"):
-        Wanted.parse(text)
+        GpuRequest.parse(text)
 
 
 def test_without_nvml_it_is_told_what_to_do(nvml, monkeypatch):

@@ -17,7 +17,7 @@ import train
 from fused.head import ChunkedHead
 from learn.objectives import LossSum, NextToken
 from model_utils import build_model
-from parallel.fsdp import is_divided, own
+from parallel.fsdp import is_divided, local_rows
 from parallel.ranks import start_ranks, stop_ranks
 from settings.load import load_config
 
@@ -228,7 +228,7 @@ def check_dtypes(argv: list[str]) -> None:
     bf16, fp32 = torch.bfloat16, torch.float32
     assert seen == {(bf16, fp32, fp32), (bf16, fp32, torch.Tensor), (bf16, bf16), bf16}, seen
     assert all(map(is_divided, (sharded.tok_embeddings.weight, sharded.output.weight)))
-    assert all(own(parameter).dtype == own(parameter.grad).dtype == fp32 for parameter in sharded.parameters())
+    assert all(local_rows(parameter).dtype == local_rows(parameter.grad).dtype == fp32 for parameter in sharded.parameters())
     stop_ranks()
 
 

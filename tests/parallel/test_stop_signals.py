@@ -25,12 +25,12 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
 
 
 @pytest.mark.parametrize(("number", "phase", "said"), [
-    (signal.SIGINT, "forward and backward", "Ctrl-C: finishing step 7, then saving; again to leave without saving\n"),
-    (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; again to leave without saving\n"),
-    (signal.SIGUSR1, "validation", "SIGUSR1: saving, after one more step at most; again to leave without saving\n"),
-    (signal.SIGTERM, "save", "SIGTERM: saving, after one more step at most; again to leave without saving\n"),
-    (signal.SIGTERM, "teacher", "SIGTERM: stopping before the first step; again to leave at once\n"),
-    (signal.SIGINT, "the end", "Ctrl-C: everything is saved, and the logs are being closed; again to leave at once\n")])
+    (signal.SIGINT, "forward and backward", "Ctrl-C: finishing step 7, then saving; repeat to exit without saving\n"),
+    (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; repeat to exit without saving\n"),
+    (signal.SIGUSR1, "validation", "SIGUSR1: saving after at most one more step; repeat to exit without saving\n"),
+    (signal.SIGTERM, "save", "SIGTERM: saving after at most one more step; repeat to exit without saving\n"),
+    (signal.SIGTERM, "teacher", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),
+    (signal.SIGINT, "the end", "Ctrl-C: everything is saved; closing the logs; repeat to exit immediately\n")])
 def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monkeypatch):
     monkeypatch.setattr(HEARTBEAT, "phase", phase)
     monkeypatch.setattr(HEARTBEAT, "step", 7)

@@ -19,11 +19,11 @@ from config import Config
 from run.adapters import merge
 from run.card import (
     NOT_IN_RECIPE,
+    card_metadata,
     card_text,
     cell,
     code,
     env_value,
-    facts_of,
     fenced,
     origin,
     read_card,
@@ -57,9 +57,9 @@ def test_each_checkpoint_has_the_scores_that_were_known_then(whole):
         scores = sections_of(read_card(whole.checkpoint(step)))["Scores"]
         measured = {name: max(at for at in whole.column(name) if at <= step) for name in ("val_loss", "hellaswag_acc")}
         loss, error = (whole.column(name)[measured["val_loss"]] for name in ("val_loss", "val_loss_stderr"))
-        assert f"| loss | {loss:.4f} +- {error:.4f} |  |  | {measured['val_loss']} |" in scores
+        assert f"| loss | {loss:.4f} ± {error:.4f} |  |  | {measured['val_loss']} |" in scores
         acc, error = (whole.column(f"hellaswag_{name}")[measured["hellaswag_acc"]] for name in ("acc", "stderr"))
-        assert f"| acc | {acc:.4f} +- {error:.4f} | 10 | 0.2500 | {measured['hellaswag_acc']} |" in scores
+        assert f"| acc | {acc:.4f} ± {error:.4f} | 10 | 0.2500 | {measured['hellaswag_acc']} |" in scores
 
 
 def test_the_data_is_named_by_its_hashes(whole, prepared):
@@ -101,11 +101,11 @@ def test_a_resumed_run_tells_its_parts_and_has_the_digest_of_a_straight_one(whol
     assert run.train(MAX_STEPS=3) == 0
     assert run.train(MODEL_LICENSE="My own", MODEL_LANGUAGE="en, no") == 0
     card, straight = read_card(run.checkpoint(6)), read_card(whole.checkpoint(6))
-    assert "- from step 4 on with MAX_STEPS=`6`" in card
-    facts = facts_of(card)
+    assert "- from step 4 on: MAX_STEPS=`6`" in card
+    facts = card_metadata(card)
     assert (facts["license"], facts["license_name"]) == ("other", "my-own") and "- 'no'" in card
     # The learning rate of the first three steps does not depend on MAX_STEPS here.
-    assert facts["ledger_sha256"] == ledger_sha256(run, 6) == facts_of(straight)["ledger_sha256"]
+    assert facts["ledger_sha256"] == ledger_sha256(run, 6) == card_metadata(straight)["ledger_sha256"]
 
 
 @pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored", "lora-sft"])
@@ -115,15 +115,15 @@ def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
     assert run.train() == 0 and "no model card" not in capsys.readouterr().err
     card, state = read_card(run.checkpoint(2)), store.read_state(run.checkpoint(2))
     (identity,) = [value for name, value in state["identity"].items() if name.endswith("_DATA_PATH")]
-    assert identity in card and "Nothing was measured." in card
+    assert identity in card and "No evaluation was run." in card
     if base := state["progress"]["base_sha256"]:
-        assert f"`base/checkpoints/step-00000002`, whose weights have SHA-256 `{base}`" in card
+        assert f"`base/checkpoints/step-00000002` (SHA-256 of its weights: `{base}`)" in card
     if mode == "lora-sft":
-        assert "LoRA adapters (4,864 parameters)" in card and facts_of(card)["library_name"] == "peft"
+        assert "LoRA adapters (4,864 parameters)" in card and card_metadata(card)["library_name"] == "peft"
         merge(run.checkpoint(2), tmp_path / "merged")
         merged = read_card(tmp_path / "merged")
         assert sections_of(merged)["Training"] == sections_of(card)["Training"]
-        assert facts_of(merged)["library_name"] == "transformers" and "PeftModel" not in merged
+        assert card_metadata(merged)["library_name"] == "transformers" and "PeftModel" not in merged
 
 
 def test_the_license_and_the_name_come_from_the_base(tmp_path):
@@ -188,7 +188,7 @@ def test_yaml_reads_back_what_was_written(block):
     text = card_text(block, "title", introduction="---\nname: value", is_chat=False)
     assert yaml.safe_load(text.split("\n---\n")[0].removeprefix("---\n")) == block
     expected = {name: str(value) for name, value in block.items() if isinstance(value, (str, int))}
-    assert facts_of(text) == expected
+    assert card_metadata(text) == expected
 
 
 @given(TEXTS)
@@ -215,11 +215,11 @@ def test_no_line_ends_a_block_of_code(lines):
 def test_a_card_is_read_back(tmp_path):
     text = card_text({"license": "other", "license_name": "my own: one", "tags": ["a"], "empty": "", "none": [], "paddock": {"step": 3}},
                      "a|`b", introduction="{{ hello }}", is_chat=True, inherited={"Empty": "", "Scores": "| a |"})
-    assert facts_of(text) == {"license": "other", "license_name": "my own: one", "step": "3"}
+    assert card_metadata(text) == {"license": "other", "license_name": "my own: one", "step": "3"}
     assert "\n\n# ``a|`b``\n\n{{ hello }}\n\n## Use\n" in text and [*sections_of(text)] == ["Use", "Scores", "Check a copy"]
     assert sections_of(text)["Scores"] == "| a |" and "apply_chat_template" in sections_of(text)["Use"]
     assert read_card(tmp_path) == "" == read_card(tmp_path / "missing")
     # Cards of others: comments, quotes, lists of mappings, no metadata at all.
-    assert facts_of("---\nlicense: 'llama3.2' \nbase_model:\n- a/b\nlicense_link: \"LICENSE.txt\"\n---\n# T\nlicense: mit\n") == {
+    assert card_metadata("---\nlicense: 'llama3.2' \nbase_model:\n- a/b\nlicense_link: \"LICENSE.txt\"\n---\n# T\nlicense: mit\n") == {
         "license": "llama3.2", "license_link": "LICENSE.txt"}
-    assert facts_of("# Title\nlicense: mit\n") == {} == facts_of(json.dumps({}))
+    assert card_metadata("# Title\nlicense: mit\n") == {} == card_metadata(json.dumps({}))

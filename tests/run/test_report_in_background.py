@@ -109,7 +109,7 @@ def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, monkeypatch
     for _ in range(3):
         report.start(tmp_path, warnings.append)
         report.process.wait()
-    assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. The run does not")
+    assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. This does not")
     report.finish(tmp_path, PATIENCE, warnings.append)
     assert warnings == 2 * warnings[:1], "again at the end of the run"
     warnings.clear()

@@ -119,10 +119,10 @@ def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume,
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
 
 
-@pytest.mark.parametrize("fatal", range(len(run_folder.OWN) + 1))
+@pytest.mark.parametrize("fatal", range(len(run_folder.RUN_FILES) + 1))
 def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_path, monkeypatch):
     """At each rename. The next start completes the move, even without RESUME=never."""
-    for entry in run_folder.OWN:
+    for entry in run_folder.RUN_FILES:
         (tmp_path / entry / "inside").mkdir(parents=True)
     rename, calls = Path.rename, iter(range(99))
 
@@ -138,7 +138,7 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
     monkeypatch.undo()
     assert len(run_folder.earlier_runs(tmp_path)) == (fatal > 0), "and the look before that knows"
     aside = run_folder.move_aside(tmp_path, asked=False)
-    assert sorted(os.listdir(aside or tmp_path)) == sorted(run_folder.OWN)
+    assert sorted(os.listdir(aside or tmp_path)) == sorted(run_folder.RUN_FILES)
     assert os.listdir(tmp_path) == [aside.name] if fatal else aside is None
     assert run_folder.move_aside(tmp_path, asked=False) is None
 
@@ -157,7 +157,7 @@ def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monke
     monkeypatch.setattr(store, "check_room",
                         lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
     assert finished.train(RESUME="never") == 143
-    assert "nothing is changed. The same command starts again" in capsys.readouterr().out
+    assert "nothing was changed. To start, run the same command again" in capsys.readouterr().out
     assert contents(finished.output_dir) == before
 
 

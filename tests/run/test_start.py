@@ -283,7 +283,7 @@ def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path,
 
 
 @pytest.mark.parametrize("changes, told", [
-    ({"N_HEADS": 8}, "N_HEADS is 4 there and 8 here (command line). To start from it, remove what differs, or set N_HEADS=4"),
+    ({"N_HEADS": 8}, "N_HEADS is 4 there and 8 here (command line). To start from it, remove these settings, or set N_HEADS=4"),
     ({"MULTIPLE_OF": 64}, "FFN_DIM is 96 there and 128 here (command line)")])
 def test_what_contradicts_the_start_is_named_with_its_place(changes, told, stages, tmp_path, capsys):
     run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1))
@@ -333,7 +333,7 @@ def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch,
                                                     **({"PRETRAIN_CHECKPOINT": "acme/tiny"} if name != "usual" else {})))
                            for mode, name in (("sft", "usual"), ("sft", "run"), ("lora-sft", "adapted")))
     assert usual.train() == run.train() == adapted.train() == adapted.train(MAX_STEPS=2) == 0
-    assert "the last 9 rows of the model's vocabulary have no token" in capsys.readouterr().out
+    assert "dropping the model's last 9 vocabulary rows" in capsys.readouterr().out
     assert usual.hashes(1) == run.hashes(1)
     described = read_json(adapted.checkpoint(2) / "adapter_config.json")
     assert (described["base_model_name_or_path"], described["revision"]) == ("acme/tiny", place.name)

@@ -151,7 +151,7 @@ def test_all_sets_are_listed(sets, inspect):
 def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, monkeypatch):
     monkeypatch.setattr("debug.inspect.find_tokenizer", lambda manifest, config: None)
     said = inspect(sets["chats"])
-    assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes a token" not in said
+    assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes per token" not in said
 
 
 @pytest.mark.parametrize("flags, reason", [

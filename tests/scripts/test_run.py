@@ -108,7 +108,7 @@ def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
 @pytest.mark.parametrize(("flags", "reason"), [
     (["--column", "body"], "--column describes a source to prepare, but no source is given"),
     (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
-    (["--source", "corpus", "--mix", "m.json"], "--mix describes its sources itself")])
+    (["--source", "corpus", "--mix", "m.json"], "--mix contains its sources")])
 def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
     os.environ["PRETRAIN_DATA_PATH"] = str(prepared.shards)
     with pytest.raises(PaddockError, match=reason):

@@ -6,7 +6,7 @@ import pytest
 from factories import assert_same_run, stop_at
 
 import train
-from data_pipeline.shards import TokenizerFacts
+from data_pipeline.shards import TokenizerInfo
 from dataloaders import ExampleRows, open_example_set
 from scripts import soak
 
@@ -55,7 +55,7 @@ def test_three_changes_of_ranks_or_sharding(capsys):
 @pytest.mark.slow
 def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(stages, tmp_path):
     """With dropout, whose random state is not saved."""
-    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", TokenizerFacts(512)), 96))
+    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", TokenizerInfo(512)), 96))
     last = -(-rows // 8) + 2
     settings = {"MAX_STEPS": last, "LORA_DROPOUT": 0.3}
     whole = stages.run("lora-sft", tmp_path / "whole", **settings)

@@ -54,7 +54,7 @@ def test_a_copy_needs_no_run_and_nothing_but_the_standard_library(copy):
 
 @pytest.mark.parametrize(("name", "damage", "told"), [
     ("model.safetensors", flip_bit, "is damaged: its SHA-256 has changed"), ("config.json", Path.unlink, "is missing"),
-    ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, and")])
+    ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of")])
 def test_damage_is_named(copy, name, damage, told):
     damage(copy / name)
     text = verify(copy, "--model-only", code=5)

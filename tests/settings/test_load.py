@@ -513,7 +513,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs contains a variable or a command, which is not expanded"),
     (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
     (("--teacher-model", "`cat name`", "--distillation-enabled"), "not expanded"),
-    (("--run-name", "ä" * 101), "has 202 bytes, and may have 200"),
+    (("--run-name", "ä" * 101), "has 202 bytes, but may have 200"),
     (("--training-stage", "sft"), "scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
     (("--training-stage", "dpo", "--instruct-checkpoint", "a"), "scripts/load_dpo_dataset.py"),
@@ -530,14 +530,14 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
     (("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5"), "DIM=wide"),  # whose rules are silent then
-    (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares answers, which the stages sft and dpo have"),
+    (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares answers, which only the stages sft and dpo have"),
     *((("--eval-tasks", tasks), words) for tasks, words in (
-        ("arc.jsonl", "EVAL_TASKS=arc.jsonl is not of the form name:file"),
+        ("arc.jsonl", "EVAL_TASKS=arc.jsonl does not have the form name:file"),
         ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
         *((f"{name}:x", f"{name} is already the name of another metric") for name in ("hellaswag", "val_loss", "generation")),
-        ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, and must be a local path"),
+        ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, but must be a local path"),
         ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x contains a variable or a command"))),
-    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a local path")
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, but must be a local path")
       for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
       for url in ("s3://x/y", "file:/x")),
 ])

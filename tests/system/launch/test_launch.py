@@ -369,7 +369,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
         assert command.wait() == 143, command.text()
     assert "Traceback" not in command.text() and "error" not in command.text()
     if moment != "import":
-        assert command.text().count("; again to leave ") == what.startswith("launcher"), command.text()
+        assert command.text().count("; repeat to exit ") == what.startswith("launcher"), command.text()
     if moment in ("import", "start-up"):
         assert not run.steps_saved(), "before the first step there is nothing to save"
     else:

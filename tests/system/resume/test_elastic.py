@@ -140,7 +140,7 @@ def test_a_signal_in_an_evaluation_which_gathers_embedding_and_head_saves_the_ow
 def test_a_disk_that_is_away_for_a_moment_is_written_again_by_all_ranks(whole_sharded, tiny_run):
     run = tiny_run(**FULL)
     text = run.ends([0, 0], partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ESTALE)))
-    assert text.count("could not be written: [Errno 116] Stale file handle") == 1 and "trying again in 1 s" in text
+    assert text.count("could not be written: [Errno 116] Stale file handle") == 1 and "retrying in 1 s" in text
     assert_same_run(run, whole_sharded, 6)
 
 

@@ -32,7 +32,7 @@ import lora
 import train
 from config import Config
 from data_pipeline import shards
-from data_pipeline.shards import TokenizerFacts
+from data_pipeline.shards import TokenizerInfo
 from dataloaders import Batch, ExampleRows, open_example_set
 from learn import stored as precompute
 from learn.objectives import DPO, NextToken, stored_reference
@@ -68,7 +68,7 @@ def run(stages, tmp_path):
 
 def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
     """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
-    rows = ExampleRows(open_example_set(path, "train", kind, TokenizerFacts(512)), ROW_TOKENS)
+    rows = ExampleRows(open_example_set(path, "train", kind, TokenizerInfo(512)), ROW_TOKENS)
     if kind == "pairs":
         generator = torch.Generator().manual_seed(0)
         rows = precompute.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
