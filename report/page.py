@@ -81,7 +81,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
         live: the page also listens to server-sent events at `events`, and redraws at each event `data`.
     """
     style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
-    script = join_assets("elements.js", "chart.js", "page.js", *["live.js"] * live)
+    script = join_assets("elements.js", "chart.js", "export.js", "page.js", *["live.js"] * live)
     policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; "
               f"style-src {csp_hash(style)}; img-src data:; "
               f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'")

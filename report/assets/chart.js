@@ -182,7 +182,8 @@ function stroke(ctx, color, dash, ...points) {
     of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
-    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false, above: null});
+    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
+    this.above = null;
     this.title = h("h3", {id: `title-${key}`});
     this.tools = h("span", {});
     this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
@@ -194,6 +195,10 @@ class Chart {
       h("figcaption", {}, this.title, this.tools), this.area,
       h("div", {class: "legend"}, this.at, this.legend), this.sentence, this.details);
     this.figure.addEventListener("click", (event) => this.clicked(event.target.closest("[data-do]")));
+    this.tools.addEventListener("change", ({target}) => {
+      saveChart(this, target.value);
+      target.value = "save";
+    });
     this.details.addEventListener("toggle", () => this.fillTable());
     this.area.addEventListener("keydown", (event) => this.pressed(event));
     this.listenToTouch();
@@ -218,7 +223,9 @@ class Chart {
     const key = chart.isFloating && shapes.size > 1 && [...shapes].map(([name, shape]) => [" ", shape, name]);
     fill(this.title, `${chart.title} `, h("small", {}, chart.unit, key));
     fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
-      this.button("wide", this.isWide, ["wide", aside(" chart")]));
+      this.button("wide", this.isWide, ["wide", aside(" chart")]),
+      h("select", {"aria-label": `Save ${chart.title}`}, ["save", "csv", "png", "svg"].map((kind) =>
+        h("option", {value: kind}, kind))));
     const label = (line) => [swatch(line.color, line.shape), `${line.label} `, h("b", {})];
     fill(this.legend,
       lines.map((line) => h("li", {}, this.button(line.key, !this.off.has(line.key), label(line)))),
@@ -301,7 +308,7 @@ class Chart {
         push(role, error ? edge(sign) : ends));
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
       if (isSmooth && !low) push("raw", y);
-      const means = low && !line.group ? [...y.slice(0, -1), null] : y;  // the last value stands for itself alone
+      const means = low && !line.group ? [...y.slice(0, -1), null] : y;  // the last is one value
       push("main", isSmooth ? this.smoothed({...line, y: means}, span * (end - start)) : means);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
@@ -402,7 +409,7 @@ class Chart {
     return low < high ? [low / (high / low) ** .05, high * (high / low) ** .05] : [low / 2, high * 2];
   }
 
-  /** The highest value in sight without the first 20th of the axis, and of bands without the highest 100th. */
+  /** The highest value in sight without the first 20th, and of bands without the highest 100th. */
   usualTop(low) {
     const [start, end] = this.group.zoom || this.group.extent;
     const from = this.group.zoom ? start : start + (end - start) / 20;

@@ -48,7 +48,8 @@ function axisOf(run) {
 
 /** The steps of the run that lie in this part of the axis, and one more at each end. */
 function stepsIn(run, [low, high]) {
-  const steps = Object.values(run.curves).map(({x}) => x).reduce((a, b) => (b.length > a.length ? b : a), [0]);
+  const grids = Object.values(run.curves).map(({x}) => x);
+  const steps = grids.reduce((a, b) => (b.length > a.length ? b : a), [0]);
   const from = place(steps, low, axisOf(run)), to = place(steps, high, axisOf(run)) + 1;
   return [steps[Math.max(0, from)], steps[Math.min(steps.length - 1, to)]];
 }
@@ -206,8 +207,9 @@ function sparkline({x, y}) {
   if (some.length < 2) return null;
   const [[start], [end]] = [some[0], last(some)], values = some.map(([, value]) => value);
   const low = least(values), high = Math.max(most(values), low + 1e-9 * Math.abs(low) + 1e-12);
-  const place = ([at, value]) => [1 + 58 * (at - start) / (end - start), 18 - 16 * (value - low) / (high - low)];
-  const path = some.map((point) => place(point).map((each) => each.toFixed(1)).join(",")).join("L");
+  const across = (at) => 1 + 58 * (at - start) / (end - start),
+    up = (value) => 18 - 16 * (value - low) / (high - low);
+  const path = some.map(([at, value]) => `${across(at).toFixed(1)},${up(value).toFixed(1)}`).join("L");
   return svg("svg", {class: "spark", width: 60, height: 20, "aria-hidden": "true"},
     svg("path", {d: `M${path}`}));
 }
@@ -261,7 +263,8 @@ function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
 function verdict({verdict: sentences = [], sentence}) {
   const isUsual = /^(finished|running|failed)/.test(sentence) || isSeveral();
   const sign = {true: "✓", false: "✕", null: "•"}, kind = {true: "good", false: "bad", null: ""};
-  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([isGood, words]) =>
+  const lead = !isUsual && h("p", {}, `• ${sentence}`);
+  return h("div", {class: "verdict"}, lead, sentences.map(([isGood, words]) =>
     h("p", {class: kind[isGood]}, h("span", {"aria-hidden": "true"}, `${sign[isGood]} `), words)));
 }
 
@@ -329,7 +332,8 @@ function facts() {
 function matrices(tests) {
   const names = [...new Set(tests.flatMap(({a, b}) => [a, b]))];
   const cell = (measure, row, column) => {
-    const test = tests.find(({name, a, b}) => name === measure && [a, b].includes(row) && [a, b].includes(column));
+    const isOf = ({a, b}) => [a, b].includes(row) && [a, b].includes(column);
+    const test = tests.find((each) => each.name === measure && isOf(each));
     if (!test || row === column) return "";
     const value = (row === test.b ? 1 : -1) * test.difference, sign = value < 0 ? "−" : "+";
     const isBetter = test.better && test[test.better] === row, mark = isBetter ? " ✓" : "";
@@ -349,7 +353,8 @@ function resultRow({name, better, cells, percent: isShare}) {
   return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map((cell) => {
     if (!cell) return "–";
     const isBest = better && given.length > 1 && cell.value === best;
-    return h("span", {class: isBest && "best"}, measured(cell.value, cell.stderr, how), isBest && aside(" (best)"),
+    return h("span", {class: isBest && "best"}, measured(cell.value, cell.stderr, how),
+      isBest && aside(" (best)"),
       !isSameStep && h("small", {}, ` at step ${whole(cell.step)}`));
   })];
 }
@@ -548,6 +553,27 @@ function receive(data) {
   say();
 }
 
+/** The address of this page with what the reader has chosen. */
+function linkToView() {
+  const {zoom} = groupOf("steps"), {axis, smoothing, away} = view;
+  const chosen = {axis, smoothing, theme: byId("theme").value, zoom: zoom ? zoom.join(" ") : "",
+    away: JSON.stringify([...away])};
+  return `${location.href.split("#")[0]}#view?${new URLSearchParams(chosen)}`;
+}
+
+/** Show the view that the address names. */
+function readLink() {
+  if (!location.hash.startsWith("#view?")) return;
+  const chosen = new URLSearchParams(location.hash.slice(6));
+  const zoomed = chosen.get("zoom")?.split(" ").map(Number);
+  if (chosen.get("axis") in AXES) byId("axis").value = view.axis = chosen.get("axis");
+  byId("smoothing").value = view.smoothing = Number(chosen.get("smoothing")) || 0;
+  view.away = new Set(JSON.parse(chosen.get("away") || "[]"));
+  setTheme(byId("theme").value = chosen.get("theme") || "");
+  refresh();
+  if (zoomed?.length === 2) zoom(groupOf("steps"), zoomed);
+}
+
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   for (const {plot} of charts.values()) if (plot) plot.redraw(false);
@@ -569,8 +595,17 @@ byId("sample").addEventListener("input", ({target}) => {
 });
 groupOf("steps").zoomed.push(() => drawCharts());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(byId("theme").value));
-addEventListener("beforeprint", () => setTheme("light"));
-addEventListener("afterprint", () => setTheme(byId("theme").value));
+addEventListener("beforeprint", () => {
+  setTheme("light");
+  for (const chart of charts.values()) if (!chart.figure.hidden) chart.figure.append(drawingOf(chart));
+  document.querySelectorAll("main > section > details, .body > details, #facts").forEach((each) => {
+    each.open = true;
+  });
+});
+addEventListener("afterprint", () => {
+  setTheme(byId("theme").value);
+  document.querySelectorAll("figure > svg").forEach((each) => each.remove());
+});
 byId("display").addEventListener("click", ({currentTarget: button}) => {
   const isOpen = byId("controls").classList.toggle("open");
   button.setAttribute("aria-expanded", String(isOpen));
@@ -582,7 +617,9 @@ addEventListener("click", ({target}) => {
     view.sort = [column, by === column ? -sign : 1];
     refresh();
   }
+  if (target.id === "link") navigator.clipboard.writeText(linkToView()).then(() => fill(target, "Copied"));
   if (button) navigator.clipboard.writeText(button.dataset.copy).then(() => fill(button, "Copied"));
 });
 byId("display").hidden = byId("controls").hidden = false;
 receive(JSON.parse(byId("report").textContent));
+readLink();

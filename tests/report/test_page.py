@@ -326,6 +326,47 @@ def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show
     assert page.evaluate("charts.get('loss').lines.length") == 8
 
 
+def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):
+    page = show(report(run()))
+    saved = {}
+    for kind in ("csv", "svg", "png"):
+        with page.expect_download() as download:
+            page.locator("#chart-loss select").select_option(kind)
+        assert download.value.suggested_filename == f"loss.{kind}"
+        download.value.save_as(tmp_path / "file")
+        saved[kind] = (tmp_path / "file").read_bytes()
+    rows = saved["csv"].decode().splitlines()
+    assert rows[0] == "step,training,validation" and rows[1] == "10,2.6," and rows[10] == "100,2.15,2.06" and len(rows) == 101
+    assert saved["svg"].startswith(b"<svg xmlns=") and b">Loss</text>" in saved["svg"] and saved["svg"].count(b"<path") > 5
+    assert saved["png"].startswith(b"\x89PNG") and len(saved["png"]) > 10_000
+
+
+def test_a_link_brings_back_the_view(show):
+    page = show(report(run(), run("second")))
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }; null")
+    page.locator("[data-run=first]").uncheck()
+    page.locator("#axis").select_option("tokens")
+    page.evaluate("zoom(groupOf('steps'), [500000, 900000])")
+    page.locator("#link").click()
+    address = page.evaluate("copied")
+    page.goto("about:blank")
+    page.goto(address)
+    assert page.locator("#axis").input_value() == "tokens" and not page.locator("[data-run=first]").is_checked()
+    assert page.evaluate("groupOf('steps').zoom") == [500000, 900000]
+
+
+def test_a_printed_page_has_drawings_instead_of_controls(show):
+    page = show(report(run()))
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert not page.locator("#controls").is_visible() and not page.locator(".plot").first.is_visible()
+    assert page.locator("figure > svg").count() == page.locator("figure:not([hidden])").count() and page.locator("figure > svg").first.is_visible()
+    assert page.evaluate("document.querySelector('#settings details').open")
+    page.emulate_media(media="screen")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("figure > svg").count() == 0 and page.locator(".plot").first.is_visible()
+
+
 def test_marks_lie_within_the_axis(show):
     data = report(run())
     data["runs"][0]["alarms"] = [{"step": step, "kind": "update left out", "text": "x"} for step in (0, 500, 1001, 2**50)]

@@ -1,0 +1,80 @@
+/* Charts as CSV, SVG and PNG, for files and for print, and the link to a view. */
+
+/** The chart as it is on the screen, as a drawing with title and legend. */
+function drawingOf({plot, slots, chart, lines, off}) {
+  const unit = uPlot.pxRatio, [left, top, width, height] = ["left", "top", "width", "height"]
+    .map((name) => plot.bbox[name] / unit), above = 26, muted = ink(MUTED), end = left + width;
+  const at = (x, y) => [left + plot.valToPos(x, "x"), top + plot.valToPos(y, "y")]
+    .map((each) => each.toFixed(1)).join(",");
+  const words = (x, y, anchor, text, color = muted) =>
+    svg("text", {x, y, "text-anchor": anchor, fill: color, "font-size": 12}, text);
+  const seen = ({x, y}) => x.map((each, i) => [each, y[i]]).filter(([, value]) => value !== null);
+  const path = (points) => points.map(([x, y]) => at(x, y)).join("L");
+  const shapes = slots.flatMap((slot, i) => {
+    const {line, role} = slot, points = seen(slot), color = ink(line.color);
+    if (!points.length || role === "low") return [];
+    if (role === "high") {
+      const band = [...points, ...seen(slots[i + 1]).reverse()];
+      return svg("path", {d: `M${path(band)}Z`, fill: color, "fill-opacity": .15});
+    }
+    const d = `M${path(points)}`, ends = [last(points), points[0]].map(([x]) => left + plot.valToPos(x, "x"));
+    const floor = ends.map((x) => `L${x},${top + height}`).join("");
+    if (chart.stacked) return svg("path", {d: d + floor, fill: color});
+    return svg("path", {d, fill: "none", stroke: color, "stroke-opacity": role === "raw" ? .3 : 1,
+      "stroke-width": 1.5, "stroke-dasharray": line.dash.join(" ")});
+  });
+  const [across, up] = plot.axes.map(({_splits, _values}) => _splits.map((value, i) => [value, _values[i]]));
+  const grid = (d) => svg("path", {d, stroke: ink("var(--grid)"), fill: "none"});
+  const named = lines.filter(({key}) => !off.has(key));
+  const legend = named.map((line, i) =>
+    words(left, above + plot.height + 16 * (i + 1), "start", `— ${line.label}`, ink(line.color)));
+  const size = [plot.width, above + plot.height + 16 * named.length + 8];
+  return svg("svg", {viewBox: `0 0 ${size.join(" ")}`, width: size[0], height: size[1],
+    "font-family": "sans-serif"},
+    svg("rect", {width: "100%", height: "100%", fill: ink(CARD)}),
+    words(8, 17, "start", [chart.title, chart.unit].filter(Boolean).join(", "), ink("var(--text)")),
+    svg("g", {transform: `translate(0 ${above})`},
+      across.map(([value, label]) => {
+        const x = left + plot.valToPos(value, "x");
+        return [grid(`M${x},${top}V${top + height}`), words(x, top + height + 17, "middle", label ?? "")];
+      }).flat(),
+      up.map(([value, label]) => {
+        const y = top + plot.valToPos(value, "y");
+        return [grid(`M${left},${y}H${end}`), words(left - 6, y + 4, "end", label ?? "")];
+      }).flat(),
+      svg("svg", {x: left, y: top, width, height, viewBox: [left, top, width, height].join(" ")}, shapes)),
+    legend);
+}
+
+/** The values behind the chart, a row for each step. */
+function csvOf({lines, chart}) {
+  const rows = new Map(), quoted = (words) => `"${words.replaceAll('"', '""')}"`;
+  const cell = (words) => (/[",\n]/.test(words) ? quoted(words) : words);
+  lines.forEach(({steps, y}, column) => steps.forEach((step, i) => {
+    if (!rows.has(step)) rows.set(step, Array(lines.length).fill(""));
+    rows.get(step)[column] = y[i] ?? "";
+  }));
+  const head = [chart.phaseAt ? "seconds" : "step", ...lines.map(({label}) => label)];
+  const body = [...rows].sort(([a], [b]) => a - b).map(([step, cells]) => [step, ...cells]);
+  return [head, ...body].map((row) => row.map(String).map(cell).join(",")).join("\n") + "\n";
+}
+
+function download(name, blob) {
+  const link = h("a", {href: URL.createObjectURL(blob), download: name});
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+/** Save a chart as "csv", "svg" or "png". */
+async function saveChart(chart, kind) {
+  const name = `${chart.key}.${kind}`;
+  if (kind === "csv") return download(name, new Blob([csvOf(chart)], {type: "text/csv"}));
+  const drawing = drawingOf(chart), text = new XMLSerializer().serializeToString(drawing);
+  if (kind === "svg") return download(name, new Blob([text], {type: "image/svg+xml"}));
+  const image = new Image(), canvas = h("canvas", {});
+  image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
+  await image.decode();
+  [canvas.width, canvas.height] = [3 * image.width, 3 * image.height];
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob((blob) => download(name, blob));
+}
