@@ -210,7 +210,7 @@ function sparkline({x, y}) {
   const across = (at) => 1 + 58 * (at - start) / (end - start),
     up = (value) => 18 - 16 * (value - low) / (high - low);
   const path = some.map(([at, value]) => `${across(at).toFixed(1)},${up(value).toFixed(1)}`).join("L");
-  return svg("svg", {class: "spark", width: 60, height: 20, "aria-hidden": "true"},
+  return svg("svg", {class: "spark", viewBox: "0 0 60 20", width: 60, height: 20, "aria-hidden": "true"},
     svg("path", {d: `M${path}`}));
 }
 
