@@ -1,1 +1,1 @@
-"""Measurements of a run: phases, power, profiles, guards and the check before a start."""
+"""Measurements of a run: phases, power, profiles, guards, forecasts, and the check before the start."""

@@ -1,4 +1,4 @@
-"""What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
+"""The checks before a run (`--check`), and the overview that a run prints at its start and its end."""
 
 import glob
 import math
@@ -46,88 +46,88 @@ from settings.load import Loaded
 from tokenizer import load_tokenizer
 
 GIB = 2**30
-PROBE_SECONDS = 2.0  # of micro-batches
-TOO_LONG_SECONDS = 10  # of a micro-batch in --check
-LLAMA_3_IDS = 128_256  # of the tokenizer that the presets are made for
-PLANNED_ROWS = 64  # of the first step, whose padding and targets stand for all
+PROBE_SECONDS = 2.0  # total time of the measured micro-batches
+TOO_LONG_SECONDS = 10  # time of a micro-batch that --check does not measure
+LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made for
+PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
-UNDERTRAINED = 2  # tokens for each weight of the blocks' matrices, a tenth of TOKENS_PER_PARAMETER
+UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
 MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5}  # over the data; fine-tuning usually takes one to five
-# The share of a GPU's memory that a forecast may fill; the rest is for CUDA's context, nccl's buffers and
-# what torch reserves beyond the forecast. It is assumed; the part `memory` of gpu_suite.py measures it.
+# The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
+# memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
 
-# ------------------------------------------------------------------------------- what a run consists of
+# ------------------------------------------------------------------------------------ descriptions of a run
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
-    """Return the model's size and shape, and how it is divided."""
-    divided = ""
+    """Return the model's size, shape and sharding."""
+    sharded = ""
     if config.sharding != "none":
-        divided = (f"; divided over {config.ranks_per_copy} of {config.world_size} "
+        sharded = (f"; sharded over {config.ranks_per_copy} of {config.world_size} "
                    f"rank{'s' if config.world_size > 1 else ''} (SHARDING={config.sharding})"
-                   f"{', in the memory of the host' if config.cpu_offload else ''}")
+                   f"{', in host memory' if config.cpu_offload else ''}")
     return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim "
             f"{config.dim}, heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, "
-            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}{divided}")
+            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}{sharded}")
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
-    """Return how many parameters are trained, and the rows of which tokens."""
+    """Return the number of trained parameters, and the tokens whose rows are trained."""
     trained = trained_count(model, tokenizer.vocab_size)
     ids = next(iter(lora.trained_token_ids(model).values()), [])
     control = {number: name for name, number in tokenizer.special_ids.items()}
-    # Control tokens have the highest ids, and are the most interesting.
+    # The highest ids come first: control tokens, the most interesting ones.
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
     rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
-    # As PEFT counts them: what is trained is beside the base, also where it replaces rows or matrices of it.
+    # Like PEFT, count trained weights in addition to the base, even where they replace parts of it.
     whole = parameter_count(model.config, tokenizer.vocab_size) + trained
     return f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %){rows}"
 
 
 def describe_batch(config: Config) -> str:
-    """Return how the global batch of a step is composed."""
-    return (f"{config.total_batch_size:,} tokens a step = {config.micro_batch_size} rows x "
+    """Return the composition of a step's batch."""
+    return (f"{config.total_batch_size:,} tokens per step = {config.micro_batch_size} rows x "
             f"{config.max_seq_len} tokens x {config.accumulation_steps} "
             f"micro-batch{'es' if config.accumulation_steps > 1 else ''} x {config.world_size} "
             f"rank{'s' if config.world_size > 1 else ''}; {config.max_steps:,} steps")
 
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
-    """Return the training data and how often the run reads it; a mixture has a line for each source."""
+    """Return the training data and how often the run reads it, with a line for each source of a mixture."""
     if isinstance(inputs.rows, MixedRows):
         table = describe_sources(inputs.rows.mixture, inputs.sources(config))
         return [inputs.description, *(f"  {line}" for line in table)]
     epochs = config.max_steps * config.rows_per_step / len(inputs.rows)
-    return [f"{inputs.description}; the run reads them {epochs:.2f} times"]
+    return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
 
 
 def describe_memory(forecast: MemoryEstimate) -> str:
-    """Return the memory forecast in words."""
-    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
+    """Return the memory forecast, item by item."""
+    items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
                       if name != "host" and (value or name != "frozen"))
-    host = f" and {forecast.host / GIB:.2f} of the host's memory a rank" if forecast.host else ""
-    return f"about {forecast.total / GIB:.2f} GiB a device ({parts}){host}"
+    host = f" and {forecast.host / GIB:.2f} GiB of host memory per rank" if forecast.host else ""
+    return f"about {forecast.total / GIB:.2f} GiB per device ({items}){host}"
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the device, and how it computes."""
+    """Return the device, the dtypes, the attention kernel, and whether the model is compiled."""
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
     why_eager = model_utils.why_not_compile(config, device.type) if config.compile else "COMPILE=false"
     if why_eager and config.activation_checkpointing == "selective":
-        raise SettingsError("ACTIVATION_CHECKPOINTING=selective is done by the compiler, but "
+        raise SettingsError("ACTIVATION_CHECKPOINTING=selective needs the compiler, but "
                             f"{why_eager}; use block, or none")
-    return (f"{device_name(device)}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention "
-            f"{kernel}{', documents apart' if config.document_mask else ''}; "
+    return (f"{device_name(device)}; {str(dtype).removeprefix('torch.')} with fp32 master weights; attention "
+            f"kernel {kernel}{', document masking' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
 
 
 def print_overview(run: Run) -> None:
-    """Print what a run is going to do, and with what."""
+    """Print the model, data, batch, hardware and folder of a run."""
     config, info, device = run.config, run.log.info, run.ranks.device
     info(f"Model: {describe_model(config, run.inputs.tokenizer.vocab_size)}")
     if config.lora_enabled:
@@ -136,7 +136,7 @@ def print_overview(run: Run) -> None:
     for line in (f"Data: {first}", *table):
         info(line)
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
-        info("Validation: no bits per byte, because the tokenizer is not byte-level")
+        info("Validation: bits per byte are not available, because the tokenizer is not byte-level")
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
@@ -144,12 +144,14 @@ def print_overview(run: Run) -> None:
 
 @collective
 def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> None:
-    """Print the results of a finished run, where they are, and what to do next.
+    """Print the results of a finished run, where they are, and the commands to try next.
 
-    `phases` began with this process, after `first_step`; `latest` are the metrics after the last step.
+    Args:
+        phases: started with this process, after `first_step`.
+        latest: the metrics after the last step.
     """
     config, progress = run.config, run.progress
-    info = partial(run.log.info, shown="")  # instead, a terminal shows the results in one line
+    info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
     results = [f"in {duration(time.perf_counter() - phases.started)}"]
     took = f" {results[0]}"
     if first_step:
@@ -157,7 +159,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
     info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
     info(f"Time: {phases.describe()}.")
 
-    # The first evaluations, perhaps of an earlier process, beside the last.
+    # Compare the last evaluations with the first ones, which an earlier process may have done.
     before = {name: value for name, (step, value) in run.log.history.first.items() if step < progress.step}
     before = run.ranks.broadcast(before)
     if "val_loss" in latest:
@@ -195,41 +197,41 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
-    """Make the sample if the settings name its files and it does not exist. Local rank 0 does so for all."""
+    """Create the sample if the settings name its files and it is missing. Local rank 0 does so for all."""
     named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
     if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
         return
     if not may_write:
-        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with "
-                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}, as the run itself does")
+        raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
+                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         script = ROOT / "scripts" / "make_sample.py"
         if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
-            raise DataError(f"the embedded sample could not be made in {SAMPLE}; see above why")
+            raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
 
 
-# --------------------------------------------------------------------------------------- the speed here
+# ------------------------------------------------------------------------------------------------- speed
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that other processes leave free: of the GPU, or of the machine."""
+    """Return the free bytes of the GPU or, for a CPU, of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError):  # Linux only
-        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-        return int(found[1]) * 1024
+        available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        return int(available[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
-    """Return the FLOP/s of square matmuls, which a model's do not exceed by much."""
+    """Return the FLOP/s of square matmuls, which is close to an upper limit for a model."""
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     seconds = [timed(device, lambda: matrix @ matrix) for _ in range(5)]
     return 2 * size**3 / min(seconds)
 
 
 def timed(device: torch.device, work: Callable) -> float:
-    """Call a function; return the seconds until the device has done what it asks for."""
+    """Call a function; return the seconds until the device has finished its work."""
     started = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -238,9 +240,9 @@ def timed(device: torch.device, work: Callable) -> float:
 
 
 def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds of one rank's part of a step: its micro-batches and the update, with random weights.
+    """Return one rank's seconds for a step (micro-batches and update) with random weights.
 
-    A teacher, and what ranks exchange, are not part of it.
+    The time of a teacher and of communication is not included.
     """
     ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
     model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
@@ -262,7 +264,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
 
     with tqdm(desc="Measuring the speed", unit="micro-batch", delay=1, leave=False, disable=None) as bar:
         seconds, done = timed(device, micro_batch), 1
-        if is_compiled or seconds <= PROBE_SECONDS:  # the first one compiles, and allocates memory
+        if is_compiled or seconds <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
             timed(device, update)
             seconds, done = 0.0, 0
         while seconds < PROBE_SECONDS and done < 8:
@@ -272,7 +274,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
 
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
-    """Return an objective that costs what the run's does, apart from a teacher."""
+    """Return an objective as expensive as the run's, without a teacher."""
     if config.training_stage != "dpo":
         return objectives.NextToken()
     reference = partial(objectives.frozen_logprobs, model)
@@ -285,13 +287,13 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 
 
 def check(loaded: Loaded) -> int:
-    """Print what can be checked before the run; returns 0, or the exit code of the first problem."""
+    """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
-    with suppress(PaddockError):  # the check of the data reports it
+    with suppress(PaddockError):  # check_inputs reports it
         loaded = decide_by_data(loaded)
     checked = Check(loaded)
-    checked.line("settings", f"{len(loaded.sources)} given, all valid")
+    checked.line("settings", f"{len(loaded.sources)} set, all valid")
     checked.messages("settings", loaded)
     checked.check_inputs()
     checked.check_start()
@@ -300,28 +302,27 @@ def check(loaded: Loaded) -> int:
     if failures := len(checked.exit_codes):
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
         return checked.exit_codes[0]
-    missing = "The plan is complete; data or a tokenizer is missing here."
-    show("Ready to train." if checked.inputs else missing)
+    show("Ready to train." if checked.inputs else "The plan is complete, but data or a tokenizer is missing.")
     return 0
 
 
 class StepPlan(NamedTuple):
-    """What a step of all ranks computes, and what a checkpoint takes."""
+    """The cost of a step of all ranks, and the size of a checkpoint."""
 
     parameters: int
     needed: float  # FLOPs, without padding and recomputation
     computed: float  # FLOPs
-    checkpoint_bytes: int  # weights or adapters, and their optimizer's state
+    checkpoint_bytes: int  # weights or adapters, and their optimizer state
 
 
 class Check:
-    """The list that --check prints. Each of its parts is None until it was checked without an error."""
+    """The list that --check prints. The optional attributes stay None if their check fails."""
 
     def __init__(self, loaded: Loaded):
         self.loaded, self.config = loaded, loaded.config
-        self.exit_codes: list[int] = []  # of what failed
+        self.exit_codes: list[int] = []  # of the failed checks
         self.device: Optional[torch.device] = None
-        self.dtype: Optional[torch.dtype] = None  # of the computation
+        self.dtype: Optional[torch.dtype] = None  # for computation
         self.tokenizer: Any = None
         self.inputs: Optional[Inputs] = None
         self.teacher: Optional[Path] = None
@@ -329,19 +330,18 @@ class Check:
         self.plan: Optional[StepPlan] = None
 
     def line(self, name: str, text: str, mark: str = "ok") -> None:
-        """Print an entry."""
-        for part in text.splitlines():
-            show(f"  {mark:<4}  {name}: {part}", wraps=True)
+        for each in text.splitlines():
+            show(f"  {mark:<4}  {name}: {each}", wraps=True)
 
     def messages(self, name: str, source: Loaded | Start) -> None:
-        """Print the notes and the warnings of the settings, or of the start."""
+        """Print the notes and warnings about the settings or the start."""
         for mark, texts in (("ok", source.notes), ("warn", source.warnings)):
             for text in texts:
                 self.line(name, text, mark)
 
     @contextmanager
     def entry(self, name: str, optional: bool = False) -> Iterator[None]:
-        """A `with` block that checks one thing; a PaddockError is printed, as a warning if `optional`."""
+        """Print a PaddockError in the `with` block as a failed check, or as a warning if `optional`."""
         try:
             yield
         except PaddockError as error:
@@ -349,7 +349,7 @@ class Check:
             self.line(name, str(error), "warn" if optional else "FAIL")
 
     def check_inputs(self) -> None:
-        """Check tokenizer, data and evaluations; a plan for another machine may do without them."""
+        """Check tokenizer, data and evaluations. A plan for another machine does not need them."""
         config, path = self.config, self.config.data_path
 
         def is_missing(path: Optional[str]) -> bool:
@@ -361,13 +361,13 @@ class Check:
                 self.tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
                 text = f"{self.tokenizer.vocab_size:,} ids from {config.tokenizer_path}"
                 if self.tokenizer.byte_lengths is None:
-                    text += "; not byte-level, so no bits per byte are measured"
+                    text += "; not byte-level, so bits per byte are not measured"
                 self.line("tokenizer", text)
         if self.tokenizer and path:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
                 described, *table = describe_data(config, self.inputs)
-                described += "; every shard verified, all ids within the vocabulary"
+                described += "; all shards verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
                 text = self.tokenizer.decode(self.inputs.rows(np.array([0])).tokens_BT[0].tolist())
                 self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
@@ -375,31 +375,30 @@ class Check:
             with self.entry("evaluation"):
                 items = (read_choice_set(named, self.tokenizer, config).tasks if self.tokenizer
                          else read_items(named.path, named.setting))
-                when = (f"every {config.hellaswag_every} steps" if config.hellaswag_every else
+                when = (f"evaluated every {config.hellaswag_every} steps" if config.hellaswag_every else
                         "never evaluated (HELLASWAG_EVERY=0)")
                 self.line("evaluation", f"{len(items):,} questions ({named.title}) from {named.path}, {when}")
 
-        # What is computed once before the first step, and the teacher.
         if self.inputs and (objectives.reference_is_stored(config)
                             or config.distillation_enabled and config.distillation_top_k):
             with self.entry("cache"):
                 for rows in rows_by_source(self.inputs.rows):
-                    place, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
+                    folder, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
                 outputs = "teacher's most likely tokens"
                 if config.training_stage == "dpo":
                     outputs = "reference's log-probabilities"
-                self.line("cache", f"the {outputs} are computed once and stored in {place}"
+                self.line("cache", f"the {outputs} are computed once and stored in {folder}"
                                    f"{f' ({why})' if why else ''}")
         if config.distillation_enabled and self.tokenizer:
             with self.entry("teacher"):
                 self.teacher = find_teacher(config, self.tokenizer)
-                how = "it runs beside the student"
+                use = "runs at every step"
                 if config.distillation_top_k:
-                    how = f"its {config.distillation_top_k} most likely tokens are stored"
-                self.line("teacher", f"{self.teacher}, with the student's vocabulary; {how}")
+                    use = f"its {config.distillation_top_k} most likely tokens are stored"
+                self.line("teacher", f"{self.teacher}, same vocabulary as the student; {use}")
 
     def check_start(self) -> None:
-        """Check what the run starts from; from then on the settings are those of the start."""
+        """Check the start, and adopt its settings."""
         config = self.config
         with self.entry("start"):
             run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
@@ -409,28 +408,28 @@ class Check:
                 folder = start.base if config.lora_enabled else start.folder
                 warnings += model_utils.check_model(folder, start.config)
             if config.resume == "never" and has_run(run_dir):
-                warnings.append(f"RESUME=never moves the run in {run_dir} aside")
+                warnings.append(f"RESUME=never moves the existing run in {run_dir} aside")
             self.messages("start", start._replace(warnings=warnings))
-            text = f"from initial weights, into {run_dir}"
+            text = f"random weights; the run's folder is {run_dir}"
             if start.state:
                 saved = start.state["progress"]["step"]
                 step = saved if start.is_own or config.start_step is None else config.start_step
-                left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
+                left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps left"
                 text = f"from {start.folder}, {left}"
             elif start.folder:
-                text = f"from the weights of {start.folder}, into {run_dir}"
+                text = f"weights from {start.folder}; the run's folder is {run_dir}"
             self.line("start", text)
             self.start, self.config = start, start.config
 
     def check_hardware(self) -> None:
-        """Check what the settings, with those of the start, ask of the hardware."""
+        """Check the device. A start's shape decides whether a small model is compiled, so it comes first."""
         config = self.config
         with self.entry("hardware"):
-            if config.device_memory:  # of a GPU that need not be here
+            if config.device_memory:  # for a GPU that may not be here
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
-                text = (f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
-                        f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
-                        f"{str(dtype).removeprefix('torch.')} over fp32 master weights, "
+                text = (f"planning for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
+                        f"{config.device_memory:g} GB (DEVICE_MEMORY) instead of this machine; "
+                        f"{str(dtype).removeprefix('torch.')} with fp32 master weights; "
                         f"{'eager' if not config.compile or config.debug else 'compiled'}")
             else:
                 device = prepare_device(config)
@@ -441,15 +440,15 @@ class Check:
         self.line("batch", describe_batch(config))
 
     def check_plan(self) -> None:
-        """Forecast a step, the length of the run, and what it needs of the machine."""
+        """Forecast the run's length, memory, disk space and speed."""
         config, start, vocab_size = self.config, self.start, 0
         if self.tokenizer:
             vocab_size = self.tokenizer.vocab_size
-        elif self.loaded.is_plan:  # the ids of the model that it starts from, or of Llama 3's tokenizer
+        elif self.loaded.is_plan:  # the vocabulary of the start, or of Llama 3's tokenizer
             folder = start and start.folder and (start.base or start.folder)
-            described = read_json(folder / "config.json") if folder else {}
-            vocab_size = int(described.get("vocab_size", LLAMA_3_IDS))
-        if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is not known
+            model_config = read_json(folder / "config.json") if folder else {}
+            vocab_size = int(model_config.get("vocab_size", LLAMA_3_IDS))
+        if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is unknown
             return
         with self.entry("model"):
             self.plan, text = plan_steps(config, start, self.inputs, vocab_size, self.teacher)
@@ -461,7 +460,7 @@ class Check:
             if config.compile and not is_planned and model_utils.why_not_compile(config, self.device.type):
                 config = config.model_copy(update={"compile": False})
             self.report_memory(config, vocab_size)
-        if self.plan and not config.device_memory:  # of another machine, whose disk is not here either
+        if self.plan and not config.device_memory:  # else the disk belongs to another machine, too
             with self.entry("disk"):
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
         if self.plan and self.inputs and self.device:
@@ -470,8 +469,8 @@ class Check:
     def report_length(self, plan: StepPlan) -> None:
         """Print the tokens and FLOPs of the run, and warn if the tokens are few or repeated too often.
 
-        Sources: Hoffmann et al. 2022 (arXiv:2203.15556) for the tokens per parameter; Muennighoff et al. 2023
-        (arXiv:2305.16264) for repeated text, of which four passes are worth nearly as much as new text.
+        Sources: Hoffmann et al. 2022 (arXiv:2203.15556): tokens per parameter; Muennighoff et al. 2023
+        (arXiv:2305.16264): up to four passes over text are worth nearly as much as new text.
         """
         config, start, inputs = self.config, self.start, self.inputs
         tokens, optimal, ratio = config.max_steps * config.total_batch_size, 0, ""
@@ -479,11 +478,11 @@ class Check:
             start.is_own and start.state["progress"].get("begun_from") is None)
         if config.training_stage == "pretrain" and not (config.lora_enabled or has_weights):
             ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
-                     "compute-optimal by Chinchilla)")
+                     "compute-optimal according to Chinchilla)")
             optimal = math.ceil(TOKENS_PER_PARAMETER * plan.parameters / config.total_batch_size)
         flops = config.max_steps * plan.needed
-        self.line("length", f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs")
-        if config.max_steps < TRIAL_STEPS:  # a test of the machinery, as of the preset debug
+        self.line("length", f"{tokens:,} tokens{ratio}; {flops:.2e} FLOPs")
+        if config.max_steps < TRIAL_STEPS:
             return
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
         if inputs and isinstance(inputs.rows, MixedRows):
@@ -492,17 +491,17 @@ class Check:
             passes = config.max_steps * config.rows_per_step / len(inputs.rows)
         most_steps = int(config.max_steps * most_passes / passes) if passes else optimal
         if optimal and tokens < UNDERTRAINED * config.matrix_count:
-            advice = f"{TOKENS_PER_PARAMETER} per parameter take MAX_STEPS={optimal}"
+            advice = f"{TOKENS_PER_PARAMETER} per parameter need MAX_STEPS={optimal}"
             if optimal > most_steps:
-                advice = "take more data, or a smaller model (DEPTH)"
+                advice = "use more data, or a smaller model (DEPTH)"
             self.line("length", f"few tokens for a model of this size: {advice}", "warn")
         if passes > most_passes:
-            self.line("length", f"the run reads the data{source} {passes:,.0f} times, and more than about "
-                                f"{most_passes} passes add little: take more data, or set "
+            self.line("length", f"the run reads the data{source} {passes:,.0f} times, but more than about "
+                                f"{most_passes} passes help little: use more data, or set "
                                 f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE", "warn")
 
     def report_memory(self, config: Config, vocab_size: int) -> None:
-        """Print the memory forecast, and what to change if it exceeds the device's memory."""
+        """Print the memory forecast, and which settings to change if it exceeds the device's memory."""
         if config.device_memory:
             room, owner = int(config.device_memory * 1e9), f"a GPU of {config.device_memory:g} GB"
         elif self.device.type == "cuda":
@@ -514,55 +513,57 @@ class Check:
             owner = f"this machine{ranks}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
-        text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f}"
+        text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
         if forecast.total <= room:
             self.line("memory", text)
         else:
             self.line("memory", f"{text}. {memory_advice(config, room, *known)}", "warn")
 
     def report_speed(self, config: Config, plan: StepPlan) -> None:
-        """Measure the speed, and print how long the run takes, if this machine can tell within seconds."""
+        """Print the speed and duration of the run, if they can be measured within seconds."""
         if config.device_memory:
-            return self.line("speed", "not measured, because the device of DEVICE_MEMORY is not here")
+            return self.line("speed", "not measured, because DEVICE_MEMORY plans for another device")
         if self.exit_codes:
             return
 
-        def how_long(step_seconds: float) -> str:
+        def run_time(step_seconds: float) -> str:
             minutes = config.max_steps * step_seconds / 60
-            return f"about {minutes / 60:.1f} hours" if minutes >= 60 else f"about {minutes:.1f} minutes"
+            if minutes < 60:
+                return f"about {minutes:.1f} min"
+            return f"about {round(minutes) // 60} h {round(minutes) % 60:02} min"
 
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size = self.inputs.tokenizer.vocab_size
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
         if forecast > (free := free_memory(self.device)):
-            return self.line("speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model "
-                                      f"needs about {forecast / GIB:.1f}", "warn")
+            return self.line("speed", f"not measured: the model needs about {forecast / GIB:.1f} GiB, but "
+                                      f"only {free / GIB:.1f} GiB is free", "warn")
         at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
         if (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
-            return self.line("speed", f"not measured: a micro-batch takes about {seconds:.0f} s here; the "
-                                      f"whole run at least {how_long(at_best)}", "warn")
+            return self.line("speed", f"not measured, because a micro-batch takes about {seconds:.0f} s; the "
+                                      f"run takes at least {run_time(at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
-            ranks = f", if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
-            teacher = ", and without the teacher" if config.distillation_enabled else ""
+            ranks = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
+            teacher = ", or the teacher" if config.distillation_enabled else ""
             self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: "
-                               f"{how_long(seconds)} for {config.max_steps:,} steps, without evaluating and "
-                               f"saving{teacher}")
+                               f"{run_time(seconds)} for {config.max_steps:,} steps, not counting evaluation "
+                               f"and saving{teacher}")
 
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
                teacher: Optional[Path]) -> tuple[StepPlan, str]:
-    """Return the plan of a step, from a model without memory and the first rows; and the model in words."""
+    """Return the plan of a step, from a model on the meta device and the first rows; describe the model."""
     described, generator = describe_model(config, vocab_size), torch.Generator()
-    config = config.model_copy(update={"lora_base_quantization": "none"})  # which changes neither
+    config = config.model_copy(update={"lora_base_quantization": "none"})  # has no effect on FLOPs or files
     model = model_utils.model_on_meta(config, vocab_size, torch.float32)
     if config.lora_enabled and inputs:
         model, _ = adapted_on_meta(config, start, inputs, torch.float32, generator, Ranks())
         described += f"\nLoRA: {describe_adapters(model, inputs.tokenizer)}"
     elif config.lora_enabled:
-        lora.add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which depends on the data
+        lora.add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which needs the data
 
-    # The FLOPs: with the padding and targets of a few real rows.
+    # Count FLOPs with the padding and targets of a few real rows.
     objective = probe_objective(config, model)
     if teacher and not config.distillation_top_k:
         objective = SimpleNamespace(teacher=teacher_on_meta(teacher, vocab_size))
@@ -580,23 +581,23 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
 
 
 def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
-    """Return the bytes of the weights of a teacher that runs in each step."""
+    """Return the bytes of a live teacher's weights."""
     if folder is None or config.distillation_top_k:
         return 0
-    described = read_json(folder / "config.json")
-    stored = "fp32" if "32" in str(described.get("dtype", described.get("torch_dtype"))) else "bf16"
+    model_config = read_json(folder / "config.json")
+    stored = "fp32" if "32" in str(model_config.get("dtype", model_config.get("torch_dtype"))) else "bf16"
     precision = stored if config.teacher_precision == "auto" else config.teacher_precision
     with suppress(CheckpointError):  # it is not a Llama
-        count = parameter_count(model_utils.read_model_config(folder), described["vocab_size"])
+        count = parameter_count(model_utils.read_model_config(folder), model_config["vocab_size"])
         return count * model_utils.DTYPES[precision].itemsize
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def memory_advice(config: Config, room: int, *known) -> str:
-    """Return which settings make the forecast fit `room` bytes, for the same global batch.
+    """Return which settings make the forecast fit into `room` bytes with the same global batch.
 
-    Those that cost least come first: smaller micro-batches, recomputation, sharding within a machine, over
-    all ranks, and offloading. `known` are the other arguments of estimate_memory.
+    The cheapest come first: smaller micro-batches, recomputation, sharding within a machine, sharding over
+    all ranks, offloading. `known` are the remaining arguments of estimate_memory.
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
@@ -613,28 +614,28 @@ def memory_advice(config: Config, room: int, *known) -> str:
         changed = config.model_copy(update=changes)
         needed = estimate_memory(changed, *known)
         if needed.total <= room and {*rules(changed, start_is_read=True)} <= broken:
-            named = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
-                             if value != getattr(config, name))
-            host = f", and {needed.host / GIB:.2f} of the host's memory a rank" if needed.host else ""
-            return (f"It would fit with {named} (about {needed.total / GIB:.2f} GiB{host}; the global batch "
-                    "stays the same)")
-    return ("It would not fit with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full and "
-            "CPU_OFFLOAD=true either: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
+            settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
+                                if value != getattr(config, name))
+            host = f" and {needed.host / GIB:.2f} GiB of host memory per rank" if needed.host else ""
+            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, for the same "
+                    "global batch)")
+    return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
+            "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 
 
 def describe_disk(config: Config, size: int) -> str:
-    """Return what checkpoints of `size` bytes take. Raises CheckpointError if there is no room for two."""
-    place = (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute()
-    there = existing_parent(place)
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a "
-                              "folder that can")
-    free = free_bytes(there)
+    """Return the disk space for checkpoints of `size` bytes. Raise CheckpointError if two do not fit."""
+    folder = existing_parent(
+        (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} is not writable ({folder}); set it to a "
+                              "writable folder")
+    free = free_bytes(folder)
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
     kept_checkpoints = "1 checkpoint" if kept == 1 else f"{kept} checkpoints"
     text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
     if 2 * size > free:
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free some, or set OUTPUT_DIR to "
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or set OUTPUT_DIR to "
                               "another disk")
-    return text + (". KEEP_LAST should be smaller" if kept * size > free else "")
+    return text + ("; lower KEEP_LAST" if kept * size > free else "")

@@ -11,39 +11,39 @@ from learn.cost import estimate_memory, forward_flops, parameter_count
 from observe.scaling import Hardware, collectives
 from settings.load import load_config
 
-MEMORY = """Trace the memory of a training step on fake tensors and fake ranks: any size, without that memory.
+MEMORY = """Trace the memory of a training step with fake tensors and ranks, for a model of any size.
 
     python train.py --check memory --preset llama3-8b --world-size 8
 
-Other flags are settings of train.py; neither data nor weights are read. It prints what a rank holds and the
-peak as torch's memory tracker sees it, beside the forecast of --check. The trace is eager, with causal
-attention and the head's chunks of a CPU, and so is that forecast. The last line is the forecast for a GPU
-with the settings as given.
+Other flags are settings; data and weights are not read. The command prints the memory of a rank as traced by
+torch, and compares it with the forecast of --check. The trace is eager, with causal attention and the head's
+chunks of a CPU, and that forecast assumes the same. The last line is the forecast for a GPU with the given
+settings.
 """
-SCALING = """Predict how training scales from 1 to 1,024 GPUs: bytes exchanged, seconds of a step, efficiency.
+SCALING = """Predict how training scales from 1 to 1,024 GPUs: bytes exchanged, seconds per step, efficiency.
 
     python train.py --check scaling --preset llama3-8b
     python train.py --check scaling --preset llama3.2-1b --network 25
 
-Other flags are settings of train.py, of which the shape, MICRO_BATCH_SIZE, MAX_SEQ_LEN, PRECISION,
-GRADIENT_DTYPE, ACTIVATION_CHECKPOINTING, LORA_* and PEAK_TFLOPS count. Every GPU takes the same micro-batches
-however many there are. The first efficiency assumes that all communication hides behind the computation, the
-second that none does. docs/scaling.md lists what is assumed and what was measured.
+Other flags are settings. The prediction uses the model's shape, MICRO_BATCH_SIZE, MAX_SEQ_LEN, PRECISION,
+GRADIENT_DTYPE, ACTIVATION_CHECKPOINTING, LORA_* and PEAK_TFLOPS. The work per GPU is constant (weak scaling).
+The first efficiency assumes that communication overlaps completely with computation, the second that it does
+not overlap. docs/scaling.md lists the assumptions and measurements.
 """
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MODES = ("none", "full", "hybrid")
 
 
 def make_parser(name: str, description: str) -> ArgumentParser:
-    """Return the parser of what both forecasts take."""
+    """Return a parser with the flags that both forecasts share."""
     parser = CommandParser(description, prog=f"python train.py --check {name}", allow_abbrev=False)
     parser.add_argument("--vocab-size", type=int, default=128_256, metavar="V",
-                        help="of the tokenizer (default: 128256, Llama 3's)")
+                        help="vocabulary size (default: 128256, as for Llama 3)")
     return parser
 
 
 def read_settings(flags: Sequence[str], *rules: Callable[[Config], Iterator[str]]) -> Config:
-    """Return the settings, which must keep these rules; data and a start may be missing."""
+    """Return the settings, checked against these rules; data and a start may be missing."""
     config = load_config(flags, complete=False).config
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise SettingsError(*problems)
@@ -51,7 +51,7 @@ def read_settings(flags: Sequence[str], *rules: Callable[[Config], Iterator[str]
 
 
 def forecast_memory(argv: Sequence[str]) -> None:
-    """Print a traced step beside the forecast."""
+    """Print the memory of a traced step, and the forecast."""
     args, flags = make_parser("memory", MEMORY).parse_known_args(argv)
     given = read_settings(flags, numeric_rules, sharding_rules, shape_rules)
     for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
@@ -59,12 +59,12 @@ def forecast_memory(argv: Sequence[str]) -> None:
             raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
     changes = {"document_mask": False}
     if given.compile:
-        how = "block" if given.activation_checkpointing == "block" else "none"
-        changes |= {"compile": False, "activation_checkpointing": how}
-        show(f"Traced eagerly (COMPILE=false), with ACTIVATION_CHECKPOINTING={how}")
+        recompute = "block" if given.activation_checkpointing == "block" else "none"
+        changes |= {"compile": False, "activation_checkpointing": recompute}
+        show(f"Tracing without the compiler, with ACTIVATION_CHECKPOINTING={recompute}")
     config = given.model_copy(update=changes)
 
-    import torch  # whose import takes seconds
+    import torch  # takes seconds
 
     from model_utils import DTYPES
     from observe.check import GIB, describe_batch, describe_memory
@@ -83,24 +83,24 @@ def forecast_memory(argv: Sequence[str]) -> None:
     show(f"  {'peak':<36}{traced.peak / GIB:8.2f} GiB; the forecast is {both / GIB:.2f} "
          f"({100 * (both / traced.peak - 1):+.1f} %)",
          f"Forecast: {describe_memory(forecast)}",
-         f"With the settings as given, on a GPU: {describe_memory(on_gpu)}")
+         f"With the given settings on a GPU: {describe_memory(on_gpu)}")
 
 
 def forecast_scaling(argv: Sequence[str]) -> None:
-    """Print what a GPU exchanges in a step and its efficiency, by SHARDING and number of GPUs."""
+    """Print the communication of a GPU per step and the efficiency, by SHARDING and number of GPUs."""
     parser = make_parser("scaling", SCALING)
     add = parser.add_argument
     add("--micro-batches", type=int, nargs="+", default=[1, 8], metavar="M",
-        help="of a GPU in a step (default: 1 8)")
-    add("--per-machine", type=int, default=8, metavar="N", help="GPUs of a machine (default: 8)")
+        help="micro-batches of a GPU per step (default: 1 8)")
+    add("--per-machine", type=int, default=8, metavar="N", help="GPUs in a machine (default: 8)")
     add("--nvlink", type=float, default=450, metavar="GB/S",
-        help="inside a machine, of a GPU in each direction (default: 450, H100)")
+        help="bandwidth of a GPU within a machine, each direction (default: 450, H100)")
     add("--network", type=float, default=50, metavar="GB/S",
-        help="between machines, of a GPU in each direction (default: 50, which is 400 Gb/s)")
+        help="bandwidth of a GPU between machines, each direction (default: 50, which is 400 Gb/s)")
     add("--achieved", type=float, default=0.8, metavar="SHARE",
-        help="of these that collectives reach (default: 0.8)")
+        help="share of the bandwidth that collectives achieve (default: 0.8)")
     add("--utilization", type=float, default=0.45, metavar="SHARE",
-        help="of PEAK_TFLOPS that the computation reaches (default: 0.45 of 989, H100)")
+        help="share of PEAK_TFLOPS that computation achieves (default: 0.45 of 989, H100)")
     args, flags = parser.parse_known_args(argv)
     numbers = {**vars(args)}
     if not all(number > 0 for number in (*numbers.pop("micro_batches"), *numbers.values())):
@@ -115,11 +115,11 @@ def forecast_scaling(argv: Sequence[str]) -> None:
     for count in args.micro_batches:
         seconds = count * config.micro_batch_size * config.max_seq_len * flops / hardware.flops
         tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"
-        show(f"{parameter_count(config, args.vocab_size) / 1e6:,.0f} million weights, {tokens} tokens a GPU "
-             f"and step (micro-batches x rows x length): {seconds:.3f} s of computation", "",
+        show(f"{parameter_count(config, args.vocab_size) / 1e6:,.0f} million weights, {tokens} tokens per "
+             f"GPU and step (micro-batches x rows x length): {seconds:.3f} s of computation", "",
              "| GPUs | " + " | ".join(f"{mode}: GB sent | s | efficiency" for mode in MODES) + " |",
              "|---|" + "---|---|---|" * len(MODES))
-        pays = dict.fromkeys(("hidden", "not hidden"))
+        pays = dict.fromkeys(("with", "without"))
         for ranks in RANKS:
             cells, step = [], {}
             for mode in MODES:
@@ -129,12 +129,13 @@ def forecast_scaling(argv: Sequence[str]) -> None:
                 cells.append(f"{sum(each.sent for each in work) / 1e9:.1f} | {exchange:.3f} | "
                              f"{seconds / step[mode][0]:.0%}, {seconds / step[mode][1]:.0%}")
             show(f"| {ranks:,} | " + " | ".join(cells) + " |")
-            for index, how in enumerate(pays):
-                if pays[how] is None and step["hybrid"][index] < step["full"][index]:
-                    pays[how] = ranks
-        show("", *(f"hybrid is faster than full from {ranks:,} GPUs on, communication {how}" if ranks else
-                   f"hybrid is not faster than full up to {RANKS[-1]:,} GPUs, communication {how}"
-                   for how, ranks in pays.items()), "")
+            for index, overlap in enumerate(pays):
+                if pays[overlap] is None and step["hybrid"][index] < step["full"][index]:
+                    pays[overlap] = ranks
+        show("", *(f"{overlap.capitalize()} overlap, hybrid is "
+                   + (f"faster than full from {ranks:,} GPUs" if ranks else
+                      f"not faster than full up to {RANKS[-1]:,} GPUs")
+                   for overlap, ranks in pays.items()), "")
 
 
 FORECASTS = {"memory": forecast_memory, "scaling": forecast_scaling}

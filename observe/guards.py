@@ -1,4 +1,4 @@
-"""The checks of a step: non-finite numbers, loss spikes, replicas that differ; ledger and debug files."""
+"""The checks of a step: non-finite values, loss spikes, differing replicas; the ledger and debug files."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from parallel.ranks import collective
 from run.life import Run, StepResult, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
-CHUNK_WORDS = 2**22  # of a tensor, that a checksum multiplies at a time
+CHUNK_WORDS = 2**22  # words of a tensor that a checksum processes at a time
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
@@ -31,10 +31,7 @@ def rows_crc32(rows: np.ndarray) -> str:
 
 
 def append_ledger(run: Run, result: StepResult) -> None:
-    """Append the step's line to ledger.jsonl, which `scripts/replay_step.py` compares a replay with.
-
-    Warns once of a run that diverges or no longer learns.
-    """
+    """Append the step's line to ledger.jsonl. Warn once if the run diverges or stops learning."""
     step = run.progress.step + 1
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
@@ -51,10 +48,9 @@ def append_ledger(run: Run, result: StepResult) -> None:
 
 
 def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[float, float]:
-    """Return the median, and a standard deviation that outliers do not affect; 0 and infinity until half of
-    the window is full.
+    """Return the median and a robust standard deviation; 0 and infinity until half of the window is full.
 
-    It is at least 1 % of the median, so that a flat curve raises no alarm at its first ripple.
+    The deviation is at least 1 % of the median, so that ripples in a flat curve raise no alarm.
     Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation.
     """
     if 2 * len(recent) < window:
@@ -64,11 +60,11 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
 
 
-# ---------------------------------------------------------------------------------- what is not finite
+# ------------------------------------------------------------------------------------ non-finite values
 
 
 def count_bad(tensor: Tensor) -> int:
-    """Return the number of elements that are NaN or infinite."""
+    """Return the number of NaN and infinite elements."""
     return int((~torch.isfinite(tensor)).sum())
 
 
@@ -80,11 +76,11 @@ def bad_tokens(values: Tensor) -> list[int]:
 
 
 class FirstBad:
-    """Watches a model for values that are not finite, from its creation on; as a `with` block, until its end.
+    """Watches a model for non-finite values from its creation until the end of a `with` block.
 
-    `module` is the first with such an output, `gradient` the first such gradient of the backward. `token` is
-    the first token of a row with such an output, as later ones attend to it; or else the last one whose
-    embedding gets such a gradient, as gradients flow to earlier tokens. Only `gradients` watches these.
+    `module` is the first one with such an output, `gradient` the first such gradient in the backward. `token`
+    is the first token with such an output, since later tokens attend to it; or else the last token whose
+    embedding gets such a gradient, since gradients flow to earlier tokens (only if `gradients` is true).
     """
 
     def __init__(self, model: nn.Module, gradients: bool = False):
@@ -97,7 +93,6 @@ class FirstBad:
                              for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def clear(self) -> None:
-        """Forget what was found."""
         self.module: Optional[str] = None
         self.gradient: Optional[str] = None
         self.token: Optional[int] = None
@@ -131,7 +126,7 @@ class FirstBad:
 
 
 def describe_tensors(model: nn.Module) -> list[dict]:
-    """Describe each parameter and gradient with NaN or infinity: name, shape, their number, first values."""
+    """Describe each parameter and gradient that contains NaN or infinity."""
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
@@ -145,8 +140,8 @@ def describe_tensors(model: nn.Module) -> list[dict]:
 def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Return CPU copies of the gradients with NaN or infinity, by `<kind>.<parameter>`.
 
-    Of a sharded model, they are the rank's own rows. They take at most KEPT_BYTES. The first are those with
-    the smallest share of such elements, which say most about the cause.
+    For a sharded model, they are this rank's rows. At most KEPT_BYTES are kept, first those with the smallest
+    share of such elements, which reveal most about the cause.
     """
     gradients = {name: local_rows(parameter.grad) for name, parameter in model.named_parameters()
                  if parameter.grad is not None}
@@ -161,7 +156,7 @@ def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
 
 
 def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
-    """Write one rank's report of a failed step: `rank-N.json`, and `rank-N.safetensors` with its tensors."""
+    """Write one rank's report of a failed step to `rank-N.json` and its tensors to `rank-N.safetensors`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{report['rank']}.json").write_text(json.dumps(report, indent=2) + "\n")
     write_tensors(folder / f"rank-{report['rank']}.safetensors", tensors)
@@ -170,14 +165,13 @@ def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
 @collective
 def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[FirstBad] = None,
               recheck_locally: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict], str]:
-    """Write what is known of a bad step into the debug folder, and save the state before it if that is good.
+    """Write a bad step's rows and tensors into the debug folder, and save the state before it if it is good.
 
-    A rank's tensors are its micro-batches (`tokens_BT.0`, `targets_BT.0`, ...); those of rank 0 also the
-    non-finite gradients (`gradient.<parameter>`), averaged over the ranks; and of several ranks those that
-    are not finite by themselves have `own_gradient.<parameter>`, of their own micro-batches. Of a sharded
-    model, each rank of one copy has its own part of the averaged gradients.
+    Each rank writes its micro-batches (`tokens_BT.0`, `targets_BT.0`, ...). Rank 0 (if sharded, each rank of
+    one copy, its part) also writes the non-finite gradients averaged over the ranks (`gradient.<parameter>`).
+    If there are several ranks, those whose own gradients are not finite add `own_gradient.<parameter>`.
 
-    Returns the debug folder, the reports of all ranks, and whether the state is saved, as a clause.
+    Returns the debug folder, the reports of all ranks, and a clause on whether the state is saved.
     """
     follow_folder(run)
     step = run.progress.step + 1
@@ -186,7 +180,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
               "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
               "first_bad_module": first_bad and first_bad.module,
               "tensors": describe_tensors(run.model)}
-    # Before the gradients are computed again. The exchange has made them equal on all ranks.
+    # Before the recomputation: the averaged gradients, which are equal on all ranks.
     keeps = run.ranks.rank < ranks_per_copy(run.model)
     gradients = bad_gradients(run.model, "gradient") if keeps else {}
     report["finite"] = recheck_locally()
@@ -201,9 +195,9 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
 
-    # Weights that were not finite before the step are no state to resume from.
+    # Do not save weights that were not finite before the step.
     if any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"]):
-        return folder, reports, "the weights were not finite before it and are not saved"
+        return folder, reports, "the weights were already non-finite and are not saved"
     try:
         if run.saved is None:
             save_checkpoint(run)
@@ -213,16 +207,16 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
 
 
 def replay_command(run: Run) -> str:
-    """The command that examines the step that was just taken."""
+    """Return the command that examines the current step."""
     return command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
 
 
 def banner(reports: list[dict], advice: str) -> list[str]:
-    """Return the lines to print when a step was not finite, from the reports of all ranks."""
+    """Return the lines to print after a non-finite step."""
     culprits = [report["rank"] for report in reports if not report["finite"]]
     first = reports[culprits[0] if culprits else 0]
-    source = f"from rank {', '.join(map(str, culprits))}" if culprits else "and finite when computed again"
-    # The tensor with the smallest share says most about the cause.
+    source = f"from rank {', '.join(map(str, culprits))}" if culprits else "but finite when recomputed"
+    # The tensor with the smallest share reveals most about the cause.
     tensors = sorted(first["tensors"], key=lambda entry: entry["non_finite"] / math.prod(entry["shape"]))
     places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
               for entry in tensors]
@@ -232,16 +226,15 @@ def banner(reports: list[dict], advice: str) -> list[str]:
     return [f"{advice[0].upper()}{advice[1:]}.",
             f"NON-FINITE in step {first['step']}, {source}: the update was skipped. Loss "
             f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}.",
-            f"Where: {(places or ['nothing that is left'])[0]}{more}."]
+            f"Where: {(places or ['no remaining tensor'])[0]}{more}."]
 
 
 @collective
 def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[FirstBad],
                     recheck_locally: Callable[[], bool]) -> None:
-    """Keep what is known of a non-finite step, and the last good state.
+    """Write a non-finite step to the debug folder, save the last good state, and raise NonFiniteError.
 
-    `recheck_locally` computes this rank's part again and returns whether it is finite: the exchange of
-    gradients has mixed those of all ranks.
+    `recheck_locally` recomputes this rank's own gradients and returns True if they are finite.
     """
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     if ranks := [str(report["rank"]) for report in reports if not report["finite"]]:
@@ -249,38 +242,38 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
         presets = ",".join(filter(None, (run.config.preset, "stable")))
         advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true for details"
     else:
-        where = ("was not finite, but is finite on every rank when computed again: a transient fault, most "
-                 "likely of the hardware or the network")
-        advice = "resume with the same command; if it happens again, find the machine that causes it"
+        where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
+                 "likely in the hardware or the network")
+        advice = "resume with the same command; if it happens again, find the faulty machine"
     for line in banner(reports, advice):
         run.log.info(line)
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
-                         "its rows (rank-*.json), and its tokens and non-finite gradients "
-                         f"(rank-*.safetensors). Examine it with {replay_command(run)}, or {advice}")
+                         "its rows (rank-*.json), tokens and non-finite gradients (rank-*.safetensors). "
+                         f"Examine it with {replay_command(run)}, or {advice}")
 
 
 @collective
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
-    """Report a loss spike with its rows, and act as LOSS_SPIKE_POLICY says."""
+    """Report a loss spike with its rows, and follow LOSS_SPIKE_POLICY."""
     config, step = run.config, run.progress.step + 1
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
     shown = f"{rows[:ROWS_SHOWN]}"[:-1] + (", ... (all in ledger.jsonl)]" if len(rows) > ROWS_SHOWN else "]")
-    what = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
-            f"above the last {len(run.progress.recent_losses)}; rows {shown}")
+    text = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
+            f"above the median of the last {len(run.progress.recent_losses)}; rows {shown}")
     if config.loss_spike_policy != "stop":
         skipped = "; its update is skipped" if config.loss_spike_policy == "skip" else ""
-        run.log.warn(f"{what}{skipped}. Examine it with {replay_command(run)}")
+        run.log.warn(f"{text}{skipped}. Examine it with {replay_command(run)}")
         return
     folder, _, saved = dump_step(run, batches, result)
-    raise LossSpikeError(f"{what}. Nothing was updated, {saved}, and {folder} has its rows. Examine it with "
-                         f"{replay_command(run)}; to continue past it, LOSS_SPIKE_POLICY=skip or warn")
+    raise LossSpikeError(f"{text}. Nothing was updated, {saved}, and {folder} has its rows. Examine it with "
+                         f"{replay_command(run)}; to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
 
 
 # -------------------------------------------------------------------------------------------- replicas
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a checksum of each tensor's bits, int64 on the CPU; different tensors collide once in 2**32.
+    """Return a 32-bit-strong checksum of each tensor's bits, int64 on the CPU.
 
     Each word is weighted by its index, so that two changes do not cancel out as in a plain sum.
     """
@@ -288,7 +281,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         words = tensor.detach().contiguous().flatten().view(torch.uint8)
         words = words.view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
-        # Of nothing, too: a rank may hold no row of a sharded matrix.
+        # May be empty: a rank may hold no row of a sharded matrix.
         weights = 2 * torch.arange(min(len(words), CHUNK_WORDS), dtype=torch.int32, device=words.device) + 1
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         for chunk in words.split(CHUNK_WORDS):
@@ -299,7 +292,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
 
 @collective
 def check_replicas(run: Run) -> None:
-    """Check that parameters and optimizer state are bit-identical on all ranks that hold the same rows."""
+    """Raise DriftError unless weights and optimizer state are bit-identical on ranks with the same rows."""
     if run.ranks.world_size == 1:
         return
     parameters, states = named_parameters(run.model), run.optimizer.state_tensors()
@@ -319,6 +312,6 @@ def check_replicas(run: Run) -> None:
     others = np.flatnonzero(differs_RN[:, tensor] & (first_RN[:, tensor] == first))
     raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: "
                      f"{[*tensors][tensor]} differs between rank {first} and rank "
-                     f"{', '.join(map(str, others))}. Nothing more is saved; a GPU or its memory may be "
-                     "failing. Resume from an earlier checkpoint: the ranks were last found equal "
+                     f"{', '.join(map(str, others))}. A GPU or its memory may be failing, so nothing more is "
+                     "saved. Resume from an earlier checkpoint: the ranks were last equal "
                      f"{run.config.drift_check_every} steps ago")

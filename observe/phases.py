@@ -1,4 +1,4 @@
-"""Where the time of the steps goes, phase by phase, and which rank is slower than the others."""
+"""The time of a step by phase, and ranks that are slower than the others."""
 
 import socket
 import time
@@ -14,21 +14,21 @@ from parallel.ranks import collective
 from run.life import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
-PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
-# Not the backward: it contains the wait for a slower rank, so that the others look slow there.
+PHASES = (*STEP_PHASES, "save", "other")  # the heartbeat's other phases are evaluations
+# Without the backward: it includes waiting for slower ranks, so that the fast ones look slow.
 COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
-MOST_STEPS = 10_000  # of which the seconds are kept for the next reading
-COMPARED_STEPS = 10  # at least, in a comparison of the ranks
-SLOWER = 1.15  # by how much a slow rank exceeds the median of the others
-# The least that it loses: as a share of a step, or of all time, and in seconds. Small evaluations are uneven.
+MOST_STEPS = 10_000  # steps kept for the next reading
+COMPARED_STEPS = 10  # minimum number of steps in a comparison of the ranks
+SLOWER = 1.15  # ratio of a slow rank's time to the median of the others
+# Minimum loss of a slow rank: as a share of a step (or of all time), and in seconds.
 LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
-# A comparison adds the excess in standard errors, at most MOST, and takes MOST off where a rank is not slow.
-# A rank is named at ENOUGH: after two comparisons at least, because of a save after one.
+# A comparison adds the excess in standard errors, at most MOST, or subtracts MOST if the rank is not slow. A
+# rank is reported at ENOUGH: after at least two comparisons, or one for saves.
 ENOUGH, MOST = 8.0, {"step": 5.0, "evaluation": 5.0, "save": 8.0}
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
-    """For each row, the median of all other rows, column by column."""
+    """Return for each row the median of all other rows, by column."""
     in_order, place, others = np.sort(values, 0), values.argsort(0).argsort(0), len(values) - 1
 
     def other(k: int) -> np.ndarray:
@@ -38,30 +38,28 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
 
 
 class SlowRanks:
-    """Which ranks are slow, so that each is named once when that begins and once when it is over.
-
-    Every rank has the same values, and so comes to the same result.
-    """
+    """Detects when a rank becomes slow, and when it no longer is. All ranks compute the same result."""
 
     def __init__(self) -> None:
         self.evidence = dict.fromkeys(COMPARED, 0.0)  # arrays of (ranks, phases)
-        self.named: dict[tuple[str, int], int] = {}  # the phase's place, by the group and the rank
+        self.named: dict[tuple[str, int], int] = {}  # (group, rank): index of the phase
 
     def compare(self, own: dict[str, np.ndarray], variances: dict[str, np.ndarray],
                 seconds: dict[str, float]) -> list[tuple[int, str, float]]:
-        """(rank, phase, ratio) of each rank that begins to be slow in a phase; the ratio is 0 at its end.
+        """Return (rank, phase, ratio) for each rank that becomes slow in a phase, or with ratio 0, recovers.
 
-        The ratio is to the median of the other ranks. Of several phases the one that costs most is named.
+        The ratio is to the median of the other ranks. If several phases are slow, the costliest is returned.
 
         Args:
-            own: by phase, the seconds of each rank without its waits: of a step, or of all evaluations or
-                saves since the last comparison; `variances` are those of the means over the steps.
-            seconds: by group, those of which LOST is a share.
+            own: seconds of each rank without waiting, by phase: of a step, or of all evaluations or saves
+                since the last comparison.
+            variances: of the means over the steps, by phase.
+            seconds: by group, the total that LOST is a share of.
         """
         news = []
         for group, phases in COMPARED.items():
             table = np.stack([own[phase] for phase in phases], 1)
-            if len(table) < 2 or not table.any():  # a single rank; no evaluation, no save
+            if len(table) < 2 or not table.any():  # a single rank, or no evaluation or save
                 continue
             others = median_of_others(table)
             spread = np.stack([variances.get(phase, np.zeros(len(table))) for phase in phases], 1)
@@ -70,7 +68,7 @@ class SlowRanks:
             share, least = LOST[group]
             slow = (table > SLOWER * others) & (lost > max(share * seconds[group], least))
             if group == "save":
-                slow[0] = False  # it writes, while the others wait
+                slow[0] = False  # rank 0 writes while the others wait
             added = np.where(slow, np.minimum(lost / np.maximum(errors, 1e-9), MOST[group]), -MOST[group])
             self.evidence[group] = evidence = np.clip(self.evidence[group] + added, 0, ENOUGH)
             worst = np.where(slow & (evidence >= ENOUGH), lost, 0)
@@ -87,7 +85,7 @@ class SlowRanks:
 
 
 class HostClock:
-    """The time of a mark on the host."""
+    """Times of marks on the host."""
 
     now = staticmethod(time.perf_counter)
 
@@ -96,7 +94,7 @@ class HostClock:
 
 
 class CudaClock:
-    """The time of a mark on the GPU: an event in the current stream, read when the GPU has passed it."""
+    """Times of marks on the GPU: events in the current stream, read after the GPU has passed them."""
 
     def __init__(self) -> None:
         self.pool: list[Any] = []
@@ -107,7 +105,7 @@ class CudaClock:
         return event
 
     def between(self, start: Any, end: Any, wait: bool) -> Optional[float]:
-        """Return the seconds between two events, of which the first is used again; None: not known yet."""
+        """Return the seconds between two events and recycle the first; None if not known yet."""
         if wait:
             end.synchronize()
         elif not end.query():
@@ -117,21 +115,21 @@ class CudaClock:
 
 
 class Mark(NamedTuple):
-    """The moment at which a phase begins, or a wait for other ranks within it."""
+    """The start of a phase, or of waiting for other ranks within it."""
 
     at: Any
     name: str
     waits: bool
     step: int
-    unix: Optional[float]  # at the first mark of a step, when the GPU is idle
+    unix: Optional[float]  # only at the first mark of a step, when the GPU is idle
 
 
 class Phases:
-    """The seconds that a run's steps spend in each phase, as the heartbeat tells them in a `with` block.
+    """The seconds that a run's steps spend in each phase of the heartbeat.
 
-    Time in which a rank waits for others outside the backward is "communication". On a GPU nothing waits for
-    a mark: they are read when the step after them begins, and the loop has waited for the GPU. `on_mark` is
-    called late, but in order, with the Unix time, phase and step of each mark.
+    Waiting for other ranks outside the backward counts as "communication". On a GPU, marks are read without
+    waiting when the next step begins. `on_mark` is called later, but in order, with the Unix time, phase and
+    step of each mark.
     """
 
     def __init__(self, run: Run, on_mark: Optional[Callable[[float, str, int], None]] = None):
@@ -148,7 +146,7 @@ class Phases:
         self.is_first_step = True
 
     def mark(self, name: str, waits: bool) -> None:
-        """Note that a phase begins, or that this rank begins or ends to wait for others in it."""
+        """Record that a phase begins, or that waiting for other ranks begins or ends."""
         unix, step = None, HEARTBEAT.step
         waits = waits and self.run.ranks.world_size > 1
         if self.marks and self.marks[-1][1:4] == (name, waits, step):
@@ -184,16 +182,13 @@ class Phases:
 
     @collective
     def read_steps(self) -> dict[str, float]:
-        """Return the mean seconds of the steps since the last reading, averaged over the ranks.
-
-        A rank that begins or ends to be slow is logged.
-        """
+        """Return the mean seconds of the steps since the last reading, over all ranks; log slow ranks."""
         self._read_marks(wait=True)
         steps, self.steps = self.steps, []
         self.to_compare += steps[self.is_first_step:]
         self.is_first_step = False
 
-        # The ranks exchange the means of these steps, and of those to compare with their variances.
+        # Exchange the means of these steps, and the means and variances of the steps to compare.
         compared = table_of(self.to_compare, COMPARED["step"])
         count = len(compared)
         variances = compared.var(0, ddof=1) / count if count > 1 else np.zeros(compared.shape[1])
@@ -203,7 +198,7 @@ class Phases:
         every = np.array(self.run.ranks.all_gather_json(own))
         means = dict(zip(STEP_PHASES, every[:, :len(STEP_PHASES)].mean(0).tolist()))
         step_seconds = sum(means.values())
-        if count >= COMPARED_STEPS - 1:  # the first was left out
+        if count >= COMPARED_STEPS - 1:  # the first step is excluded
             self._compare(every[:, len(STEP_PHASES):], step_seconds)
         if self.run.ranks.world_size == 1:
             del means["communication"]
@@ -223,7 +218,7 @@ class Phases:
         for rank, phase, ratio in news:
             place = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
             if ratio:
-                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as that of others")
+                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as on other ranks")
                 log.event("slow rank", step, rank=rank, phase=phase, ratio=round(ratio, 3), host=hosts[rank])
             else:
                 log.info(f"{place} is no longer slow in {phase}")
@@ -242,7 +237,7 @@ class Phases:
         return dict(sums)
 
     def describe(self) -> str:
-        """Return how the time since the beginning was spent, in percent."""
+        """Return the time spent in each phase since the start, in percent."""
         self.mark("other", waits=False)
         self._read_marks(wait=True)
         total = time.perf_counter() - self.started

@@ -1,6 +1,6 @@
 """Power, utilization, clocks and temperature of this rank's GPU, from NVML; the power of a CPU, from RAPL.
 
-Everything is asked by a daemon thread: a driver may take long to answer, or never do.
+A daemon thread does all queries, because a driver may answer late or never.
 """
 
 import math
@@ -25,23 +25,23 @@ from run.life import Run
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
 RAPL = Path("/sys/class/powercap")
-STOP_SECONDS = 2  # for the thread to end; afterwards it is abandoned
-WRITE_SECONDS = 1  # between writes, and between readings of what changes slowly
-MOST_BYTES, KEPT_FILES = 2**26, 8  # of one file, and of those before it
-PAUSE_SHARE = 0.1  # of the time between two readings, from which on it is not taken for training
+STOP_SECONDS = 2  # time for the thread to end before it is abandoned
+WRITE_SECONDS = 1  # between writes, and between readings of slowly changing values
+MOST_BYTES, KEPT_FILES = 2**26, 8  # size of a file, and number of earlier files kept
+PAUSE_SHARE = 0.1  # an interval with a larger share of pauses does not count as training
 IDLE = 1  # nvmlClocksEventReasonGpuIdle; the other bits are reasons for a lower clock
-# Of nvmlClocksEventReason..., those that slow down a GPU which has work.
+# The nvmlClocksEventReason bits that slow down a busy GPU.
 SLOWDOWNS = {0x4: "its power limit", 0x8: "a hardware slowdown (heat or power)", 0x20: "heat",
              0x40: "heat (hardware slowdown)", 0x80: "the power brake"}
 
 
 class Sample(NamedTuple):
-    """One reading; None: it cannot be read here."""
+    """One reading; None if a value is not available."""
 
     watts: Optional[float] = None
-    joules: Optional[float] = None  # of a counter that only grows
-    utilization: Optional[int] = None  # percent of the last moments in which a kernel ran
-    memory_bytes: Optional[int] = None  # used on the device, by any process
+    joules: Optional[float] = None  # from a counter that only grows
+    utilization: Optional[int] = None  # percent of recent time in which a kernel ran
+    memory_bytes: Optional[int] = None  # used on the device by all processes
     temperature: Optional[int] = None  # degrees Celsius
     sm_clock_mhz: Optional[int] = None
     throttle_reasons: Optional[int] = None  # bits of nvmlClocksEventReason...
@@ -52,11 +52,11 @@ class UnreadableError(Exception):
 
 
 class GpuMeter:
-    """A GPU through NVML (the package nvidia-ml-py).
+    """Reads a GPU through NVML (package nvidia-ml-py).
 
-    Power is the field NVML_FI_DEV_POWER_INSTANT where the driver has it, because nvmlDeviceGetPowerUsage is
-    the mean of a second since Ampere. Energy is the driver's counter, which sees what lies between samples.
-    `uuid` has no "GPU-", as torch spells it. Raises UnreadableError, also for a part of a GPU (MIG).
+    Power is NVML_FI_DEV_POWER_INSTANT where available, because since Ampere nvmlDeviceGetPowerUsage is the
+    mean of a second. Energy is the driver's counter, which covers the time between samples. `uuid` lacks the
+    prefix "GPU-", like torch's. Raises UnreadableError if power is not available, as on a MIG partition.
     """
 
     def __init__(self, uuid: str):
@@ -74,14 +74,14 @@ class GpuMeter:
             raise UnreadableError(f"NVML does not report it for GPU-{uuid}")
 
     def _ask(self, question: str, *arguments) -> Any:
-        """The answer; None if there is none. What is not supported is not asked again."""
+        """Query NVML; return None if it fails. Unsupported queries are not repeated."""
         if question in self.unknown:
             return None
         try:
             return getattr(self.nvml, f"nvmlDeviceGet{question}")(self.handle, *arguments)
         except (self.nvml.NVMLError_NotSupported, self.nvml.NVMLError_FunctionNotFound):
             self.unknown.add(question)
-        except self.nvml.NVMLError:  # for this moment only, perhaps
+        except self.nvml.NVMLError:  # may be temporary
             pass
         return None
 
@@ -112,10 +112,7 @@ class GpuMeter:
 
 
 class CpuMeter:
-    """All packages of a machine's CPUs, through RAPL; their cores and memory are parts of them.
-
-    Raises UnreadableError if there is no such counter, or only root may read it.
-    """
+    """Reads all CPU packages of a machine through RAPL. Raises UnreadableError if no counter is readable."""
 
     def __init__(self) -> None:
         self.counters = [*packages()]
@@ -124,7 +121,7 @@ class CpuMeter:
         self.last, self.total, self.time = None, 0, 0.0
 
     def read(self) -> Sample:
-        """Return the energy since the first reading, and, after that, the power since the last."""
+        """Return the energy since the first reading and the power since the previous one."""
         now, before, earlier = time.monotonic(), self.total, self.time
         try:
             values = [int(file.read_text()) for file, _ in self.counters]
@@ -141,19 +138,19 @@ class CpuMeter:
 
 
 def packages() -> Iterator[tuple[Path, int]]:
-    """Yield each readable package counter of RAPL, and the microjoules at which it restarts."""
+    """Yield each readable package counter of RAPL, and the microjoules at which it wraps around."""
     for folder in sorted(RAPL.glob("intel-rapl:*")):
         with suppress(OSError, ValueError):
-            # A counter of the whole system (psys) would count the packages twice.
+            # Exclude the counter of the whole system (psys), which includes the packages.
             if (folder / "name").read_text().startswith("package"):
                 int((folder / "energy_uj").read_text())
                 yield folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
 
 
 class RotatedFile:
-    """A CSV file to which lines are appended. At MOST_BYTES it becomes number 1, which becomes number 2 ...
+    """A CSV file for appending. At MOST_BYTES it is renamed to number 1, number 1 to number 2, and so on.
 
-    What cannot be written, on a full disk for example, is dropped with one warning. `folder` is a function,
+    Lines that cannot be written (full disk) are dropped with a single warning. `folder` is a function,
     because the folder may be renamed.
     """
 
@@ -167,7 +164,7 @@ class RotatedFile:
             size, content = os.fstat(self.file.fileno()).st_size, lines.encode()
             if self.file.write(content) < len(content):
                 os.ftruncate(self.file.fileno(), size)
-                raise OSError("there is not enough space for the whole text")
+                raise OSError("not enough space")
             if size + len(content) >= MOST_BYTES:
                 self.close()
                 stem, _, suffix = self.name.rpartition(".")
@@ -183,7 +180,7 @@ class RotatedFile:
         self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)
         size = self.file.seek(0, os.SEEK_END)
         self.file.seek(max(0, size - 4096))
-        cut = len(self.file.read().rpartition(b"\n")[2])  # of a process that was killed
+        cut = len(self.file.read().rpartition(b"\n")[2])  # an incomplete line of a killed process
         os.ftruncate(self.file.fileno(), size - cut)
         if size == cut:
             self.file.write(f"{HEADER}\n".encode())
@@ -195,25 +192,25 @@ class RotatedFile:
 
 
 class Reading(NamedTuple):
-    """What a device did since the last reading; NaN: unknown."""
+    """A device since the last reading; NaN if a value is unknown."""
 
-    watts: float = math.nan  # means
-    utilization: float = math.nan
-    throttled: float = math.nan  # share of the samples with a reason other than idle
-    slowdowns: float = math.nan  # bits of SLOWDOWNS that at least half of the samples have
-    memory_bytes: float = math.nan  # the highest
-    temperature: float = math.nan
-    sm_clock_mhz: float = math.nan  # the lowest
+    watts: float = math.nan  # mean
+    utilization: float = math.nan  # mean
+    throttled: float = math.nan  # share of samples with a reason other than idle
+    slowdowns: float = math.nan  # bits of SLOWDOWNS set in at least half of the samples
+    memory_bytes: float = math.nan  # maximum
+    temperature: float = math.nan  # maximum
+    sm_clock_mhz: float = math.nan  # minimum
 
 
 def over(rows: Sequence[Sample | Reading], name: str, combine: Callable[[list], float]) -> float:
-    """Return what combines the known values of a field; NaN if there is none."""
+    """Combine the known values of a field; NaN if there are none."""
     known = [value for row in rows if (value := getattr(row, name)) is not None and not math.isnan(value)]
     return combine(known) if known else math.nan
 
 
 def summarize(samples: Sequence[Sample], watts: float) -> Reading:
-    """Return the reading of some samples, with this mean power."""
+    """Return a reading of these samples and this mean power."""
     def slowdowns(reasons: list[int]) -> float:
         return sum(bit for bit in SLOWDOWNS if 2 * sum(bit & each > 0 for each in reasons) >= len(reasons))
 
@@ -227,7 +224,7 @@ def summarize(samples: Sequence[Sample], watts: float) -> Reading:
 
 
 def power_metrics(readings: Sequence[Reading], tokens_per_second: float) -> dict[str, float]:
-    """Return the metrics of the readings of all ranks; without those that no rank knows."""
+    """Return the known metrics over all ranks."""
     watts = over(readings, "watts", math.fsum)
     metrics = {"power_watts": watts, "joules_per_token": watts / tokens_per_second,
                "gpu_utilization": over(readings, "utilization", fmean),
@@ -239,18 +236,18 @@ def power_metrics(readings: Sequence[Reading], tokens_per_second: float) -> dict
 
 
 class Moment(NamedTuple):
-    """A sample and when it was taken."""
+    """A sample with its time."""
 
     sample: Sample
     monotonic: float
-    pauses: float  # seconds of all pauses until then
+    pauses: float  # total seconds of pauses until then
 
 
 class PowerSampler:
-    """A thread that samples a meter into a file: once a second, or `hz` times in the steps of the window.
+    """A thread that samples a meter into a file, once a second, or `hz` times within the window of steps.
 
-    Phases are marked in the window only. `open_meter` is called in the thread and may raise UnreadableError;
-    then `note` is called once. `gpu` is the name in the file.
+    Phases are marked only within the window. `open_meter` is called in the thread; if it raises
+    UnreadableError, `note` is called once. `gpu` is the device's name in the file.
     """
 
     def __init__(self, open_meter: Callable[[], Any], gpu: str, window: Optional[Container[int]], hz: float,
@@ -258,15 +255,15 @@ class PowerSampler:
         self.open_meter, self.gpu, self.file, self.note = open_meter, gpu, file, note
         self.window, self.hz, self.in_window = window or (), hz, False
         self.stopping, self.wake, self.lock = False, threading.Event(), threading.Lock()
-        self.pauses, self.paused_at = 0.0, time.monotonic()  # seconds until the last began, which may go on
+        self.pauses, self.paused_at = 0.0, time.monotonic()  # finished pauses, and the start of a current one
         self.lines: deque[str] = deque()
-        self.samples: list[Sample] = []  # since the last `read`, of steps
-        self.joules = self.seconds = 0.0  # of these
+        self.samples: list[Sample] = []  # during steps since the last `read`
+        self.joules = self.seconds = 0.0  # of these samples
         self.last = Reading()
         self.thread = threading.Thread(target=self._work, name="power", daemon=True)
         self.thread.start()
 
-    # Called by the training thread; none of these waits for the driver or a disk.
+    # Called by the training thread. These methods never wait for the driver or a disk.
 
     def begin(self, step: int) -> None:
         if self.paused_at is not None:
@@ -276,7 +273,7 @@ class PowerSampler:
             self.wake.set()
 
     def end(self) -> None:
-        self.paused_at = time.monotonic()  # what follows (evaluation, saving) is not counted
+        self.paused_at = time.monotonic()  # evaluation and saving do not count
 
     def mark(self, at: float, phase: str, step: int) -> None:
         """Record when a phase began (Unix seconds), if the step is in the window."""
@@ -284,7 +281,7 @@ class PowerSampler:
             self.lines.append(f"{at:.6f},,,,,,,,{phase},{step}\n")
 
     def read(self) -> Reading:
-        """Return what was measured in steps since the last call; if that is nothing, the same as then."""
+        """Return a reading of the steps since the last call, or the last reading if there is no sample."""
         with self.lock:
             samples, joules, seconds = self.samples, self.joules, self.seconds
             self.samples, self.joules, self.seconds = [], 0.0, 0.0
@@ -330,14 +327,14 @@ class PowerSampler:
             if now >= written + WRITE_SECONDS:
                 written = now
                 self._write()
-            # A reading that took longer than its period is not made up for.
+            # If a reading took longer than its period, the missed ones are skipped.
             due = max(due + 1 / (self.hz if self.in_window else min(self.hz, 1)), now)
             if self.wake.wait(due - time.monotonic()):
                 self.wake.clear()
                 due = time.monotonic()
 
     def _count(self, before: Moment, now: Moment) -> None:
-        """Add what lies between two samples, unless it was mostly a pause."""
+        """Add the energy and time between two samples, unless too much of it was a pause."""
         seconds, (old, new) = now.monotonic - before.monotonic, (before.sample, now.sample)
         if now.pauses - before.pauses > PAUSE_SHARE * seconds:
             return
@@ -357,7 +354,7 @@ class PowerSampler:
 
 
 def start_sampler(run: Run) -> Optional[PowerSampler]:
-    """Sample the rank's GPU; on CPUs, the first rank of each machine samples all of them, if it can."""
+    """Start sampling this rank's GPU or, on the first rank of a CPU machine, all its CPUs if readable."""
     config, ranks = run.config, run.ranks
     on_gpu = ranks.device.type == "cuda"
     if not config.power_hz or not (on_gpu or (ranks.local_rank == 0 and any(packages()))):

@@ -1,7 +1,7 @@
-"""What is measured while a run takes its steps: time by phase, utilization, power; single steps in detail.
+"""Measurements during training: time by phase, utilization and power; profiles of single steps.
 
-torch.profiler (PROFILE_STEPS) and the CUDA allocator's history (MEMORY_SNAPSHOT) are written by rank 0 into
-`profile/` of the run's folder. What is computed stays the same, bit by bit.
+Rank 0 writes torch.profiler's trace (PROFILE_STEPS) and the CUDA allocator's history (MEMORY_SNAPSHOT) into
+`profile/` in the run's folder. Measuring does not change the results.
 """
 
 import re
@@ -25,15 +25,15 @@ from parallel.process import number_of
 from parallel.ranks import collective
 from run.life import Run
 
-ROWS = 25  # of each table
-SNAPSHOT_EVENTS = 200_000  # allocations that are kept of a step, the last ones; each takes a few KB
+ROWS = 25  # rows of each table
+SNAPSHOT_EVENTS = 200_000  # the last allocations of a step to keep; each takes a few KB
 # Dense bf16 TFLOP/s with float32 accumulation, from the vendors' data sheets. B300, GB300, H20 and RTX PRO
-# 6000 come from secondary sources (figures with sparsity are halved), its Max-Q edition is computed.
+# 6000 are from secondary sources (figures with sparsity are halved), its Max-Q edition is computed.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "H20": 148,
                "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
                "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
                "RTX 5090": 210, "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100": 125}
-MATMULS = ("aten.mm", "aten.addmm")  # all but attention, some kernels of which are written out as others
+MATMULS = ("aten.mm", "aten.addmm")  # all matmuls outside attention
 
 
 def peak_flops(device: torch.device, override_tflops: Optional[float] = None) -> Optional[float]:
@@ -58,10 +58,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Measurements:
-    """Measures in a `with` block around the loop, to which the heartbeat tells which phase begins.
-
-    The loop saves at a stop signal; a profile is written after that. Steps are counted from 1.
-    """
+    """Measures in a `with` block around the loop, driven by the heartbeat's phases. Steps count from 1."""
 
     @collective
     def __init__(self, run: Run):
@@ -69,13 +66,13 @@ class Measurements:
         self.flops = step_flops(run, run.config)
         self.work, self.warned_of = Work(), 0
         self.sampler = start_sampler(run)
-        self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # on any rank
+        self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # true if any rank samples
         self.profiling = Profiling(run)
         self.phases = Phases(run, self.sampler and self.sampler.mark)
         self.read_pauses = self.phases.read_pauses
 
     def __enter__(self) -> "Measurements":
-        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # a run may train within another
+        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # runs may be nested
         HEARTBEAT.begin("other")
         return self
 
@@ -141,7 +138,7 @@ class Measurements:
 
 
 class Profiling:
-    """Records the steps that the settings name. It is called at each begin and end of a step."""
+    """Profiles the steps given by the settings. Called at the start and end of each step."""
 
     def __init__(self, run: Run):
         config, self.run = run.config, run
@@ -152,7 +149,8 @@ class Profiling:
         for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
             if steps and (steps[-1] < left.start or steps[0] >= left.stop):
-                run.log.info(f"{name} has none of the steps left ({left.start:,} to {config.max_steps:,})")
+                run.log.info(f"{name} has no effect: the remaining steps are {left.start:,} to "
+                             f"{config.max_steps:,}")
         if not run.ranks.is_rank0:
             self.window, self.snapshot = range(0), None
 
@@ -170,7 +168,7 @@ class Profiling:
                 self.recorded.append(step)
 
     def mark(self, phase: str) -> None:
-        """A phase begins, which has its name in the trace; an empty name: none."""
+        """Begin a named phase in the trace; an empty name only ends the current one."""
         if self.phase and self.phase.name == phase:
             return
         if self.phase:
@@ -182,14 +180,14 @@ class Profiling:
     def end(self, step: int, batches: Sequence[Batch]) -> None:
         if step == self.snapshot:
             self._write(f"memory-step-{step}.pickle", torch.cuda.memory._dump_snapshot,
-                        "open it at pytorch.org/memory_viz, which reads it in the browser")
+                        "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profiler and step == self.window[-1]:
             self._stop()
-            self.batches = batches  # to count FLOPs in, when the next step begins: a save comes first
+            self.batches = batches  # FLOPs are counted when the next step begins, after a save
 
     def _start(self, step: int) -> None:
-        """Start the profiler, one step before the first to warm up, unless the run begins later."""
+        """Start the profiler, if possible one step early to warm up."""
         def action(number: int) -> ProfilerAction:
             if (number := max(number, step)) < self.window[0]:
                 return ProfilerAction.WARMUP
@@ -197,8 +195,8 @@ class Profiling:
 
         cuda = [ProfilerActivity.CUDA] if self.run.ranks.device.type == "cuda" else []
         self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=action,
-                                profile_memory=True, acc_events=True)  # else torch 2.11 warns
-        self.profiler.step_num = step  # so that the trace has our numbers
+                                profile_memory=True, acc_events=True)  # acc_events avoids a warning in 2.11
+        self.profiler.step_num = step  # our step numbers in the trace
         self.profiler.start()
 
     def _stop(self) -> None:
@@ -214,14 +212,14 @@ class Profiling:
         self._write(f"{name}.trace.json.gz", profiler.export_chrome_trace,
                     "open it in Perfetto, or in chrome://tracing")
         kind, averages = self.run.ranks.device.type, profiler.key_averages()
-        parts = [f"The first {ROWS} by {what}\n{averages.table(sort_by=column, row_limit=ROWS)}"
-                 for what, column in (("time", f"self_{kind}_time_total"),
-                                      ("memory", f"self_{kind}_memory_usage"))]
-        parts += [compare_flops(self.run, batches[0])] if batches else []
-        self._write(f"{name}.txt", lambda path: Path(path).write_text("\n".join(parts)),
-                    f"the first {ROWS} by time and by memory, and the FLOPs")
+        tables = [f"Top {ROWS} by {order}\n{averages.table(sort_by=column, row_limit=ROWS)}"
+                  for order, column in (("time", f"self_{kind}_time_total"),
+                                        ("memory", f"self_{kind}_memory_usage"))]
+        tables += [compare_flops(self.run, batches[0])] if batches else []
+        self._write(f"{name}.txt", lambda path: Path(path).write_text("\n".join(tables)),
+                    f"the top {ROWS} by time and by memory, and the FLOPs")
 
-    def _write(self, name: str, write: Callable[[str], object], how: str) -> None:
+    def _write(self, name: str, write: Callable[[str], object], hint: str) -> None:
         path = self.run.folder / "profile" / name
         try:
             with HEARTBEAT.beat_in_background():
@@ -230,51 +228,50 @@ class Profiling:
         except (OSError, RuntimeError) as error:
             self.run.log.warn(f"{path} cannot be written: {error}; the run continues")
         else:
-            self.run.log.info(f"Wrote {path}; {how}")
+            self.run.log.info(f"Wrote {path}; {hint}")
 
     def close(self, failed: bool) -> None:
-        """The run ends, perhaps before the last step of the window."""
-        if self.recorded and self.profiler and not self.batches:  # to stop a warm-up crashes torch 2.11
+        """Write the profile at the end of the run, which may end within the window."""
+        if self.recorded and self.profiler and not self.batches:  # torch 2.11 crashes if stopped in a warm-up
             self._stop()
         if self.profiler and not failed:
             self._finish()
 
 
 def step_flops(run: Run, config: Config) -> StepFlops:
-    """Return the FLOPs of a run's steps with these settings."""
     return StepFlops(config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
                      run.ranks.device.type)
 
 
 def compare_flops(run: Run, batch: Batch) -> str:
-    """Return the FLOPs of a micro-batch by formula, and as torch counts them, eagerly.
+    """Return a table of a micro-batch's FLOPs by formula, and as counted by torch in eager mode.
 
     It leaves gradients behind, which the next step drops. No collective is called.
     """
-    # Eagerly, only the blocks are recomputed.
-    how = run.config.activation_checkpointing
-    eager = {"compile": False, "activation_checkpointing": "none" if how == "selective" else how}
+    # Selective recomputation needs the compiler.
+    recompute = run.config.activation_checkpointing
+    eager = {"compile": False, "activation_checkpointing": "none" if recompute == "selective" else recompute}
     flops = step_flops(run, run.config.model_copy(update=eager))
     work = flops.read([batch])
     needed, computed = flops.of(work)
     lines = [f"FLOPs of one micro-batch: {work.tokens:,} tokens, {work.padding:,} of them padding, "
              f"{work.targets:,} targets", f"{'':36}{'matmuls':>12}{'attention':>12}"]
-    lines += [f"{name:36}{found.matmuls + found.head:12.4e}{found.attention:12.4e}" for name, found in
+    lines += [f"{name:36}{count.matmuls + count.head:12.4e}{count.attention:12.4e}" for name, count in
               (("needed, by formula (MFU)", needed), ("computed eagerly, by formula (HFU)", computed))]
     if is_sharded(run.model):
-        return "\n".join([*lines, "Not counted: the model is sharded, and ranks gather it together."])
+        return "\n".join([*lines, "Not counted by torch, because the model is sharded."])
     device = run.ranks.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), \
                 torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
             run.objective.loss_sum(run.model, batch).total.backward()
     except torch.OutOfMemoryError:
-        return "\n".join([*lines, "Not counted: an eager step needs more memory than is left."])
+        return "\n".join([*lines, "Not counted by torch, because an eager step needs more memory."])
     counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
     matmuls = sum(counts.get(name, 0) for name in MATMULS)
     attention = sum(counts.values()) - matmuls
     lines += [f"{'counted by FlopCounterMode':36}{matmuls:12.4e}{attention:12.4e}",
               f"Of the computed matmuls {matmuls / (computed.matmuls + computed.head):.2%} are counted.",
-              "The formula counts attention in full, the counter as the kernel computes it: not at all",
-              "on a CPU, within documents (varlen), or with the scores that a backward computes again.", ""]
+              "The formula counts attention in full. The counter follows the kernel: it counts nothing on a",
+              "CPU, only positions within documents (varlen), or also scores recomputed in the backward.", ""]
     return "\n".join(lines)

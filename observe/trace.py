@@ -1,7 +1,7 @@
-"""The memory of a training step, traced on fake tensors and fake ranks: any size, without that memory.
+"""The memory of a training step, traced with fake tensors and ranks for a model of any size.
 
-The model, the sharding, the objective and the optimizer of a real run take the step of one rank with shapes
-instead of numbers: two micro-batches (more need no more memory), gradient norm, clipping and update.
+The model, sharding, objective and optimizer of a real run take one rank's step on shapes instead of numbers:
+two micro-batches (more need no additional memory), gradient norm, clipping and update.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,28 +30,28 @@ from parallel.ranks import Ranks
 
 
 class Traced(NamedTuple):
-    """Bytes of one rank."""
+    """Bytes on one rank."""
 
     parameters: int
     gradients: int
     optimizer: int
-    frozen: int  # of a teacher or a reference
+    frozen: int  # teacher or reference
     peak: int
 
 
 class Tracker(MemTracker):
-    """Tracks without a report on each module, for which frozen parameters would need gradients."""
+    """Tracks memory without reports by module, which would require gradients of frozen parameters."""
 
     _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *_: None
 
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """A process group in which this process is rank 0, and the other ranks never answer."""
+    """A process group in which only rank 0, this process, exists."""
     multiplies, pin = matmul.CPU_MULTIPLIES_BF16, torch.Tensor.pin_memory
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     matmul.CPU_MULTIPLIES_BF16 = True  # as a GPU does
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for CPU_OFFLOAD; a fake tensor has no pages
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for CPU_OFFLOAD; fake tensors cannot be pinned
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def nbytes(tensors: Iterable[Any]) -> int:
 
 def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional[ModelConfig],
           mesh) -> tuple[Transformer, Optional[Transformer], Objective]:
-    """Return the model, the frozen one beside it or None, and the objective, as a run builds them."""
+    """Return the model, the frozen model (or None) and the objective, as a run builds them."""
     model, frozen = Transformer(config, vocab_size, dtype), None
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())
@@ -88,9 +88,10 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
 
 def trace(config: Config, vocab_size: int, dtype: torch.dtype,
           teacher: Optional[ModelConfig] = None) -> Traced:
-    """Take a step of rank 0 on fake tensors, perhaps beside a live teacher of this shape and the same dtype.
+    """Trace a step of rank 0 on fake tensors; the optimizer state exists from the start.
 
-    The optimizer's state exists from the beginning.
+    Args:
+        teacher: shape of a live teacher, whose weights have the same dtype.
     """
     with fake_ranks(config.world_size):
         ranks = Ranks(rank=0, world_size=config.world_size, device=torch.device("cpu"))
@@ -99,17 +100,17 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             model, frozen, objective = build(config, vocab_size, dtype, teacher, mesh)
             optimizer = Optimizer(model, config, ranks)
             trained = [p for p in model.parameters() if p.requires_grad]
-            for parameter in trained:  # an earlier step
+            for parameter in trained:  # an earlier step creates the optimizer state
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(config.learning_rate)
-            if mesh or config.world_size == 1:  # DDP's buckets keep them
+            if mesh or config.world_size == 1:  # DDP's buckets keep the gradients
                 optimizer.zero_grad()
             tracker = Tracker()
             tracker.track_external(model, *optimizer.optimizers, *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
             if config.document_mask or config.training_stage == "dpo":
-                # One document or pair in each row; what the host asks for is known.
+                # One document or pair in each row; the host reads these two values.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
             micro_batches = min(2, config.accumulation_steps)

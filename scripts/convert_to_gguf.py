@@ -1,12 +1,12 @@
-"""Convert a model to GGUF, for llama.cpp and Ollama, with the converter of a clone of llama.cpp.
+"""Convert a model to GGUF for llama.cpp and Ollama, using llama.cpp's converter.
 
     git clone --depth 1 https://github.com/ggml-org/llama.cpp
     pip install transformers sentencepiece
     ./paddock export runs/first --to gguf --llama-cpp llama.cpp \\
         --output first.gguf
 
-llama.cpp's converter identifies a tokenizer by a hash of the ids that it gives for a text, so it rejects a
-tokenizer that you trained. This script registers a tokenizer that splits text as Llama 3's does.
+llama.cpp's converter identifies a tokenizer by a hash of its output and rejects unknown ones. This script
+makes it accept a tokenizer that you trained, if that splits text like Llama 3's.
 """
 
 import runpy
@@ -27,11 +27,11 @@ from model_utils import find_model
 from tokenizer import PATTERN
 
 CONVERTER = "convert_hf_to_gguf.py"
-LLAMA_3 = "llama-bpe"  # llama.cpp's name of Llama 3's way to split text
+LLAMA_3 = "llama-bpe"  # llama.cpp's name for Llama 3's pre-tokenizer
 
 
 def splits_as_llama_3(tokenizer: dict[str, Any]) -> bool:
-    """Return whether a tokenizer.json cuts text as Llama 3's does, and keeps pieces that are tokens."""
+    """Return True if a tokenizer.json splits text like Llama 3's, and keeps pieces that are tokens."""
     before, model = tokenizer.get("pre_tokenizer") or {}, tokenizer.get("model") or {}
     patterns = [step.get("pattern", {}).get("Regex") for step in before.get("pretokenizers", [before])
                 if step.get("type") == "Split"]
@@ -41,15 +41,15 @@ def splits_as_llama_3(tokenizer: dict[str, Any]) -> bool:
 def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
     """Write the model in a folder as a GGUF file."""
     if not (llama_cpp / CONVERTER).is_file():
-        raise CheckpointError(f"{llama_cpp} holds no {CONVERTER}; clone "
-                              "https://github.com/ggml-org/llama.cpp and name its folder with --llama-cpp")
+        raise CheckpointError(f"{llama_cpp} contains no {CONVERTER}; clone "
+                              "https://github.com/ggml-org/llama.cpp and pass its folder as --llama-cpp")
     if output.exists():
-        raise CheckpointError(f"{output} exists; name a new file")
+        raise CheckpointError(f"{output} already exists; choose a new file")
     refuse_adapters(folder)
     tokenizer = read_json(folder / "tokenizer.json")
     if not (tokenizer.get("model") or {}).get("merges"):
-        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp cannot "
-                              "load a model; train a larger vocabulary")
+        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, which llama.cpp requires; train a "
+                              "tokenizer with a larger vocabulary")
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     for package in ("transformers", "sentencepiece"):
         with requires_package(package, CONVERTER):
@@ -65,14 +65,15 @@ def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
     parser.add_argument("--llama-cpp", type=local_path, required=True, metavar="FOLDER",
-                        help="a clone of llama.cpp")
-    parser.add_argument("--output", type=local_path, required=True, metavar="FILE", help="the .gguf to write")
+                        help="folder of a llama.cpp clone")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FILE",
+                        help=".gguf file to write")
     parser.add_argument("--dtype", choices=("f32", "f16", "bf16", "q8_0"), default="f16",
                         help="dtype of the matrices (default: %(default)s)")
     args = parser.parse_args()
     convert(find_model(args.model), args.llama_cpp.expanduser(), args.output.expanduser(), args.dtype)
     show(f"{args.output} is ready. In llama.cpp: llama-cli -m {args.output}",
-         f"In Ollama's Modelfile: FROM ./{args.output.name}")
+         f"For Ollama, write in a Modelfile: FROM ./{args.output.name}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Check this machine: Python, packages, torch, GPU, NCCL, compiler, memory, disk and .env, a line each.
+"""Check this machine: Python, packages, torch, GPU, NCCL, compiler, memory, disk and .env.
 
     ./paddock doctor
 
-It needs no package and no environment. A line begins with ok, with - for what limits you, or with FAIL for
-what must be mended first, and then says how. Exit codes: 0 no FAIL, 1 otherwise.
+Each line starts with ok, with - for a limitation, or with FAIL for a problem that you must fix. The command
+works without any installed package. The exit code is 1 if a check fails, else 0.
 """
 
 import os
@@ -29,16 +29,16 @@ from common.text import last_line, show  # noqa: E402
 OK, LIMITS, FAIL = "ok", "-", "FAIL"
 SET_UP = "run: bash scripts/setup.sh"
 LEAST_FREE, ENOUGH_FREE = 2 * 2**30, 20 * 2**30  # bytes of the disk
-LEAST_SHARED = 2**30  # of /dev/shm, which NCCL uses between the GPUs of a machine
-SECONDS = 120  # for torch's import, which a cold disk makes slow
-# What torch has here, as lines of name=value; in a process of its own, because an import may crash.
+LEAST_SHARED = 2**30  # bytes of /dev/shm, which NCCL uses between the GPUs of a machine
+SECONDS = 120  # time limit for PROBE: importing torch from a cold disk is slow
+# Runs in a separate process, because importing torch may crash.
 PROBE = """
 import torch
 print("torch", torch.__version__)
 print("cuda", torch.version.cuda or torch.version.hip or "")
 for number in range(torch.cuda.device_count()):
-    facts = torch.cuda.get_device_properties(number)
-    print("gpu", f"{facts.name} ({facts.total_memory / 2**30:.0f} GiB)")
+    gpu = torch.cuda.get_device_properties(number)
+    print("gpu", f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)")
 if torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available():
     print("nccl", ".".join(map(str, torch.cuda.nccl.version())))
 """
@@ -58,7 +58,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def fits(installed: str, wanted: str) -> bool:
-    """Return whether a version fits a requirement such as ~=1.2 or >=1.7,<2."""
+    """Return True if a version satisfies a requirement such as ~=1.2 or >=1.7,<2."""
     have = numbers(installed)
     for operator, limit in re.findall(r"(==|~=|>=|<)([\d.]+)", wanted):
         need = numbers(limit)
@@ -70,14 +70,14 @@ def fits(installed: str, wanted: str) -> bool:
 
 
 def requirements(name: str) -> Iterator[tuple[str, str]]:
-    """Yield the packages of a requirements file, each with its versions."""
+    """Yield each package in a requirements file and the versions it may have."""
     for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
-        if found := re.match(r"([A-Za-z][\w.-]*)([^#;]*)", line):
-            yield found[1], found[2].strip()
+        if match := re.match(r"([A-Za-z][\w.-]*)([^#;]*)", line):
+            yield match[1], match[2].strip()
 
 
 def installed(package: str) -> str:
-    """Return the version of a package; empty if it is not installed."""
+    """Return the version of a package, or "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -91,81 +91,79 @@ def has_driver() -> bool:
 def check_python() -> Finding:
     text = f"{platform.python_version()}, {sys.executable}"
     if sys.prefix == sys.base_prefix and not os.environ.get("CONDA_PREFIX"):
-        return Finding(LIMITS, "Python", f"{text} is not an environment; to make .venv, {SET_UP}")
+        return Finding(LIMITS, "Python", f"{text} is not in an environment; to create .venv, {SET_UP}")
     return Finding(OK, "Python", text)
 
 
 def check_packages() -> Iterator[Finding]:
-    """Yield what requirements.txt asks for and is missing or of another version; and what is optional."""
+    """Check the required packages (missing, or of another version) and the optional ones."""
     needed = {name: (wanted, installed(name)) for name, wanted in requirements("requirements.txt")}
-    missing = [name for name, (_, found) in needed.items() if not found]
-    other = [f"{name} {found} ({wanted})" for name, (wanted, found) in needed.items()
-             if found and not fits(found, wanted)]
+    missing = [name for name, (_, present) in needed.items() if not present]
+    untested = [f"{name} {present} ({wanted})" for name, (wanted, present) in needed.items()
+                if present and not fits(present, wanted)]
     if missing:
-        yield Finding(FAIL, "packages", f"{', '.join(missing)} missing; {SET_UP}")
-    if other:
-        yield Finding(LIMITS, "packages", f"other versions than tested: {', '.join(other)}; {SET_UP}")
-    if not missing + other:
-        yield Finding(OK, "packages", f"all {len(needed)} of requirements.txt")
+        yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; {SET_UP}")
+    if untested:
+        yield Finding(LIMITS, "packages", f"untested versions: {', '.join(untested)}; {SET_UP}")
+    if not missing + untested:
+        yield Finding(OK, "packages", f"all {len(needed)} packages in requirements.txt are installed")
     if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
-        yield Finding(LIMITS, "extras", f"{', '.join(absent)} not installed; for serving, plots, TensorBoard "
-                      "and scores, run: pip install -r requirements-extras.txt")
+        yield Finding(LIMITS, "extras", f"not installed: {', '.join(absent)}; for serving, plots, "
+                      "TensorBoard and text metrics, run: pip install -r requirements-extras.txt")
 
 
 def probe() -> tuple[dict[str, list[str]], str]:
-    """Return what PROBE prints, by name; and why it failed, if it did."""
+    """Return the output of PROBE by name, and why it failed ("" if it did not)."""
     try:
         done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        return {}, f"no answer in {SECONDS} s"
-    found: dict[str, list[str]] = {}
+        return {}, f"importing it took more than {SECONDS} s"
+    properties: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         name, _, value = line.partition(" ")
-        found.setdefault(name, []).append(value)
-    return found, last_line(done.stderr) if done.returncode else ""
+        properties.setdefault(name, []).append(value)
+    return properties, last_line(done.stderr) if done.returncode else ""
 
 
 def check_torch() -> Iterator[Finding]:
-    """Yield the state of torch, the GPUs that it sees, and NCCL."""
-    found, failure = probe()
+    """Check torch, the GPUs it sees, and NCCL."""
+    properties, failure = probe()
     if failure:
-        yield Finding(FAIL, "torch", f"cannot be used ({failure}); {SET_UP}")
+        yield Finding(FAIL, "torch", f"cannot be imported ({failure}); {SET_UP}")
         return
-    torch, cuda, gpus = found["torch"][0], found["cuda"][0], found.get("gpu", [])
+    torch, cuda, gpus = properties["torch"][0], properties["cuda"][0], properties.get("gpu", [])
     yield Finding(OK, "torch", f"{torch}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
     if gpus:
         yield Finding(OK, "GPU", f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}")
     elif not has_driver():
-        yield Finding(LIMITS, "GPU", "no NVIDIA driver, so training runs on the CPU")
+        yield Finding(LIMITS, "GPU", "no NVIDIA driver found; training runs on the CPU")
     elif not cuda:
-        yield Finding(FAIL, "GPU", "there is an NVIDIA driver, and torch is built for the CPU; run: pip "
+        yield Finding(FAIL, "GPU", "an NVIDIA driver is installed, but torch is built for the CPU; run: pip "
                       f"uninstall torch, then {SET_UP.removeprefix('run: ')}")
     else:
-        yield Finding(FAIL, "GPU", f"torch sees none; check that nvidia-smi lists it, that its driver is new "
-                      f"enough for CUDA {cuda}, and CUDA_VISIBLE_DEVICES")
-    if nccl := found.get("nccl"):
+        yield Finding(FAIL, "GPU", "torch does not see the GPU; check that nvidia-smi lists it, that the "
+                      f"driver supports CUDA {cuda}, and that CUDA_VISIBLE_DEVICES does not hide it")
+    if nccl := properties.get("nccl"):
         yield Finding(OK, "NCCL", nccl[0])
     elif len(gpus) > 1:
-        yield Finding(FAIL, "NCCL", "this torch has none, so several GPUs cannot train together; install "
-                      "torch's CUDA build for Linux")
+        yield Finding(FAIL, "NCCL", "missing from this torch; to train on several GPUs, install torch's CUDA "
+                      "build for Linux")
     else:
-        yield Finding(LIMITS, "NCCL", "not needed: it connects several GPUs")
+        yield Finding(LIMITS, "NCCL", "not needed, because there are not several GPUs")
     shared = Path("/dev/shm")
     if len(gpus) > 1 and shared.is_dir() and (free := free_bytes(shared)) < LEAST_SHARED:
-        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, which NCCL may exhaust; start the "
-                      "container with --ipc host")
+        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, which is not enough for NCCL; start "
+                      "the container with --ipc host")
 
 
 def check_compiler() -> Finding:
-    """Whether torch.compile finds a C++ compiler."""
     names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
-    if found := next(filter(None, (shutil.which(name) for name in names if name)), None):
-        return Finding(OK, "compiler", found)
+    if path := next(filter(None, (shutil.which(name) for name in names if name)), None):
+        return Finding(OK, "compiler", path)
     return Finding(LIMITS, "compiler", "no C++ compiler for torch.compile; install g++, or set COMPILE=false")
 
 
 def check_machine() -> Finding:
-    """The cores and the memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return Finding(OK, "machine", f"{platform.system()} {platform.machine()}, {cores} cores, "
@@ -173,21 +171,20 @@ def check_machine() -> Finding:
 
 
 def check_disk() -> Finding:
-    """The free space where runs and data go."""
     folder = Path.cwd()
     if error := why_not_writable(folder):
-        return Finding(FAIL, "disk", f"{folder} cannot be written to ({error.strerror}); set OUTPUT_DIR")
+        return Finding(FAIL, "disk", f"{folder} is not writable ({error.strerror}); set OUTPUT_DIR")
     free = free_bytes(folder)
-    text = f"{free / 2**30:.1f} GiB free at {folder}"
+    text = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < LEAST_FREE:
-        return Finding(FAIL, "disk", f"{text}; free some (./paddock runs --clean), or set OUTPUT_DIR")
+        return Finding(FAIL, "disk", f"{text}; free up space (./paddock runs --clean), or set OUTPUT_DIR")
     if free < ENOUGH_FREE:
-        return Finding(LIMITS, "disk", f"{text}; enough for small models (./paddock runs --clean frees some)")
+        return Finding(LIMITS, "disk", f"{text}, enough for small models only (./paddock runs --clean)")
     return Finding(OK, "disk", text)
 
 
 def check_settings() -> Iterator[Finding]:
-    """Yield whether `.env` is valid, if there is one and the packages are here to read it."""
+    """Check `.env`, if it exists and the packages that read it are installed."""
     if not os.path.exists(".env"):
         return
     try:
@@ -197,11 +194,11 @@ def check_settings() -> Iterator[Finding]:
         return
     try:
         load_config(complete=False)
-        yield Finding(OK, ".env", "every setting is valid")
+        yield Finding(OK, ".env", "all settings are valid")
     except SettingsError as error:
         first, *others = str(error).splitlines()
         more = f" (and {len(others)} more)" if others else ""
-        yield Finding(FAIL, ".env", f"{first}{more}; correct it, then ./paddock check")
+        yield Finding(FAIL, ".env", f"{first}{more}; correct it, then run ./paddock check")
 
 
 CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
@@ -213,8 +210,8 @@ def main() -> None:
     show(f"{OK:5} {'Paddock':9} {__version__}, {ROOT}")
     failed = False
     for check in CHECKS:
-        found = check()
-        for finding in [found] if isinstance(found, Finding) else found:
+        findings = check()
+        for finding in [findings] if isinstance(findings, Finding) else findings:
             show(f"{finding.state:5} {finding.subject:9} {finding.text}")
             failed |= finding.state == FAIL
     raise SystemExit(1 if failed else 0)

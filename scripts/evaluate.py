@@ -1,14 +1,14 @@
-"""Evaluate a model without training: loss, perplexity, bits per byte, multiple choice, generated answers.
+"""Evaluate a model: loss, perplexity, bits per byte, multiple choice and generated answers.
 
     ./paddock eval runs/first
     ./paddock eval runs/first --eval-tasks arc:arc.jsonl
     ./paddock eval owner/Llama --data data/pretrain/0123
     ./paddock eval runs/first --tasks arc_easy,winogrande,piqa
 
-For a run, the newest good checkpoint is evaluated with the run's own data and settings, which gives the
-numbers that the run logged. For another model, choose the data with flags. Settings can be changed by flag:
---validation-rows 1000, --hellaswag-batch-tokens 4096, --max-seq-len 512, --generation-eval-every 1, or
---validate-every 0. --tasks names tasks of lm-evaluation-harness, which downloads their data.
+For a run, the newest valid checkpoint is evaluated with the run's data and settings. The results equal those
+the run logged. For other models, choose the data with flags. Flags also change settings, for example
+--validation-rows 1000, --hellaswag-batch-tokens 4096, --max-seq-len 512, --generation-eval-every 1 or
+--validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads their data.
 """
 
 import json
@@ -25,36 +25,36 @@ from settings.load import read_flags  # noqa: E402
 
 
 def parse_args():
-    """Return the arguments, and the settings among the flags."""
+    """Return the arguments, and the flags that are settings."""
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("--base", metavar="MODEL", help="base of the adapters (default: as in training)")
+    parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
     parser.add_argument("--data", metavar="FOLDER",
-                        help="prepared data, whose validation split is used (default: the run's)")
-    parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag's items (default: the run's)")
+                        help="prepared data; its validation split is used (default: the run's)")
+    parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag items (default: the run's)")
     parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    parser.add_argument("--include-path", metavar="FOLDER", help="further tasks for --tasks (YAML files)")
+    parser.add_argument("--include-path", metavar="FOLDER", help="folder with more tasks (YAML files)")
     parser.add_argument("--num-fewshot", type=int, metavar="N",
-                        help="examples before each item of --tasks (default: set by the task)")
-    parser.add_argument("--limit", type=int, metavar="N", help="number of items of each task (default: all)")
+                        help="examples in the prompt of each --tasks item (default: set by the task)")
+    parser.add_argument("--limit", type=int, metavar="N",
+                        help="maximum items of each --tasks task (default: all)")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results as JSON")
     args, rest = parser.parse_known_args()
     if args.hellaswag is not None:
         rest.append(f"--hellaswag-path={args.hellaswag}")
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: give only flags of settings that should differ from the run's")
+        raise SettingsError("command line: only settings that should differ from the run's can be given here")
     if flags.layer.problems:
         raise SettingsError(*flags.layer.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
-        parser.error("--include-path, --num-fewshot and --limit go with --tasks")
+        parser.error("--include-path, --num-fewshot and --limit require --tasks")
     if args.json and not args.json.absolute().parent.is_dir():
-        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+        parser.error(f"--json {args.json}: the folder {args.json.parent} does not exist")
     return args, flags.layer
 
 
 def table(rows) -> list[str]:
-    """Return the lines of the table of results."""
     def number(value, form: str = ".4f") -> str:
         return "" if value is None else format(value, form)
 
@@ -62,13 +62,13 @@ def table(rows) -> list[str]:
     cells += [(row.name, row.metric.replace("_", " "), number(row.value), number(row.stderr),
                number(row.chance), number(row.n, ",")) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(cell.ljust(width) if place < 2 else cell.rjust(width)
-                      for place, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells]
+    return ["  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
+                      for column, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells]
 
 
 def main() -> None:
     args, flags = parse_args()
-    # Here, because torch's import takes seconds.
+    # Imported here, because torch takes seconds.
     from types import SimpleNamespace
 
     from evaluation.during_run import evaluations
@@ -84,12 +84,12 @@ def main() -> None:
                                     "tokenizer_path" not in flags.values)
     if harness:
         if config.world_size > 1:
-            raise SettingsError("--tasks runs in one process; start it without a launcher")
-        _ = harness.opened  # a typo is told before anything else takes long
+            raise SettingsError("--tasks runs in a single process; start it without a launcher")
+        _ = harness.opened  # report a misspelt task before anything slow starts
     device, results, rows = prepare_device(config), {}, []
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
-        # Not entered, so that Ctrl-C ends it at once: there is nothing to save.
+        # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
         run = open_model(folder, config, args.base, context)
         for evaluation in evaluations(run):
@@ -99,18 +99,18 @@ def main() -> None:
         step, is_rank0 = run.progress.step, ranks.is_rank0
     problem = None
     if harness:
-        del run  # for its memory
+        del run  # frees its memory
         try:
-            metrics, found = harness.evaluate(folder, args.base, config, device)
+            metrics, task_rows = harness.evaluate(folder, args.base, config, device)
             results |= metrics
-            rows += found
-        except PaddockError as error:  # what is evaluated so far is shown all the same
+            rows += task_rows
+        except PaddockError as error:  # raised after the other results have been printed
             problem = error
     if not is_rank0:
         return
     if not rows and problem is None:
-        raise SettingsError(f"nothing to evaluate: {folder} has no settings that name evaluation data; name "
-                            "prepared data with --data, HellaSwag's items with --hellaswag, other items with "
+        raise SettingsError(f"nothing to evaluate: the settings in {folder} name no evaluation data; pass "
+                            "prepared data with --data, HellaSwag items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
     if rows:
@@ -118,7 +118,7 @@ def main() -> None:
              f"{config.max_seq_len:,} tokens at a time", *table(rows))
     if args.json:
         content = {"model": str(folder), "step": step, "metrics": finite(results)}
-        with disk_errors(args.json, SettingsError, "name another file with --json"):
+        with disk_errors(args.json, SettingsError, "choose another file with --json"):
             args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if problem:
         raise problem

@@ -1,13 +1,14 @@
-"""Export a model: as a folder to share, with its adapters merged, as GGUF, or to the Hugging Face hub.
+"""Export a model as a folder, with merged adapters, as GGUF, or to the Hugging Face hub.
 
     ./paddock export first --to hf --output models/first
     ./paddock export lora --to merged --output models/merged
     ./paddock export first --to gguf --llama-cpp llama.cpp --output first.gguf
     ./paddock export first --to hub --repo NAME/first
 
-hf copies a checkpoint without what only resuming needs; `transformers` and PEFT load the copy, and the
-checkpoint itself, without conversion. hub uploads the same files as one commit, into a private repository if
-it is new. `./paddock export --to merged --help` and `--to gguf --help` list the flags of these two.
+hf copies a checkpoint without the files that only resuming needs. Checkpoints and their copies load in
+`transformers` and PEFT without conversion. hub uploads the same files as one commit; a new repository is
+private unless you add --public. For the flags of the other formats, run `./paddock export --to merged --help`
+or `./paddock export --to gguf --help`.
 """
 
 import argparse
@@ -35,7 +36,7 @@ ADAPTERS = "adapter_config.json"
 
 
 def parse_args() -> argparse.Namespace:
-    """Return the flags of hf and hub; merged and gguf replace this process."""
+    """Return the flags of hf and hub; for merged and gguf, replace this process with their script."""
     target = CommandParser(__doc__, add_help=False, allow_abbrev=False)
     target.add_argument("--to", choices=("hf", "hub", *SCRIPTS))
     known, flags = target.parse_known_args()
@@ -45,23 +46,23 @@ def parse_args() -> argparse.Namespace:
         os.execv(sys.executable, [sys.executable, script, *flags])
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
-    parser.add_argument("--to", choices=("hf", "merged", "gguf", "hub"), required=True, help="the format")
-    parser.add_argument("--output", type=local_path, metavar="FOLDER", help="the new folder, with --to hf")
-    parser.add_argument("--repo", metavar="OWNER/NAME", help="the repository, with --to hub")
-    parser.add_argument("--public", action="store_true", help="make a new repository public, with --to hub")
+    parser.add_argument("--to", choices=("hf", "merged", "gguf", "hub"), required=True, help="format")
+    parser.add_argument("--output", type=local_path, metavar="FOLDER", help="new folder, for --to hf")
+    parser.add_argument("--repo", metavar="OWNER/NAME", help="repository, for --to hub")
+    parser.add_argument("--public", action="store_true", help="make a new repository public, for --to hub")
     args = parser.parse_args()
     needed = {"hf": "output", "hub": "repo"}[args.to]
     if not getattr(args, needed):
-        parser.error(f"--to {args.to} needs --{needed}")
+        parser.error(f"--to {args.to} requires --{needed}")
     return args
 
 
 def copy_model(source: Path, files: list[str], output: Path) -> None:
-    """Write the model's files into a new folder with a manifest, all or nothing."""
+    """Copy the model's files into a new folder with a manifest, atomically."""
     from checkpoint.store import publish
 
     if os.path.lexists(output):
-        raise CheckpointError(f"{output} exists; name a new folder")
+        raise CheckpointError(f"{output} already exists; choose a new folder")
 
     def write(folder: Path) -> None:
         for name in files:
@@ -73,15 +74,15 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
 
 
 def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
-    """Upload the model's files to the hub as one commit; return its address."""
+    """Upload the model's files to the hub as one commit; return its URL."""
     from common.remote import first_line, status_of
 
     with requires_package("huggingface_hub", "--to hub"):
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
-    advice = "set HF_TOKEN in .env or the environment to a token that may write there"
+    advice = "set HF_TOKEN, in .env or the environment, to a token with write access"
     if not get_token():
-        raise SettingsError(f"--to hub: there is no token; {advice}")
+        raise SettingsError(f"--to hub requires a token; {advice}")
     try:
         api = HfApi()
         api.create_repo(repo, private=not public, exist_ok=True)
@@ -89,12 +90,12 @@ def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
                                    commit_message=f"Upload {source.name}")
     except HFValidationError as error:
         raise SettingsError(f"--repo {repo}: {first_line(error)}") from error
-    except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
-        again = "start the command again; files that are there are not uploaded twice"
+    except Exception as error:  # the class depends on huggingface_hub's version
+        again = "run the command again; uploaded files are not uploaded twice"
         if code := status_of(error):
             raise SettingsError(f"the hub refused to upload to {repo} (HTTP {code}); "
                                 f"{advice if code in (401, 403) else again}") from error
-        raise PaddockError(f"the hub cannot be reached ({first_line(error)}); {again}") from error
+        raise PaddockError(f"cannot reach the hub ({first_line(error)}); {again}") from error
     return str(commit.commit_url)
 
 
@@ -107,14 +108,14 @@ def main() -> None:
     export(load_config(complete=False))  # HF_TOKEN
     folder = find_model(args.model)
     verify_model(folder)
-    left_out = (MANIFEST, OPTIMIZER, STATE)
+    excluded = (MANIFEST, OPTIMIZER, STATE)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
-                   if path.is_file() and path.name not in left_out and not path.name.startswith("."))
+                   if path.is_file() and path.name not in excluded and not path.name.startswith("."))
     if args.to == "hub":
         return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}")
     copy_model(folder, files, args.output.expanduser())
-    kind = "adapters in PEFT's format" if ADAPTERS in files else "a Hugging Face model folder"
-    show(f"{args.output} is ready ({kind}, {len(files)} files).")
+    kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
+    show(f"Exported to {args.output} ({kind}, {len(files)} files).")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
+"""Generate text with a checkpoint or any Llama model: continue prompts, or answer a chat.
 
     ./paddock generate runs/first --prompt "Once upon a time" "A fox"
     ./paddock generate runs/chat --chat --prompt "Who are you?" "And I?"
     ./paddock generate runs/first --prompts in.jsonl --output out.jsonl
     shuf -n 5 prompts.txt | ./paddock generate runs/first --prompts -
 
-For a run, the newest good checkpoint is used. Adapters are applied to the base that they were trained on.
-A file of prompts has one text per line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} per line.
-With --chat, each text is the user's message in a separate chat. The output keeps the order of the input.
+For a run, the newest valid checkpoint is used. Adapters are applied to the base model they were trained on.
+A prompt file has one text per line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} per line. With
+--chat, each line of a prompt file starts a separate chat. Results are in the order of the input.
 """
 
 import argparse
@@ -36,12 +36,12 @@ PROGRESS_SECONDS = 10
 
 
 def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
-    """Return the model that is named, with its adapters if it has any, and its tokenizer."""
+    """Return a model, with its adapters if it has any, and its tokenizer."""
     return load_for_use(find_model(name), base)
 
 
-def prompts_of(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
-    """Return the prompts that continue texts and answer chats."""
+def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
+    """Return the token ids of texts to continue and chats to answer."""
     prompts = []
     has_chats = any(not isinstance(each.content, str) for each in contents)
     chat_format = load_chat_format(tokenizer) if has_chats else None
@@ -57,7 +57,7 @@ def prompts_of(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
 
 
 def continuations(writer: Writer, texts: Sequence[str]) -> Iterator[Part]:
-    return writer.write(prompts_of(writer.tokenizer, [FilePrompt("", 0, text) for text in texts]))
+    return writer.write(encode_prompts(writer.tokenizer, [FilePrompt("", 0, text) for text in texts]))
 
 
 def answers(writer: Writer, turns: Sequence[str], system_prompt: str = "") -> Iterator[Part]:
@@ -66,58 +66,58 @@ def answers(writer: Writer, turns: Sequence[str], system_prompt: str = "") -> It
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         answer = ""
-        for part in writer.write(prompts_of(writer.tokenizer, [FilePrompt("", 0, messages)])):
+        for part in writer.write(encode_prompts(writer.tokenizer, [FilePrompt("", 0, messages)])):
             answer += part.text
             yield part._replace(index=index)
         messages.append({"role": "assistant", "content": answer})
 
 
-def tell_in_order(parts: Iterable[Part], count: int, tell: Callable[[Part], None]) -> None:
-    """Hand on the parts of several texts text by text, each as early as that allows.
+def emit_in_order(parts: Iterable[Part], count: int, emit: Callable[[Part], None]) -> None:
+    """Pass on the parts of `count` texts, one text after another, as early as this order allows.
 
-    After Ctrl-C, those of texts that are finished are still handed on.
+    After Ctrl-C, finished texts are still passed on.
     """
     waiting: list[list[Part]] = [[] for _ in range(count)]
     current = 0
 
-    def hand_on(index: int) -> bool:
-        """Hand on what waits of a text; whether it is finished."""
+    def flush(index: int) -> bool:
+        """Pass on the waiting parts of a text; return True if the text is finished."""
         ready, waiting[index] = waiting[index], []
         for part in ready:
-            tell(part)
+            emit(part)
         return bool(ready and ready[-1].finish_reason)
 
     try:
         for part in parts:
             waiting[part.index].append(part)
-            while current < count and hand_on(current):
+            while current < count and flush(current):
                 current += 1
     except KeyboardInterrupt:
         for index, ready in enumerate(waiting):
             if ready and ready[-1].finish_reason:
-                hand_on(index)
+                flush(index)
         raise
 
 
-def shown(heads: Sequence[str]) -> Callable[[Part], None]:
-    """Return a function that prints parts, each text after its head."""
-    told = -1
+def printer(heads: Sequence[str]) -> Callable[[Part], None]:
+    """Return a function that prints parts, and each text's head before its first part."""
+    current = -1
 
-    def tell(part: Part) -> None:
-        nonlocal told
-        if part.index != told:
-            show_part(("\n\n" if told >= 0 else "") + heads[part.index])
-            told = part.index
+    def emit(part: Part) -> None:
+        nonlocal current
+        if part.index != current:
+            show_part(("\n\n" if current >= 0 else "") + heads[part.index])
+            current = part.index
         show_part(part.text)
 
-    return tell
+    return emit
 
 
-def written(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[Part], None]:
-    """Return a function that writes a line of JSON for each text when it is finished."""
+def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[Part], None]:
+    """Return a function that writes each finished text as a line of JSON."""
     texts = [""] * len(prompts)
 
-    def tell(part: Part) -> None:
+    def emit(part: Part) -> None:
         texts[part.index] += part.text
         if part.finish_reason:
             _, line, content = prompts[part.index]
@@ -126,18 +126,18 @@ def written(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[Part], Non
                                    "tokens": part.tokens, "finish_reason": part.finish_reason}) + "\n")
             file.flush()
 
-    return tell
+    return emit
 
 
 def with_progress(parts: Iterable[Part], count: int) -> Iterator[Part]:
-    """Yield the parts, and tell on stderr every few seconds how many texts are finished."""
-    started = told = time.monotonic()
+    """Yield the parts, and report the progress on stderr every few seconds."""
+    started = reported = time.monotonic()
     done = tokens = 0
     for part in parts:
         done, tokens = done + bool(part.finish_reason), tokens + 1
         now = time.monotonic()
-        if now - told >= PROGRESS_SECONDS:
-            told = now
+        if now - reported >= PROGRESS_SECONDS:
+            reported = now
             left = duration((now - started) / done * (count - done)) if done else "?"
             print_safely(f"{done:,} of {count:,} prompts | {tokens / (now - started):,.0f} tokens/s | "
                          f"ETA: {left}", sys.stderr)
@@ -147,39 +147,40 @@ def with_progress(parts: Iterable[Part], count: int) -> Iterator[Part]:
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("--base", metavar="MODEL", help="base of the adapters (default: as in training)")
-    group = parser.add_argument_group("what is continued")
+    parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
+    group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", nargs="+", metavar="TEXT",
                        help="texts to continue (default: one empty text)")
-    group.add_argument("--prompts", metavar="FILE", help="one prompt in each line; - = stdin")
+    group.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - = stdin")
     group.add_argument("--chat", action="store_true",
-                       help="each --prompt is a user's turn of one chat; each line of --prompts is a chat")
-    group.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
-    group = parser.add_argument_group("how the next token is chosen")
+                       help="each --prompt is a user message in one chat; each line of --prompts is a chat")
+    group.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
+    group = parser.add_argument_group("sampling")
     add_sampling_flags(group)
-    group.add_argument("--seed", type=SEED, default=0, metavar="S", help="(default: %(default)s)")
+    group.add_argument("--seed", type=SEED, default=0, metavar="S", help="random seed (default: %(default)s)")
     group = parser.add_argument_group("length and output")
-    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N",
+                       help="maximum tokens per text (default: %(default)s)")
     group.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
-                       help="texts that end a continuation and are not part of it")
+                       help="end a text before any of these strings")
     group.add_argument("--batch-size", type=int, default=8, metavar="N",
                        help="number of prompts continued at the same time (default: %(default)s)")
     group.add_argument("--output", metavar="FILE.jsonl",
-                       help="write the continuations of --prompts to this file, one JSON object per line")
+                       help="write the results of --prompts to this file, one JSON object per line")
     args = parser.parse_args()
     if not 0 <= args.max_new_tokens <= 1_000_000:
         parser.error("--max-new-tokens must be at least 0 and at most 1,000,000")
     if args.batch_size < 1 or not all(args.stop):
-        parser.error("--batch-size must be at least 1, and a --stop text must not be empty")
+        parser.error("--batch-size must be at least 1, and --stop must not be empty")
     if args.prompts is not None and args.prompt:
-        parser.error("--prompt and --prompts exclude each other")
+        parser.error("--prompt and --prompts cannot be combined")
     if args.output and args.prompts is None:
-        parser.error("--output goes with --prompts")
+        parser.error("--output requires --prompts")
     if args.system and not args.chat and args.prompts is None:
-        parser.error("--system goes with --chat")
+        parser.error("--system requires --chat")
     args.prompt = args.prompt or [""]
     if args.chat and args.prompts is None and not all(prompt.strip() for prompt in args.prompt):
-        parser.error("--chat needs a --prompt for each of the user's turns")
+        parser.error("--chat requires a --prompt for each user message")
     return args
 
 
@@ -190,7 +191,7 @@ def main() -> None:
                         args.seed)
     writer = Writer(*load(args.model, args.base), args.max_new_tokens, sampling, args.stop, args.batch_size)
     if args.prompts is not None:
-        parts = writer.write(prompts_of(writer.tokenizer, prompts))
+        parts = writer.write(encode_prompts(writer.tokenizer, prompts))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
                  for each in prompts]
     elif args.chat:
@@ -200,13 +201,13 @@ def main() -> None:
     if args.prompts is not None and (args.output or not sys.stdout.isatty()):
         parts = with_progress(parts, len(heads))
     if not args.output:
-        tell_in_order(parts, len(heads), shown(heads))
+        emit_in_order(parts, len(heads), printer(heads))
         show_part("\n")
         return
     path = local_path(args.output)
     with (disk_errors(path, DataError, "choose another --output"),
           open(path, "w", encoding="utf-8", opener=plain) as file):
-        tell_in_order(parts, len(heads), written(prompts, file))
+        emit_in_order(parts, len(heads), json_writer(prompts, file))
 
 
 if __name__ == "__main__":

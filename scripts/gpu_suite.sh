@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Test everything on this device; --help lists the flags.
-# Installs nothing from a network. Uses the active environment if it has torch, else .venv, else python3.
+# Run the GPU suite; --help lists the flags.
+# Downloads nothing. Uses the active environment if it has torch, else .venv, else python3.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'

@@ -1,11 +1,12 @@
-"""Import a Llama, from a Hugging Face folder or Meta's download, as a checkpoint that Paddock can start from.
+"""Import a Llama model from a Hugging Face folder or Meta's download, as a checkpoint to start training from.
 
     ./paddock import models/Llama-3.2-1B models/start
     ./paddock import meta-llama/Llama-3.2-1B models/start
     ./paddock import ~/.llama/Llama3.2-1B models/start
 
-PRETRAIN_CHECKPOINT also accepts a Hugging Face folder or name; an imported copy is verified at each start. A
-Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running code from it.
+PRETRAIN_CHECKPOINT accepts Hugging Face folders and names directly, but only an imported copy is verified at
+each start. A Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running
+code.
 """
 
 import os
@@ -47,17 +48,15 @@ from tokenizer import load_tokenizer
 
 def read_meta(file: Path,
               rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
-    """Return the weights under our names, the model's settings and its context length, from
-    consolidated.00.pth and the params.json beside it.
-    """
-    if len(parts := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
-        raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; download it in Hugging "
-                              "Face's format")
+    """Read consolidated.00.pth and params.json; return weights under our names, settings, context length."""
+    if len(shards := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
+        raise CheckpointError(f"the model in {file.parent} is split into {len(shards)} files; download it in "
+                              "Hugging Face's format")
     params = read_json(file.parent / "params.json")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} holds no plain weights, or is damaged "
+        raise CheckpointError(f"{file} is damaged, or contains more than plain weights "
                               f"({str(error).splitlines()[0]:.60} ...); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
@@ -71,7 +70,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
                       rope_scaling_factor: Optional[float] = None) -> None:
     """Write the model in `source` to `output` as a verified checkpoint."""
     if os.path.lexists(output):
-        raise CheckpointError(f"{output} exists; name a new folder")
+        raise CheckpointError(f"{output} already exists; choose a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
     if os.path.isfile(meta_file) and not os.path.isfile(source / "config.json"):
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
@@ -85,11 +84,10 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
-        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; "
-                              "name the model's own with --tokenizer")
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {rows:,}; "
+                              "pass the model's own tokenizer with --tokenizer")
     if tokenizer.vocab_size < rows:
-        show(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are "
-             "left out.")
+        show(f"Dropping the last {rows - tokenizer.vocab_size:,} rows of the embedding, which have no token.")
     size = sum(tensor.nbytes for tensor in state.values())
 
     def write(folder: Path) -> dict[str, str]:
@@ -105,15 +103,16 @@ def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("source", type=Path,
                         help="a Hugging Face folder or name, a run, or Meta's folder or .pth file")
-    parser.add_argument("output", type=local_path, help="the new checkpoint's folder")
+    parser.add_argument("output", type=local_path, help="folder of the new checkpoint")
     parser.add_argument("--tokenizer", metavar="PATH",
-                        help="the model's tokenizer (default: the one beside the weights)")
+                        help="the model's tokenizer (default: the one next to the weights)")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
-                        help="for Meta's format, which may lack it (default: 8, or 32 with tied embeddings)")
+                        help="RoPE scaling factor for Meta's format, where params.json may lack it (default: "
+                             "8, or 32 with tied embeddings)")
     args = parser.parse_args()
     import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
                       args.rope_scaling_factor)
-    show(f"{args.output} is ready. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
+    show(f"Imported into {args.output}. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
          f"TOKENIZER_PATH={args.output}")
 
 

@@ -1,12 +1,12 @@
-"""Describe prepared data: its source, lengths and repeats, and a batch as the model sees it.
+"""Describe prepared data: its sources, lengths and duplicates, and a batch as the model sees it.
 
     ./paddock inspect data/sample/pretrain
     ./paddock inspect data/sft/0123456789abcdef --batch 8
     ./paddock inspect --list
 
-FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's
-tokens. MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED are used here, from .env, the environment or
-flags.
+FOLDER is a prepared set or mixture, a folder that contains one, or a file or folder of tokens from another
+trainer. The command uses the settings MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED, from .env, the
+environment or flags.
 """
 
 import json
@@ -26,26 +26,26 @@ from data_pipeline.prepare import names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
 from data_preparation_utils import FlagParser, count
 
-LEAST_COLUMNS = 20  # of what a set is made from
+MIN_SOURCE_COLUMNS = 20
 
 
 def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the facts of each prepared set and mixture below a folder."""
+    """Yield a summary of each prepared set and mixture below a folder."""
     files = sorted(path for name in (MANIFEST, MIXTURE) for path in folder.rglob(name)
                    if not path.parent.name.startswith(("tmp-", ".")))
     if not files:
-        raise DataError(f"{folder}: holds no prepared set; prepare one with "
-                        f"{command('scripts/load_pretrain_dataset.py')}, or name the folder "
-                        "that was given as --output")
+        raise DataError(f"{folder}: contains no prepared data; prepare some with "
+                        f"{command('scripts/load_pretrain_dataset.py')}, or pass the folder "
+                        "that you gave it as --output")
     for path in files:
         try:
-            yield facts_of(path)
+            yield summarize(path)
         except DataError as error:
             print_safely(f"warning: {error}", sys.stderr)
 
 
-def facts_of(path: Path) -> dict[str, Any]:
-    """Return what a manifest says of a set; a mixture counts its training splits, without repeats."""
+def summarize(path: Path) -> dict[str, Any]:
+    """Summarize the manifest of a set, or a mixture: its training splits, each counted once."""
     folder = path.parent
     if path.name == MIXTURE:
         kind, tokenizer, counted = "mixture", None, source_table(folder, read_mixture(folder))
@@ -53,27 +53,27 @@ def facts_of(path: Path) -> dict[str, Any]:
     else:
         manifest = read_prepared(folder)
         kind, tokenizer = manifest.get("kind", "documents"), manifest.get("tokenizer")
-        sources, counted = names_of_sources(manifest), manifest["splits"].values()
-    return {"folder": str(folder), "kind": kind, "documents": sum(one["documents"] for one in counted),
-            "tokens": sum(one["tokens"] for one in counted), "tokenizer": tokenizer, "sources": sources}
+        sources, splits = names_of_sources(manifest), manifest["splits"].values()
+    return {"folder": str(folder), "kind": kind, "documents": sum(split["documents"] for split in splits),
+            "tokens": sum(split["tokens"] for split in splits), "tokenizer": tokenizer, "sources": sources}
 
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of sets; what they are made from is cut to the terminal's width."""
-    lines = table([("folder", "holds", "documents", "tokens"),
-                   *((found["folder"], found["kind"], f"{found['documents']:,}", f"{found['tokens']:,}")
-                     for found in sets)])
-    last = ["made from"]
-    for found in sets:
-        tokenizer = f", {os.path.basename(found['tokenizer'])}" if found["tokenizer"] else ""
-        last.append(f"{', '.join(found['sources'])}{tokenizer}")
-    room = max(LEAST_COLUMNS, shutil.get_terminal_size().columns - len(lines[0]) - 2)
+    """Return the lines of a table of sets; the last column is cut to the terminal's width."""
+    lines = table([("folder", "kind", "documents", "tokens"),
+                   *((each["folder"], each["kind"], f"{each['documents']:,}", f"{each['tokens']:,}")
+                     for each in sets)])
+    sources = ["source"]
+    for each in sets:
+        tokenizer = f", {os.path.basename(each['tokenizer'])}" if each["tokenizer"] else ""
+        sources.append(f"{', '.join(each['sources'])}{tokenizer}")
+    room = max(MIN_SOURCE_COLUMNS, shutil.get_terminal_size().columns - len(lines[0]) - 2)
     return [f"{line}  {text if len(text) <= room else '...' + text[3 - room:]}"
-            for line, text in zip(lines, last)]
+            for line, text in zip(lines, sources)]
 
 
 def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the argument that is no flag and no flag's value, and the others."""
+    """Return the positional argument and the flags."""
     for number, argument in enumerate(argv):
         before = argv[number - 1] if number else ""
         has_value = before.startswith("--") and "=" not in before and before != "--json"
@@ -87,21 +87,20 @@ def main() -> None:
                         usage="%(prog)s FOLDER [--batch N] [--json]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
-                        help="list all prepared sets and mixtures below a folder [data]")
+                        help="list all prepared sets and mixtures in a folder [data]")
     parser.add_argument("--batch", type=count, default=1, metavar="N",
-                        help="show the first N rows that a run reads [1]")
+                        help="show the first N rows that a run would read [1]")
     parser.add_argument("--json", action="store_true", help="print the statistics as JSON, without rows")
     folder, rest = split_folder(sys.argv[1:])
     flags, config = parser.parse(rest)
     if (folder is None) == (flags.list is None):
-        raise SettingsError("command line: give either a FOLDER or --list; --help shows both")
+        raise SettingsError("command line: pass either a FOLDER or --list; see --help")
     if flags.list is not None:
         sets = list(find_sets(Path(flags.list)))
         show(*([json.dumps(sets)] if flags.json else list_table(sets)))
         return
 
-    # Here, because torch's import takes seconds.
-    from debug.inspect import open_data
+    from debug.inspect import open_data  # imports torch, which takes seconds
 
     data = open_data(Path(folder), config)
     facts = data.facts()

@@ -1,4 +1,4 @@
-"""Train on the GPUs of one or several machines, with a rank for each. All other flags are train.py's.
+"""Train on the GPUs of one or several machines, with one rank per GPU.
 
     python scripts/launch.py --preset 1.3b
     python scripts/launch.py --nproc-per-node 2 train.py --max-steps 100
@@ -6,9 +6,10 @@
     python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 29500 --preset 1.3b
 
-It runs torch's elastic launcher, reports a settings error once before the ranks start, and passes signals to
-the ranks, which then save. The last line names the rank that failed first and why. Exit codes: 0 done, 1
-crash, 2 settings, 3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
+All other flags are train.py's. This is torchrun (torch's elastic launcher) with readable errors. Invalid
+settings are reported once, before the ranks start. Signals are passed on to the ranks, which then save. The
+last line names the rank that failed first, and the reason. Exit codes: 0 finished, 1 crash, 2 settings, 3
+data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
 """
 
 import argparse
@@ -41,57 +42,56 @@ from parallel.process import LOOPBACK, GpuRequest, listen_at
 from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-KEPT_FOLDERS = 10  # of earlier launches
-LOCK = "lock"  # a file in such a folder, locked by its launcher
+KEPT_FOLDERS = 10  # logs of earlier launches
+LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
-         "SIGBUS": " (data that was truncated while it was read? else a full disk or /dev/shm)"}
+         "SIGBUS": " (a data file truncated while it was read, or a full disk or /dev/shm?)"}
 
 
 def make_parser() -> CommandParser:
-    """Return the parser of the launcher's own flags."""
     parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s [flags below] [train.py] [settings]")
-    group = parser.add_argument_group("on this machine")
+    group = parser.add_argument_group("this machine")
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                        help="number of ranks (default: one per GPU, or 1)")
     group.add_argument("--gpus", type=GpuRequest.parse, metavar="WHICH",
                        help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
                             "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
-                       help="seconds that ranks get to save after a signal (default: %(default)s)")
+                       help="seconds the ranks have to save after a signal (default: %(default)s)")
     group = parser.add_argument_group(
-        "several machines", "With --nnodes the environment may give NODE_RANK, MASTER_ADDR and MASTER_PORT, "
-                            "and .env the last two.")
-    group.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
+        "several machines", "NODE_RANK, MASTER_ADDR and MASTER_PORT can also be set in the environment, the "
+                            "last two also in .env.")
+    group.add_argument("--nnodes", type=int, default=1, metavar="N",
+                       help="number of machines (default: %(default)s)")
     group.add_argument("--node-rank", "--node_rank", type=int, metavar="R",
-                       help="the number of this machine, from 0")
+                       help="number of this machine, counted from 0")
     group.add_argument("--master-addr", "--master_addr", metavar="HOST",
-                       help="the first machine's address, where it listens (default: loopback)")
+                       help="address of the first machine, where it listens (default: loopback)")
     group.add_argument("--master-port", "--master_port", type=int, metavar="P",
-                       help="a free port there (default on one machine: any)")
+                       help="free port on the first machine (default with one machine: any)")
     return parser
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Return the launcher's own flags, and train.py's."""
+    """Return the launcher's flags and train.py's flags."""
     parser = make_parser()
     args, flags = parser.parse_known_args()
-    if flags and not flags[0].startswith("-"):  # the script, as torchrun's first word
+    if flags and not flags[0].startswith("-"):  # the script, as for torchrun
         if Path(flags[0]).name != TRAIN.name or os.path.exists(flags[0]) and not TRAIN.samefile(flags[0]):
-            parser.error(f"{flags[0]} is not Paddock's train.py, and no other script can be started here; "
-                         "use torchrun")
+            parser.error(f"{flags[0]} is not Paddock's train.py; to start another script, use torchrun")
         del flags[0]
     elif flags[:1] == ["--"]:
         del flags[0]
-    # On one machine these do not count: nothing listens beyond loopback unless a flag says so.
+    # Ignore these variables on one machine: without a flag, it listens on loopback only.
     environ = peek(flags)[1] if args.nnodes > 1 else {}
     for name in ("node_rank", "master_addr", "master_port"):
         if getattr(args, name) is None and environ.get(name.upper()):
             parser.parse_args([f"--{name}={environ[name.upper()]}"], args)
     args.node_rank, args.master_port = args.node_rank or 0, args.master_port or 0
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
-        parser.error("--nnodes needs --master-addr, --master-port (the same everywhere) and --node-rank")
+        parser.error("--nnodes requires --node-rank, and the same --master-addr and --master-port everywhere")
     if args.gpus and args.nproc_per_node is None:
         args.nproc_per_node = args.gpus.count
     counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
@@ -103,7 +103,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_settings(flags: list[str], world_size: int) -> Config:
-    """Return the configuration that each rank will read, and export `.env`'s keys; exits on a mistake."""
+    """Return the configuration of the ranks and export `.env`'s variables; exit if a setting is invalid."""
     try:
         loaded = load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
     except SettingsError as error:
@@ -116,15 +116,15 @@ class Logs(NamedTuple):
     """The folder with the ranks' output and error files."""
 
     folder: Path
-    lock: TextIO  # locked as long as it is open
+    lock: TextIO  # locked while it is open
 
     @property
     def were_deleted(self) -> bool:
-        """Whether somebody deleted the folder while the ranks ran; an exiting rank makes its part again."""
+        """True if the folder was deleted during the run; exiting ranks recreate their own files only."""
         return os.fstat(self.lock.fileno()).st_nlink == 0
 
     def read(self, local_rank: int) -> tuple[Any, bool]:
-        """Return a rank's error file, None if it left none; and whether it had something to save."""
+        """Return a rank's error file (None if there is none), and whether it had something to save."""
         folder, report = next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank), None
         with suppress(OSError):
             report = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]
@@ -132,14 +132,14 @@ class Logs(NamedTuple):
 
 
 def open_logs(config: Config, node_rank: int) -> Logs:
-    """Create a folder for this launch; delete older ones that no launcher locks, except for the newest."""
+    """Create a folder for this launch; keep the KEPT_FOLDERS newest, and those that a launcher has locked."""
     parent = Path(config.output_dir) / "launch"
-    with disk_errors(parent, CheckpointError, "set OUTPUT_DIR to a folder that can be written"):
+    with disk_errors(parent, CheckpointError, "set OUTPUT_DIR to a writable folder"):
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             suffix = f"-{number}" if number > 1 else ""
             folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{suffix}-node-{node_rank}"
-            with suppress(FileExistsError):  # another launcher's
+            with suppress(FileExistsError):  # from another launcher
                 folder.mkdir()
                 break
         lock = open(folder / LOCK, "w", encoding="utf-8")
@@ -153,10 +153,10 @@ def open_logs(config: Config, node_rank: int) -> Logs:
 
 
 class RankExit(NamedTuple):
-    """How a rank ended; the smallest of several is the cause."""
+    """How a rank ended. The minimum over the ranks is the cause of a failure."""
 
-    is_secondary: bool  # it only lost another rank
-    at: float  # seconds
+    is_secondary: bool  # it failed only because another rank did
+    at: float  # time in seconds
     rank: int
     code: int
     sentence: str = ""
@@ -164,19 +164,22 @@ class RankExit(NamedTuple):
 
 
 def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined: bool) -> RankExit:
-    """Return how a rank ended; `at` is when that was noticed, `joined` whether it had something to save.
+    """Return how a rank ended.
 
-    An exit code is negative for a signal, and None if a signal ended the job before it was known. The report
-    is what process.write_error_file wrote, None without it.
+    Args:
+        exit_code: negative for a signal; None if a signal ended the job before the code was known.
+        at: when the launcher noticed it.
+        report: written by process.write_error_file; None if there is none.
+        joined: the rank had something to save.
     """
     if report is not None:
         return RankExit(report["is_secondary"], report["at"], rank, report["errorCode"], report["message"],
                         report["extraInfo"]["py_callstack"])
     was_signalled = exit_code is None or -exit_code in process.stop_signals()
-    if exit_code == process.EXIT_PREEMPTED or was_signalled and not joined:  # there was nothing to save
+    if exit_code == process.EXIT_PREEMPTED or was_signalled and not joined:
         return RankExit(False, at, rank, process.EXIT_PREEMPTED)
     if exit_code is None:
-        return RankExit(False, at, rank, 1, f"rank {rank} was killed before it had saved")
+        return RankExit(False, at, rank, 1, f"rank {rank} was killed before it finished saving")
     if exit_code < 0:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-exit_code, f"signal {-exit_code}")  # real-time signals have no name
@@ -186,7 +189,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
-    """Return the address and port where all meet, and on the first machine the listening socket."""
+    """Return the rendezvous address and port, and on the first machine the listening socket."""
     if args.node_rank > 0:
         return args.master_addr, args.master_port, None
     try:
@@ -194,19 +197,19 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     except OSError as error:
         reason = errno.errorcode.get(error.errno, str(error))
         raise SettingsError(
-            f"cannot listen at {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
-            "--master-addr must be an address of this machine, the first (0.0.0.0: all of them), and "
-            "--master-port free") from error
+            f"cannot listen on {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
+            "--master-addr must be an address of this machine, the first one (0.0.0.0 = all addresses), and "
+            "--master-port must be free") from error
     host, port = listening.getsockname()[:2]
     if args.nnodes > 1 and is_loopback(host) and not is_loopback(args.master_addr):
-        raise SettingsError(f"--master-addr {args.master_addr} is {host} on this machine, which other "
-                            "machines cannot reach; give an address that they can")
+        raise SettingsError(f"--master-addr {args.master_addr} resolves to {host} on this machine, which "
+                            "other machines cannot reach; use an address that they can reach")
     return host, port, listening
 
 
 def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs,
            all_on_console: bool) -> list[RankExit]:
-    """Start the ranks, wait for them, and return how each one ended that failed or was preempted."""
+    """Start the ranks, wait for them, and return how the failed and the preempted ones ended."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -215,21 +218,21 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
     from parallel.ranks import host_store
 
-    # The static rendezvous, because the dynamic one unpickles the content of its store. It finds our store at
-    # the port; its own would listen on all interfaces.
+    # Static rendezvous, because the dynamic one unpickles what is in its store. We host the store ourselves,
+    # because torch's would listen on all interfaces.
     host, port, listening = meeting_point(args)
     _hosted = listening and host_store(listening)
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ""}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
-        print_safely("warning: this torch kills ranks that have not saved 30 s after a signal", sys.stderr)
+        print_safely("warning: this version of torch kills the ranks 30 s after a signal", sys.stderr)
     config = LaunchConfig(
         min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock",
         max_restarts=0, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
         logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL,
                                     tee=Std.ALL if all_on_console else {0: Std.ALL}),
-        role="", log_line_prefix_template="${role_name}",  # empty: the ranks' lines have their own prefix
+        role="", log_line_prefix_template="${role_name}",  # no prefix: the ranks write their own
         **{name: value for name, value in newer.items() if name in known})
 
     stop_twice(SignalException)
@@ -250,9 +253,9 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def stop_twice(error: type[Exception]) -> None:
-    """Make a stop signal, and a later second one, raise error(sentence, signal), which stops the ranks.
+    """Make the first stop signal, and a second one some seconds later, stop the ranks by raising `error`.
 
-    All further signals are ignored: torch's launcher would exit at a third one without waiting, and hang.
+    Further signals are ignored, because at a third one torch's launcher would stop waiting and hang.
     """
     received: list[float] = []
 
@@ -270,21 +273,21 @@ def main() -> None:
     process.open_missing_streams()
     args, flags = parse_args()
     process.exit_at_signals()
-    # Whether the ranks can hold a model together is checked below, when their number is known.
+    # Sharding is checked below, when the number of ranks is known.
     replicated = [*flags, "--sharding=none", "--cpu-offload=false"]
     config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported in our words
-    logging.disable(logging.CRITICAL)  # so are the messages of torch's launcher
+    # Silence torch's messages about lost connections and failed ranks: we report the cause.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.CRITICAL)
     if args.gpus:
         if config.device == "cpu":
-            raise SettingsError("--gpus and DEVICE=cpu contradict each other; leave one of them out")
+            raise SettingsError("--gpus conflicts with DEVICE=cpu; remove one of them")
         process.take_gpus(args.gpus)
 
-    import torch  # only now: it takes seconds, and mistakes in the settings are reported at once
+    import torch  # imported here, because it takes seconds and invalid settings are reported first
 
-    # The ranks of this machine, checked as the settings of each, and what they inherit.
     ranks_here = args.nproc_per_node or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)  # on which SHARDING=hybrid depends
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)  # used by SHARDING=hybrid
     check_settings(flags, args.nnodes * ranks_here)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
@@ -293,7 +296,7 @@ def main() -> None:
     logs = open_logs(config, args.node_rank)
     exits = launch(args, flags, ranks_here, logs, config.log_all_ranks)
 
-    # Report the first cause. A signal, or a console that was closed, no longer changes how the job ended.
+    # Report the cause. From here on, signals and a closed console must not change the exit code.
     for number in process.stop_signals():
         signal.signal(number, signal.SIG_IGN)
     silence_unread_streams()
@@ -307,7 +310,7 @@ def main() -> None:
     names_rank = cause.sentence.startswith(("rank", "hang"))
     sentence = cause.sentence if names_rank else f"rank {cause.rank}: {cause.sentence}"
     where = f"was in {logs.folder}, which was deleted" if logs.were_deleted else f"is in {logs.folder}"
-    print_safely(f"error: {sentence}. The output of each rank {where}", sys.stderr)
+    print_safely(f"error: {sentence}. Each rank's output {where}", sys.stderr)
     raise SystemExit(cause.code)
 
 

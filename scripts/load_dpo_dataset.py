@@ -1,8 +1,8 @@
-"""Prepare preference pairs: read, tokenize, and write them as token shards.
+"""Prepare preference pairs: read and tokenize them, and write them as token shards.
 
-A record has the columns chosen and rejected, which are texts or lists of messages. The prompt is in the
-column prompt (text or messages), or else it is the common beginning of both answers. A column system comes
-first.
+A record has the columns chosen and rejected, each a text or a list of messages. The prompt is the column
+prompt (text or messages) or, without that column, the common beginning of chosen and rejected. A column
+system holds the system message.
 """
 
 import sys
@@ -14,4 +14,4 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from data_preparation_utils import run_preparation
 
 if __name__ == "__main__":
-    run_preparation("pairs", __doc__, "The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. ")
+    run_preparation("pairs", __doc__, "⟦ and ⟧ enclose the chosen and the rejected answer. ")

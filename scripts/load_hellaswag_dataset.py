@@ -1,4 +1,4 @@
-"""Get HellaSwag's items from the hub or a file, check every one, and write them for HELLASWAG_PATH."""
+"""Get HellaSwag's items from the hub or a file, check each of them, and write the file for HELLASWAG_PATH."""
 
 import json
 import sys
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
     flags, _ = parser.parse(argv)
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
     output = local_path(flags.output or f"data/hellaswag/{flags.split}.jsonl")
-    records, count = read_records(source, Reading(advice="correct the line, or leave it out")), 0
-    from hellaswag_utils import parse_item  # only now: torch's import takes seconds
+    records, count = read_records(source, Reading(advice="correct or remove the line")), 0
+    from hellaswag_utils import parse_item  # imports torch, which takes seconds
 
     with disk_errors(output, DataError, "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -42,8 +42,8 @@ def main(argv: list[str]) -> None:
                 file.write(line + "\n")
                 count += 1
             if not count:
-                raise DataError(f"{flags.source}: holds no items; give another --source")
-    show(f"{count:,} items, all checked. The line for .env:", f"HELLASWAG_PATH={output}")
+                raise DataError(f"{flags.source}: contains no items; choose another --source")
+    show(f"Wrote {count:,} valid items. Add to .env:", f"HELLASWAG_PATH={output}")
 
 
 if __name__ == "__main__":

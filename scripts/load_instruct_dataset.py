@@ -1,7 +1,8 @@
-"""Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards.
+"""Prepare chats for supervised fine-tuning: read and tokenize them, and write them as token shards.
 
 The columns of a record determine its format: messages [{role, content}], conversations [{from, value}]
-(ShareGPT), instruction, input and output (Alpaca), or prompt and completion. A column system comes first.
+(ShareGPT), instruction, input and output (Alpaca), or prompt and completion. A column system holds the system
+message.
 """
 
 import sys
@@ -13,4 +14,4 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from data_preparation_utils import run_preparation
 
 if __name__ == "__main__":
-    run_preparation("chats", __doc__, "The tokens between ⟦ and ⟧ are the targets. ")
+    run_preparation("chats", __doc__, "⟦ and ⟧ enclose the target tokens. ")

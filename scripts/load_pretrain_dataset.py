@@ -1,6 +1,6 @@
-"""Prepare text for pretraining: read, tokenize, and write it as token shards.
+"""Prepare text for pretraining: read and tokenize it, and write it as token shards.
 
-A record is one document: a row's text, or a file of plain text.
+A record is one document: the text of one row, or one plain text file.
 """
 
 import sys

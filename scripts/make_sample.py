@@ -1,8 +1,8 @@
-"""Make the embedded sample under data/sample: stories, items, questions, preferences, a tokenizer for them,
-and the prepared sets of each stage.
+"""Create the sample data in data/sample: stories, items, questions, preferences, a tokenizer, and prepared
+data for each stage.
 
-It needs no network and takes less than a minute. A second call returns immediately. --stories and --folder
-make a smaller sample elsewhere.
+This needs no network and takes less than a minute. If the sample exists, the command returns immediately. For
+a smaller sample in another folder, use --stories and --folder.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ STORIES = 40_000
 RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
-# The files that decide the sample's bytes: it is made again when one of them has changed.
+# The files that determine the sample's bytes: when one of them changes, the sample is created again.
 SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
            "data_pipeline/shards.py", "data_pipeline/chats.py", "data_pipeline/templates.py")
@@ -68,8 +68,9 @@ def make(folder: Path, stories: int) -> None:
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--stories", type=int, default=STORIES,
-                        help="number of training texts; the other numbers follow (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"to write to (default: {FOLDER})")
+                        help="number of training texts; other counts scale with it (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER,
+                        help=f"output folder (default: {FOLDER})")
     arguments = parser.parse_args()
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
@@ -81,13 +82,13 @@ def main() -> None:
         if is_up_to_date(folder, stories):
             return
         os.chdir(ROOT)
-        show(f"Making the embedded sample in {folder} (once, less than a minute) ...")
+        show(f"Creating the sample data in {folder} (only once, takes less than a minute) ...")
         unfinished = folder.with_name(f".sample-{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         make(unfinished, stories)
         name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-        for manifest in unfinished.rglob("manifest.json"):  # they name files, which are renamed now
+        for manifest in unfinished.rglob("manifest.json"):  # these contain paths in the folder renamed below
             before, after = (json.dumps(str(path))[1:-1] for path in (unfinished, name))
             manifest.write_text(manifest.read_text().replace(before, after))
         shutil.rmtree(folder, ignore_errors=True)

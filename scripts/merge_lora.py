@@ -1,10 +1,10 @@
-"""Merge LoRA adapters into their base: writes a Hugging Face model folder that gives the same logits.
+"""Merge LoRA adapters into their base model and write a Hugging Face model folder.
 
     ./paddock export runs/my-run --to merged --output models/merged
     ./paddock export ADAPTER --to merged --base models/start --output FOLDER
 
-The adapters can come from Paddock or PEFT. The merged model is loaded and compared before the folder is
-created.
+The adapters can come from Paddock or PEFT. The folder is created only after the merged model's logits have
+been compared with those of base and adapters.
 """
 
 import sys
@@ -26,16 +26,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("adapter", help="a LoRA run, a checkpoint of it, or PEFT's folder")
+    parser.add_argument("adapter", help="a LoRA run, one of its checkpoints, or a PEFT folder")
     parser.add_argument("--base", metavar="MODEL",
-                        help="the base model (default: the one that the adapters were trained on)")
+                        help="the adapters' base model (default: as in training)")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
-                        help="the new model's folder")
+                        help="folder of the merged model")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32",
                         help="dtype of the merged weights (default: %(default)s)")
     args = parser.parse_args()
     difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype])
-    show(f"{args.output} is ready; its logits differ by at most {difference:.2g} from base and adapters.")
+    show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Train every stage on the embedded sample, and measure on held-out data what each stage improves.
+"""Train every stage on the sample data, and measure on held-out data how much each stage improves.
 
     ./paddock pipeline
     NPROC=2 ./paddock pipeline    on two ranks
 
-All flags are passed to every training run. A second call resumes where the first stopped. The results are
-written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
+This takes a quarter of an hour on two CPU cores. All flags are passed to every training run. If interrupted,
+the same command resumes. The results are in runs/pipeline/summary.json and, as a table with plots, in
+runs/pipeline/pipeline.md.
 """
 
 import json
@@ -28,7 +29,7 @@ from settings.load import read_flags  # noqa: E402
 
 
 def parse_args() -> list[str]:
-    """Return the settings for every training run. Raises SettingsError for an unknown one."""
+    """Return the settings for every training run."""
     parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
     _, flags = parser.parse_known_args()
     if problems := read_flags(flags).layer.problems:
@@ -59,17 +60,17 @@ SECONDS = RUNS / "seconds.json"
 
 
 def run_python(*arguments: object, ranks: int = 1) -> None:
-    """Run one of our programs; the launcher starts more than one rank of train.py."""
+    """Run a Python script, or train.py by the launcher if there are several ranks."""
     if ranks > 1:
         arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
     code = subprocess.run([sys.executable, *map(str, arguments)]).returncode
     if code:
-        raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; see its output "
+        raise PaddockError(f"{' '.join(map(str, arguments))} failed with exit code {code}; see its output "
                            "above; the same command resumes from here")
 
 
 class Pipeline:
-    """The runs of a pipeline, and their seconds, which are kept between calls."""
+    """The runs of a pipeline, and their durations, which are kept in SECONDS."""
 
     def __init__(self, ranks: int, flags: Sequence[str]):
         self.ranks, self.flags = ranks, flags
@@ -77,7 +78,7 @@ class Pipeline:
         self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
     def train(self, name: str, preset: str, *flags: object) -> Path:
-        """Train a run to its end; returns its last checkpoint."""
+        """Train a run to its end and return its last checkpoint."""
         print(f"\n=== {name} " + "=" * (90 - len(name)), flush=True)
         started = time.perf_counter()
         run_python("train.py", "--output-dir", RUNS, "--run-name", name, "--preset", preset, *flags,
@@ -95,32 +96,31 @@ def last_checkpoint(name: str) -> Path:
 
 
 def curve(name: str, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a run's metric, for each step that has one."""
+    """Return (step, value) of a run's metric for each step that has one."""
     lines = read_entries(RUNS / name / "metrics.jsonl")
     return [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
 
 
 @torch.no_grad()
 def exact_answers(folder: Path) -> tuple[float, float]:
-    """The shares of held-out questions with exactly the right greedy answer, and with an answer that ends."""
+    """Return the share of held-out questions answered exactly, and of answers that end (greedy decoding)."""
     model, tokenizer = load_for_use(folder)
     chat_format = load_chat_format(tokenizer)
     lines = (SAMPLE / "questions-held-out.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
     right = stopped = 0
     for start in range(0, len(chats), 100):
-        part = chats[start:start + 100]
-        prompts = [chat_format.encode_prompt(chat[:-1]) for chat in part]
-        answers = generate(model, prompts, ANSWER_TOKENS,
-                           stop_ids={chat_format.end_of_turn_id})
-        right += sum(tokenizer.decode(ids) == chat[-1]["content"] for chat, ids in zip(part, answers))
+        batch = chats[start:start + 100]
+        prompts = [chat_format.encode_prompt(chat[:-1]) for chat in batch]
+        answers = generate(model, prompts, ANSWER_TOKENS, stop_ids={chat_format.end_of_turn_id})
+        right += sum(tokenizer.decode(ids) == chat[-1]["content"] for chat, ids in zip(batch, answers))
         stopped += sum(len(ids) < ANSWER_TOKENS for ids in answers)
     return right / len(chats), stopped / len(chats)
 
 
 @torch.no_grad()
 def preference_accuracy(folder: Path) -> float:
-    """The share of held-out pairs whose chosen answer has a higher probability than the rejected one."""
+    """Return the share of held-out pairs whose chosen answer is more probable than the rejected one."""
     model, tokenizer = load_for_use(folder)
     pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerInfo(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
@@ -133,8 +133,8 @@ def preference_accuracy(folder: Path) -> float:
 
 
 def run_stages(pipeline: Pipeline) -> dict:
-    """Train and evaluate everything; returns the content of summary.json."""
-    # Train each stage from the one before, and the students with and without a teacher.
+    """Train and evaluate everything; return the content of summary.json."""
+    # Train each stage from an earlier one, and the students with and without a teacher.
     train = pipeline.train
     base = train("pretrain", "sample", "--sample-every", 0)
     instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base)
@@ -174,7 +174,7 @@ def run_stages(pipeline: Pipeline) -> dict:
 
 
 def table(summary: dict) -> str:
-    """The figures as a table in Markdown."""
+    """Return the results as a Markdown table."""
     def percent(values: Sequence[float]) -> str:
         return " | ".join(f"{100 * value:.1f} %" for value in values)
 
@@ -183,21 +183,21 @@ def table(summary: dict) -> str:
     gain, whole_gain = (after - before for before, after in (lora["exact_answers"], sft["exact_answers"]))
     losses = " | ".join(f"{mean(values):.4f} ± {stdev(values):.4f}" for values in distill["val_loss"])
     rows = {
-        "pretraining | the right one of four endings (n = 500)": percent(pretrain["item_accuracy"]),
+        "pretraining | correct ending chosen out of four (n = 500)": percent(pretrain["item_accuracy"]),
         "SFT | questions answered exactly (n = 500)": percent(sft["exact_answers"]),
-        "SFT | answers that stop at the end of turn": percent(sft["stops"]),
-        "DPO | the chosen answer is more probable (n = 500 pairs)": percent(dpo["preference_accuracy"]),
+        "SFT | answers that end with the end-of-turn token": percent(sft["stops"]),
+        "DPO | chosen answer more probable than rejected (n = 500)": percent(dpo["preference_accuracy"]),
         "DPO | questions answered exactly": percent(dpo["exact_answers"]),
         f"LoRA SFT, {100 * lora['trainable_fraction']:.1f} % of the parameters | questions answered exactly "
         f"({100 * gain / (whole_gain or 1):.0f} % of full SFT's gain)": percent(lora["exact_answers"]),
-        "distillation of a smaller student | validation loss alone / distilled, "
-        f"{len(SEEDS)} seeds each": losses}
+        f"distillation into a smaller student | validation loss without / with teacher ({len(SEEDS)} seeds)":
+            losses}
     return "\n".join(["| stage | measured on held-out data | before | after |", "|---|---|---|---|",
                       *(f"| {name} | {values} |" for name, values in rows.items())])
 
 
 def plot(output: Path) -> None:
-    """Plot the validation metric of each stage. Raises SettingsError if matplotlib is not installed."""
+    """Plot the validation metric of each stage."""
     with requires_package("matplotlib", "a plot"):
         import matplotlib
 
@@ -206,20 +206,19 @@ def plot(output: Path) -> None:
 
     students = {f"{kind}-{seed}": metric for kind, metric in
                 (("student", "val_loss"), ("distilled", "val_cross_entropy")) for seed in SEEDS}
-    panels = [("Pretraining", "loss (nats a token)", {"pretrain": "val_loss"}),
-              ("SFT, all weights and LoRA", "loss (nats a target)", {"sft": "val_loss", "lora": "val_loss"}),
-              ("DPO", "margin of the reward", {"dpo": "val_reward_margin"}),
-              ("Students", "loss (nats a token)", students)]
-    # One panel for each stage.
+    panels = [("Pretraining", "loss (nats per token)", {"pretrain": "val_loss"}),
+              ("SFT, full and LoRA", "loss (nats per target)", {"sft": "val_loss", "lora": "val_loss"}),
+              ("DPO", "reward margin", {"dpo": "val_reward_margin"}),
+              ("Students", "loss (nats per token)", students)]
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
     for axis, (title, unit, runs) in zip(axes.flat, panels):
         for name, metric in runs.items():
             points, style = curve(name, metric), {"label": name}
             if title == "Students":
-                points = points[1:]  # the first loss is the same for all, and would flatten the picture
+                points = points[1:]  # the initial loss is the same for all, and would flatten the curves
                 is_first, alone = name.endswith("-1"), name.startswith("student")
                 style = {"color": "tab:blue" if alone else "tab:orange",
-                         "label": ("alone" if alone else "distilled") if is_first else None}
+                         "label": ("without teacher" if alone else "distilled") if is_first else None}
             axis.plot(*zip(*points), marker="o", **style)
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
@@ -229,7 +228,7 @@ def plot(output: Path) -> None:
 
 
 def report(summary: dict, pipeline: Pipeline) -> None:
-    """Print the table, and write it with the plots beside the runs."""
+    """Print the table, and write it with plots into RUNS."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     picture = "\n![curves](pipeline.png)\n"
     try:
@@ -241,18 +240,17 @@ def report(summary: dict, pipeline: Pipeline) -> None:
     on_gpu, ranks = torch.cuda.is_available(), f"{pipeline.ranks} rank{'s' * (pipeline.ranks > 1)}"
     machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {os.cpu_count()} cores"
     minutes = f"{summary['seconds'] / 60:.1f} minutes"
-    (RUNS / "pipeline.md").write_text(f"""# Every stage, seen to learn
+    (RUNS / "pipeline.md").write_text(f"""# Every stage on the sample data
 
-`./paddock pipeline` on the embedded sample, offline, {ranks} on {machine}, {minutes} in all \
-({seconds}). The held-out data is about facts that no training text contains.
+`./paddock pipeline` took {minutes} with {ranks} on {machine} ({seconds}). The held-out data is about facts \
+that no training text contains.
 
 {table(summary)}
 {picture}""", encoding="utf-8")
-    # On the screen, with the next command to try.
-    print(f"\n{table(summary)}\n\n{minutes} of work. The figures: {RUNS / 'summary.json'}; "
-          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\n"
-          f"Chat with it: {command('scripts/chat.py', last_checkpoint('dpo'))}\n"
-          "Ask it, for example: A story ... What colour is the kite?")
+    print(f"\n{table(summary)}\n\nFinished in {minutes}.\nResults: {RUNS / 'summary.json'}\n"
+          f"{'Table and plots' if picture else 'Table'}: {RUNS / 'pipeline.md'}\n"
+          f"Chat with the model: {command('scripts/chat.py', last_checkpoint('dpo'))}\n"
+          "Try a question such as: A story ... What colour is the kite?")
 
 
 def main() -> None:
@@ -260,7 +258,7 @@ def main() -> None:
     os.environ.setdefault(CALLED_FROM, os.getcwd())
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
-    if ranks > 1:  # they share the cores
+    if ranks > 1:  # which share the cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     pipeline = Pipeline(ranks, flags)
     started = time.perf_counter()
@@ -270,4 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, "Stopped. The same command resumes it.")
+    run_script(main, "Stopped. Run the same command again to resume.")

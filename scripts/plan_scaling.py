@@ -1,4 +1,4 @@
-"""Stays for one release: python train.py --check scaling"""
+"""Deprecated alias of: python train.py --check scaling"""
 import os
 import sys
 

@@ -1,13 +1,13 @@
-"""Prepare data for training: read it, tokenize it, and write it as token shards.
+"""Prepare data for training: read and tokenize it, and write it as token shards.
 
     ./paddock prepare text corpus/
     ./paddock prepare chats 'chats/*.jsonl' --near-duplicates 0.8
     ./paddock prepare pairs pairs.parquet --map chosen=better,rejected=worse
     ./paddock prepare tokenizer corpus/ --vocab-size 32000 --output my.model
 
-The kinds are text (pretraining), chats (SFT), pairs (DPO), and three others: tokenizer (train a vocabulary on
-your text), hellaswag (get the items of HellaSwag) and sample (make the embedded sample). SOURCE is a file,
-folder, glob or URL, or a dataset of the hub. `./paddock prepare text --help` lists the flags of a kind.
+KIND is text (for pretraining), chats (SFT), pairs (DPO), tokenizer (train a tokenizer on your text),
+hellaswag (download HellaSwag's items) or sample (create the sample data). SOURCE is a file, folder, glob or
+URL, or the name of a dataset on the hub. For a kind's flags, run for example `./paddock prepare text --help`.
 """
 
 import os
@@ -28,7 +28,7 @@ def main() -> None:
     parser = CommandParser(__doc__, usage="%(prog)s KIND [SOURCE] [flags]")
     parser.add_argument("kind", choices=SCRIPTS)
     kind, flags = parser.parse_args(sys.argv[1:2] or ["--help"]).kind, sys.argv[2:]
-    if flags and not flags[0].startswith("-") and kind != "tokenizer":  # which takes several
+    if flags and not flags[0].startswith("-") and kind != "tokenizer":  # which takes several sources
         flags.insert(0, "--source")
     os.environ["PADDOCK_COMMAND"] = f"./paddock prepare {kind}"
     script = str(Path(__file__).with_name(SCRIPTS[kind]))

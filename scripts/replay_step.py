@@ -1,9 +1,9 @@
-"""Replay a step of a run and examine it: its loss beside the ledger's, and which rows are not finite or hard.
+"""Replay a training step: compare its loss with the ledger's, and find rows with a high or non-finite loss.
 
     ./paddock replay runs/first --step 512
     ./paddock replay runs/first --step 512 --rows 9 --at-checkpoint
 
-The run's folder is not changed, and the run can continue meanwhile. Other flags change the run's settings.
+The run's folder is not changed, and the run may be running. Other flags change settings for the replay.
 """
 
 import sys
@@ -18,8 +18,8 @@ from settings.load import find_run, read_flags  # noqa: E402
 
 def main() -> None:
     parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("run", help="the run: its folder or name, or one of its checkpoints")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="step number, as on the console")
+    parser.add_argument("run", help="a run's folder or name, or one of its checkpoints")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="step number as in the log")
     parser.add_argument("--rows", type=int, default=3, metavar="N",
                         help="number of rows to describe, worst first (default: %(default)s)")
     parser.add_argument("--at-checkpoint", action="store_true",
@@ -27,10 +27,9 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: the run's folder has its settings; give only flags of settings "
-                            "that should differ")
+        raise SettingsError("command line: only settings that should differ from the run's can be given here")
 
-    # Here, because torch's import takes seconds.
+    # Imported here, because torch takes seconds.
     from debug.replay import replay
     from parallel.ranks import classify_exception
 

@@ -1,17 +1,16 @@
-"""Prepare the data that the settings name, and train: on all GPUs, or on the CPU if there is none.
+"""Train on all GPUs, or on the CPU if there is none. Data that is not prepared yet is prepared first.
 
     ./paddock train --preset llama3.2-1b
     ./paddock train --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
     ./paddock train --source corpus/ --documents blank
 
-If PRETRAIN_DATA_PATH (SFT_DATA_PATH, DPO_DATA_PATH) or --source names text or records instead of a prepared
-set (a file, folder, glob or URL, or a hub dataset such as fineweb-edu), the data is prepared first. Later
-runs reuse the prepared set, and an interrupted preparation continues. Without .env and data, the embedded
-sample is trained.
+PRETRAIN_DATA_PATH (or SFT_DATA_PATH, DPO_DATA_PATH) and --source accept a prepared set, or files to prepare:
+a file, folder, glob, URL or hub dataset such as fineweb-edu. Prepared data is cached, and an interrupted
+preparation resumes. Without any data or .env, the command trains on the sample data.
 
-The flags are those of train.py, of scripts/launch.py, and of the script that prepares: load_pretrain_dataset,
-load_instruct_dataset or load_dpo_dataset. NPROC=N in the environment starts N ranks. With --check it
-prepares the data and checks the run without training.
+Flags are settings (`python train.py --help`), launcher flags (`python scripts/launch.py --help`) and
+preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. --check
+prepares the data, then checks the run without training.
 """
 
 import os
@@ -35,16 +34,13 @@ from settings.load import exit_with, load_config, peek, read_flags, split_foreca
 
 KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
 SAMPLE_TEXT = """\
-Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random
-weights. It takes four to five minutes on two CPU cores, less on a GPU. During training it is asked which of
-four endings fits a story that it has not seen; guessing gives 25 %. At the end it writes its own stories
-and saves a model folder, from which training can continue."""
+Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. This
+takes four to five minutes on two CPU cores, and less on a GPU. Evaluations during training ask the model
+which of four endings fits an unseen story (chance is 25 %), and print stories that it writes."""
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:
-    """Return the flags, with the preset of the sample if they, .env and the environment name no data, and no
-    run to resume.
-    """
+    """Add the sample's preset if flags, .env and environment name neither data nor a run to resume."""
     flags, values = read_flags(argv), peek(argv)[0]
     presets = values.get("preset", "").split(",")
     run = Path(values.get("output_dir", "runs"), values.get("run_name", ""), "checkpoints")
@@ -69,13 +65,13 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
         return int(asked)
     if values.get("device") == "cpu":
         return 1
-    import torch  # which sees the GPUs that the environment variables of .env leave
+    import torch  # after .env's CUDA_VISIBLE_DEVICES has been exported
 
     return torch.cuda.device_count() or 1
 
 
 def main() -> None:
-    if split_forecast(sys.argv[1:])[0]:  # which needs neither data nor ranks
+    if split_forecast(sys.argv[1:])[0]:  # needs neither data nor ranks
         os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *sys.argv[1:]])
     CommandParser(__doc__, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
     os.environ.setdefault(CALLED_FROM, os.getcwd())
@@ -83,10 +79,10 @@ def main() -> None:
     argv = sys.argv[1:]
     kind = KIND_OF_STAGE.get(peek(argv)[0].get("training_stage", ""), "documents")
     setting, parser = KINDS[kind][0], flag_parser(kind, "")
-    how, named = parser.split(argv)
-    flags, asked = with_sample(named, bool(how.source or how.mix)), read_flags(named)
-    if flags != named and asked.check and "device_memory" in asked.layer.values:  # a plan needs no data
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *named])
+    preparing, own = parser.split(argv)
+    flags, given = with_sample(own, bool(preparing.source or preparing.mix)), read_flags(own)
+    if flags != own and given.check and "device_memory" in given.layer.values:  # a plan needs no data
+        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *own])
     launching, settings = make_parser().parse_known_args(flags)
     values, environ = peek(settings)
     os.environ.update(environ)
@@ -95,36 +91,34 @@ def main() -> None:
     if is_check := read_flags(settings).check:
         planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
 
-    # All that can be wrong in the settings is found before the preparation, which may take hours.
+    # Validate the settings before the preparation, which may take hours.
     path = os.path.expanduser(values.get(setting.lower(), ""))
-    to_prepare = how.source or how.mix or path and is_source(kind, path)
+    to_prepare = preparing.source or preparing.mix or path and is_source(kind, path)
     try:
         load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
                     os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}))
     except SettingsError as error:
         exit_with(error)
-    given = [name for name, value in vars(how).items() if value != parser.get_default(name)]
-    if given and not to_prepare:
-        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, but no source is "
-                            "given; add --source, or remove it")
+    unused = [name for name, value in vars(preparing).items() if value != parser.get_default(name)]
+    if unused and not to_prepare:
+        raise SettingsError(f"command line: {flag(unused[0])} has no effect without data to prepare; add "
+                            "--source, or remove it")
     if launching.gpus:
         process.choose_gpus(launching.gpus)
 
-    # Prepare.
     if "sample" in values.get("preset", "").split(","):
         show(*SAMPLE_TEXT.splitlines())
         if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
             raise SystemExit(code)
     if to_prepare:
-        source = [] if how.source or how.mix else ["--source", path]
-        how_flags = [f"{flag(name)}={value}" for name, value in vars(how).items() if value is not None]
-        known = {place.resolve() for place in Path(how.output).glob("*")}
-        folder = prepare_from_flags(kind, [*settings, *how_flags, *source])
-        facts = ["Prepared before:"] if folder.resolve() in known else describe(folder)
-        show(*facts, f"{setting}={folder}")
+        source = [] if preparing.source or preparing.mix else ["--source", path]
+        others = [f"{flag(name)}={value}" for name, value in vars(preparing).items() if value is not None]
+        existing = {place.resolve() for place in Path(preparing.output).glob("*")}
+        folder = prepare_from_flags(kind, [*settings, *others, *source])
+        lines = ["Using data prepared earlier:"] if folder.resolve() in existing else describe(folder)
+        show(*lines, f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
-    # Train.
     command = ["train.py", *settings]
     if is_check:
         os.environ.update(planned)
@@ -135,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, "Stopped. The same command continues.")
+    run_script(main, "Stopped. Run the same command again to resume.")

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Set up, prepare the data that the settings name, and train on all GPUs, or
-# on the CPU if there is none: ./paddock train.
+# Set up and train, as ./paddock train does.
 #
 #   bash scripts/run.sh                     the embedded sample, without .env
 #   bash scripts/run.sh --preset llama3.2-1b,production

@@ -1,12 +1,11 @@
-"""List the runs in OUTPUT_DIR: stage, step, state, loss, age and size, the newest last.
+"""List the runs in OUTPUT_DIR with stage, step, state, loss, age and size, the newest last.
 
     ./paddock runs
     ./paddock runs --clean
 
---clean lists what can be deleted: runs that ended without a checkpoint, runs that RESUME=never moved aside,
-what a crash left half-written, and of finished runs the checkpoints that are neither the newest nor the best.
-It deletes nothing before you have typed yes. A run that is running, and one that another run starts from,
-keeps everything.
+--clean lists what can be deleted, and asks before it deletes anything: runs without a checkpoint, runs that
+RESUME=never moved aside, incomplete files left by a crash, and checkpoints of finished runs that are neither
+the newest nor the best. Active runs, and runs that another run starts from, are never touched.
 """
 
 import json
@@ -36,7 +35,7 @@ HEADER = ("run", "stage", "step", "state", "loss", "age", "size")
 
 
 class Run(NamedTuple):
-    """A run as a line of the table."""
+    """A row of the table."""
 
     folder: Path
     name: str
@@ -44,21 +43,20 @@ class Run(NamedTuple):
     step: str
     state: str
     loss: str
-    written: float  # time of its last sign of life
+    written: float  # time of the last log entry
     size: int  # bytes
-    starts_from: str  # the values of the settings that name another run
+    starts_from: str  # the values of settings that may name another run
 
 
 class Item(NamedTuple):
     """Something that can be deleted."""
 
     path: Path
-    why: str
-    run: Path  # the folder whose lock protects it
+    reason: str
+    run: Path  # the run, whose lock is taken
 
 
-def bytes_of(folder: Path) -> int:
-    """Return the size of all files in a folder."""
+def folder_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
@@ -74,7 +72,7 @@ def age_text(seconds: float) -> str:
 
 
 def read_run(folder: Path, name: str) -> Run:
-    """Read a run's logs. Raises CheckpointError if the folder is not a run."""
+    """Read a run's logs. Raise CheckpointError if the folder is not a run."""
     reader = RunReader(folder, name)
     reader.read()
     step, max_steps = max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0
@@ -84,12 +82,12 @@ def read_run(folder: Path, name: str) -> Run:
     stage = reader.settings.get("TRAINING_STAGE", "-") + "+lora" * bool(reader.settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
     starts = " ".join(spelt(reader.settings.get(setting)) for setting in STARTS)
-    return Run(folder, name, stage, f"{step:,}/{max_steps:,}", state, loss, max(logs), bytes_of(folder),
+    return Run(folder, name, stage, f"{step:,}/{max_steps:,}", state, loss, max(logs), folder_bytes(folder),
                starts)
 
 
 def read_runs(output_dir: Path) -> list[Run]:
-    """Return the runs below a folder, the newest last; also runs in a subfolder, such as pipeline/sft."""
+    """Return the runs in a folder and its subfolders (such as pipeline/sft), the newest last."""
     runs = []
     for folder in (*output_dir.glob("*/"), *output_dir.glob("*/*/")):
         if (folder / "config.json").is_file() and (folder / "configs").is_dir():
@@ -99,7 +97,6 @@ def read_runs(output_dir: Path) -> list[Run]:
 
 
 def table(runs: list[Run]) -> list[str]:
-    """Return the runs as lines in columns."""
     now = time.time()
     rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age_text(now - run.written),
                        size_text(run.size)) for run in runs)]
@@ -108,7 +105,7 @@ def table(runs: list[Run]) -> list[str]:
 
 
 def worse_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a run but the newest and the best; none if one of them cannot be read."""
+    """Return all checkpoints of a run except the newest and the best; none if any cannot be read."""
     measured = []
     for path in sorted((folder / "checkpoints").glob("step-*")):
         try:
@@ -142,25 +139,25 @@ def candidates(runs: list[Run]) -> Iterator[Item]:
 
 
 def delete(item: Item) -> str:
-    """Delete it under the run's lock; return why not, if a job has the run."""
+    """Delete an item, or return why not: a process has the run's lock."""
     with FileLock(item.run / LOCK) as lock:
         if holder := lock.take():
-            return f"{item.path} is kept: {holder} has the run"
+            return f"{item.path} was not deleted: the run is in use by {holder}"
         shutil.rmtree(item.path)
     return ""
 
 
 def clean(runs: list[Run]) -> None:
-    """List what can be deleted, ask, and delete it."""
+    """List what can be deleted, ask for confirmation, and delete it."""
     items = [*candidates(runs)]
     if not items:
-        return show("There is nothing to delete.")
-    sizes = [bytes_of(item.path) for item in items]
-    show(*(f"{size_text(size):>10}  {item.path}  ({item.why})" for item, size in zip(items, sizes)))
-    total = f"{len(items)} folders, {size_text(sum(sizes))}"
+        return show("Nothing to delete.")
+    sizes = [folder_bytes(item.path) for item in items]
+    show(*(f"{size_text(size):>10}  {item.path}  ({item.reason})" for item, size in zip(items, sizes)))
+    total = f"{len(items)} folder{'s' * (len(items) > 1)} ({size_text(sum(sizes))})"
     if not sys.stdin.isatty():
-        return show(f"{total}. Nothing was deleted; run this in a terminal to choose.")
-    show_part(f"Delete these {total}? Type yes: ")
+        return show(f"Nothing was deleted. To delete {total}, run this in a terminal.")
+    show_part(f"Delete {total}? Type yes: ")
     if sys.stdin.readline().strip() != "yes":
         return show("Nothing was deleted.")
     kept = [reason for item in items if (reason := delete(item))]
@@ -170,13 +167,13 @@ def clean(runs: list[Run]) -> None:
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--output-dir", type=Path, metavar="FOLDER",
-                        help="the folder that holds the runs (default: OUTPUT_DIR)")
-    parser.add_argument("--clean", action="store_true", help="list what can be deleted, and ask")
+                        help="folder that contains the runs (default: OUTPUT_DIR)")
+    parser.add_argument("--clean", action="store_true", help="list what can be deleted, and ask to delete it")
     args = parser.parse_args()
     output_dir = args.output_dir or Path(load_config(complete=False).config.output_dir)
     runs = read_runs(output_dir) if os.path.isdir(output_dir) else []
     if not runs:
-        return show(f"There are no runs in {output_dir}. Start one: ./paddock demo")
+        return show(f"No runs in {output_dir}. To start one, run ./paddock demo")
     if args.clean:
         return clean(runs)
     show(*table(runs))

@@ -1,23 +1,24 @@
-"""Kill, truncate and corrupt tiny runs for minutes, and check that each ends as an undisturbed run does.
+"""Kill, truncate and corrupt tiny runs, and check that each one ends like an undisturbed run.
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
     python scripts/soak.py --kills 0 --points 0 --flips 0 --elastic 50
 
-Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of two
-ranks. The run is resumed, perhaps killed again, and its end must be identical: SHA-256 of the weights and
+Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
+during a save. The run is resumed, perhaps killed again, and must end identically: SHA-256 of the weights and
 the optimizer state, metrics, ledger and samples.
 
 Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving and pruning.
 
-Bit flips, truncations and deletions of each file of the newest checkpoint, and of each shard. The run must
-warn, resume from the checkpoint before and end identically; a damaged shard must be refused by name.
+Flips and truncations: a bit flips in a file of the newest checkpoint or in a shard, or the file is truncated
+or deleted. The run must warn, resume from the previous checkpoint, and end identically. For a damaged shard,
+it must stop with an error that names the file.
 
-Elastic: a run of a random stage stops at random steps, by a signal or because its MAX_STEPS are done, and
-continues on another number of ranks or with another SHARDING. The end must be that of one process that
-nothing interrupted: the same rows and samples, and losses and weights apart from rounding.
+Elastic: a run of a random stage stops at random steps, by a signal or at its MAX_STEPS, and resumes with
+another number of ranks or another SHARDING. It must end like an uninterrupted run in one process: the same
+rows and samples, and the same losses and weights up to rounding.
 
-Needs no network. The data is made in a temporary folder, which is removed. Exits 0 only if everything held.
+This needs no network. The data is in a temporary folder, which is removed. The exit code is 0 if all pass.
 """
 
 import os
@@ -76,10 +77,10 @@ LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNMEASURED}
 # The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
 ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
-ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; offload is drawn
-GRACE_SECONDS = 3.0  # for the other ranks to exit before they are killed, as a launcher does
+ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; random offload
+GRACE_SECONDS = 3.0  # until the other ranks are killed, as by a launcher
 KILLED = -signal.SIGKILL
-# Starting a process polls all that were started before, and an exit code read by two threads at once is lost.
+# Starting a process polls all earlier ones, and an exit code that two threads poll at once is lost.
 PROCESSES = threading.Lock()
 
 
@@ -93,7 +94,7 @@ def results_of(run: TinyRun) -> dict[str, Any]:
 
 
 def newest_step(run: TinyRun) -> int:
-    """The step of the newest checkpoint, -1 if there is none. Raises AssertionError if one is damaged."""
+    """Return the step of the newest checkpoint, or -1. Raise AssertionError if one is damaged."""
     folder, messages = store.newest_verified(run.folder / "checkpoints")
     assert not messages, messages
     return -1 if folder is None else store.read_manifest(folder)["step"]
@@ -107,18 +108,18 @@ class Reference(NamedTuple):
     save_seconds: float  # of its longest save
 
     def compare(self, run: TinyRun) -> None:
-        for name, found in results_of(run).items():
+        for name, result in results_of(run).items():
             expected = self.results[name]
-            assert found == expected, f"{name} differ at the end:\n{found}\nexpected: {expected}"
+            assert result == expected, f"{name} differ at the end:\n{result}\nexpected: {expected}"
 
 
 class Setup:
-    """What trials start from: data, undisturbed runs, and a run that was killed when its third save began."""
+    """The data, undisturbed runs, and a template: a run killed at the start of its third save."""
 
     def __init__(self, folder: Path, kills: bool, elastic: bool):
         self.folder = folder
         self.prepared: Prepared = prepare(folder / "data")
-        # Below the ports that the system assigns, so that no connection of another run takes one first.
+        # Below the ports that the system assigns to connections, so that no other run takes them.
         self.ports = count(10_000 + os.getpid() % 10_000)
         self.short = self.reference(SHORT, 1)
         self.template = TinyRun(self.prepared, folder / "template", **SHORT)
@@ -136,7 +137,7 @@ class Setup:
                 self.stages = prepare_stages(self.prepared, folder)
 
     def whole_run(self, feature: str) -> TinyRun:
-        """The run of one process that nothing interrupts; it is trained once."""
+        """Return an uninterrupted run in one process, which is trained only once."""
         with self.one_at_a_time:
             if feature not in self.whole_runs:
                 run = elastic_run(self, feature, self.folder / f"whole-{feature}")
@@ -149,7 +150,6 @@ class Setup:
         return TinyRun(self.prepared, folder, **SHORT)
 
     def reference(self, settings: dict[str, Any], world_size: int) -> Reference:
-        """Train an undisturbed run."""
         folder = self.folder / f"reference-{settings['MAX_STEPS']}-{world_size}"
         run, started = TinyRun(self.prepared, folder, **settings), time.monotonic()
         self.finish(run, world_size, partial(faults.mark_saves, folder / "marks"))
@@ -159,7 +159,7 @@ class Setup:
 
     @contextlib.contextmanager
     def started(self, run: TinyRun, world_size: int, plant: Optional[Callable]) -> Iterator[Job]:
-        """Start the run's processes; those that are left at the end of the block are killed."""
+        """Start the run's processes, and kill the remaining ones at the end of the block."""
         with PROCESSES:
             for port in self.ports:  # the next free one
                 with socket.socket() as probe, contextlib.suppress(OSError):
@@ -173,11 +173,11 @@ class Setup:
 
     def finish(self, run: TinyRun, world_size: int, plant: Optional[Callable] = None,
                codes: Optional[list[int]] = None) -> str:
-        """Run to the end and check the exit codes (0, unless others are expected); returns the output."""
+        """Run to the end, check the exit codes (0 unless given), and return the output."""
         expected = codes or [0] * world_size
         with self.started(run, world_size, plant) as job:
-            found = wait_for_exit(job, PATIENCE)
-            assert found == expected, f"exit codes {found}, expected {expected}:\n{job.text()}"
+            actual = wait_for_exit(job, PATIENCE)
+            assert actual == expected, f"exit codes {actual}, expected {expected}:\n{job.text()}"
             return job.text()
 
 
@@ -192,7 +192,7 @@ def send(process, number: int) -> None:
 
 
 def wait_for_exit(job: Job, seconds: float) -> list[int]:
-    """Wait for a job, and kill the processes that are left after this time; returns the exit codes."""
+    """Wait for a job, kill the processes remaining after some seconds, and return the exit codes."""
     deadline = time.monotonic() + seconds
     while any(is_alive(process) for process in job.processes):
         if time.monotonic() >= deadline:
@@ -203,7 +203,7 @@ def wait_for_exit(job: Job, seconds: float) -> list[int]:
 
 
 def pause_in_save(process, marks: Path, rank: int, save_seconds: float, rng: Random) -> None:
-    """Pause a process at a random time inside one of its saves; also returns when the process has ended."""
+    """Pause a process at a random time inside one of its saves, or return when it has ended."""
     for save in count(rng.randrange(3)):
         while len(faults.saves_marked(marks, rank)) <= 2 * save:
             if not is_alive(process):
@@ -218,9 +218,9 @@ def pause_in_save(process, marks: Path, rank: int, save_seconds: float, rng: Ran
 
 def kill_once(setup: Setup, run: TinyRun, world_size: int, aimed: bool, marks: Path,
               rng: Random) -> Optional[Counter]:
-    """Start a run and kill it, inside a save if `aimed`; None if it ended before.
+    """Start a run and kill it, inside a save if `aimed`. Return None if it ended first.
 
-    The times of its saves are written to the folder `marks`.
+    The run writes the times of its saves into the folder `marks`.
     """
     reference = setup.long[world_size]
     killed_ranks = rng.choice([[0], [world_size - 1], [*range(world_size)]])
@@ -243,7 +243,7 @@ def kill_once(setup: Setup, run: TinyRun, world_size: int, aimed: bool, marks: P
 
 
 def kill_trial(setup: Setup, number: int, kills: int, rng: Random, folder: Path) -> Counter:
-    """Kill runs until there were this many kills; each run is resumed until it ends, and compared."""
+    """Kill runs this many times in total, resume each until it ends, and compare it."""
     done, world_size = Counter(), 1 + number // 2 % 2
     for attempt in count():
         run = TinyRun(setup.prepared, folder / str(attempt), **LONG)
@@ -260,7 +260,7 @@ def kill_trial(setup: Setup, number: int, kills: int, rng: Random, folder: Path)
 
 
 def crash_trial(setup: Setup, call: int, rng: Random, folder: Path) -> Counter:
-    """A run dies at one call of its save, counted from 1, and is resumed."""
+    """Let a run die at the given call of its save (counted from 1), and resume it."""
     run = setup.copied(folder)
     setup.finish(run, 1, partial(faults.die_in_save, 1, call), [KILLED])
     assert newest_step(run) >= 2, "a checkpoint is lost"
@@ -271,20 +271,20 @@ def crash_trial(setup: Setup, call: int, rng: Random, folder: Path) -> Counter:
 
 def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Random], str], rng: Random,
                  folder: Path) -> Counter:
-    """Damage a file of the newest checkpoint, which must be skipped, or a shard, which must be refused."""
+    """Damage a file of the newest checkpoint, which must be skipped, or a shard, which must be an error."""
     if name in setup.shards:
         shards = Path(shutil.copytree(setup.prepared.shards, folder / "shards"))
         done = damage(shards / name, rng)
         changes = {"PRETRAIN_DATA_PATH": shards, "VERIFY_DATA": "always", "VALIDATE_EVERY": 1}
         output = setup.finish(TinyRun(setup.prepared, folder, **SHORT | changes), 1, codes=[3])
-        assert f"error: {shards / name}: " in output, f"{done}, but it is not named:\n{output}"
+        assert f"error: {shards / name}: " in output, f"{done}, but the error does not name it:\n{output}"
         return Counter({kind: 1})
     run = setup.copied(folder)
     done = damage(run.checkpoint(2) / name, rng)
     output = setup.finish(run, 1)
     # One warning names the checkpoint and the file.
     warnings = [line for line in output.splitlines() if "warning: " in line and "step-00000002" in line]
-    assert len(warnings) == 1 and name in warnings[0], f"{done}, but it says:\n{output}"
+    assert len(warnings) == 1 and name in warnings[0], f"{done}, but the output is:\n{output}"
     setup.short.compare(run)
     return Counter({kind: 1})
 
@@ -296,7 +296,7 @@ def elastic_run(setup: Setup, feature: str, folder: Path, **changes: Any) -> Tin
 
 
 def random_layout(rng: Random) -> tuple[int, dict[str, Any]]:
-    """A number of ranks, and how the model and the eight rows of a step are divided over them."""
+    """Return a number of ranks, and settings that divide the model and a step's eight rows over them."""
     world_size, sharding = rng.choice((1, 2, 4)), rng.choice(("none", "full", "hybrid"))
     return world_size, {"SHARDING": sharding,
                         "SHARD_DEGREE": rng.choice([n for n in (1, 2, 4) if world_size % n == 0]),
@@ -305,7 +305,7 @@ def random_layout(rng: Random) -> tuple[int, dict[str, Any]]:
 
 
 def elastic_trial(setup: Setup, feature: str, changes: int, rng: Random, folder: Path) -> Counter:
-    """Stop a run so many times, continue it elsewhere, and compare its end."""
+    """Stop a run this many times, resume it with another layout, and compare its end."""
     whole, layout, steps = setup.whole_run(feature), random_layout(rng), ELASTIC["MAX_STEPS"]
     for stop in (*sorted(rng.sample(range(1, steps), changes)), steps):
         world_size, settings = layout
@@ -322,7 +322,7 @@ def elastic_trial(setup: Setup, feature: str, changes: int, rng: Random, folder:
 
 
 class Trial(NamedTuple):
-    """Something to try, its name, and what it counts as if it holds."""
+    """A trial, its name, and what it counts as if it passes."""
 
     name: str
     work: Callable[[Random, Path], Counter]
@@ -330,7 +330,6 @@ class Trial(NamedTuple):
 
 
 def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
-    """All trials that the command line asks for."""
     trials = []
     left = args.kills
     while left:
@@ -344,9 +343,9 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
     trials += [Trial(f"point {call} ({setup.calls[call - 1]})", partial(crash_trial, setup, call),
                      Counter({"crash points": 1})) for call in points]
     files = [*setup.files, *setup.shards]
-    for kind, wanted, ways in (("bit flips", args.flips, [faults.flip_bit]),
-                               ("truncations", args.truncations, [faults.cut, faults.delete])):
-        for number in range(wanted):  # every file in turn, and in every way
+    for kind, count_of_kind, ways in (("bit flips", args.flips, [faults.flip_bit]),
+                                      ("truncations", args.truncations, [faults.cut, faults.delete])):
+        for number in range(count_of_kind):  # every file in turn, and in every way
             name, damage = files[number % len(files)], ways[(number + number // len(files)) % len(ways)]
             work = partial(damage_trial, setup, kind, name, damage)
             trials.append(Trial(f"{kind} {number} ({name})", work, Counter({kind: 1})))
@@ -361,8 +360,8 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
 
 
 def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tuple[Counter, int]:
-    """What held, and how many trials failed; each failure is printed with the command that repeats it."""
-    held, failed = Counter(), 0
+    """Return what passed and the number of failures; print each failure with a command to repeat it."""
+    passed, failed = Counter(), 0
     names = "kills", "points", "flips", "truncations", "elastic", "seed"
     flags = " ".join(f"--{name} {getattr(args, name)}" for name in names)
 
@@ -380,8 +379,8 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
         with tqdm(total=len(trials), desc="soak", unit="trial", mininterval=1) as bar:
             for future in as_completed(futures):
                 try:
-                    held += future.result()
-                except Exception as error:  # any failure is counted and printed, and the others go on
+                    passed += future.result()
+                except Exception as error:  # count and print any failure, and continue
                     failed += 1
                     is_check = isinstance(error, AssertionError)
                     reason = error if is_check else "".join(traceback.format_exception(error))
@@ -391,35 +390,39 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
                 bar.update()
     finally:
         pool.shutdown(cancel_futures=True)
-    return held, failed
+    return passed, failed
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    """Run all trials; 0 only if everything held."""
+    """Run all trials; return 0 if all passed."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--kills", type=int, default=20, help="number of kill -9s (default: 20)")
-    parser.add_argument("--points", default="all", help="crash points: all, or how many (default: all)")
-    parser.add_argument("--flips", type=int, default=20, help="number of flipped bits (default: 20)")
-    parser.add_argument("--truncations", type=int, default=10, help="files cut or deleted (default: 10)")
-    parser.add_argument("--elastic", type=int, default=0, help="changes of ranks or SHARDING (default: 0)")
-    parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel trials (default: cores)")
-    parser.add_argument("--only", metavar="TRIAL", help="run one trial, by the name that a failure prints")
+    for flag, default, meaning in (("--kills", 20, "number of kills with kill -9"),
+                                   ("--flips", 20, "number of flipped bits"),
+                                   ("--truncations", 10, "number of truncated or deleted files"),
+                                   ("--elastic", 0, "number of changes of ranks or SHARDING"),
+                                   ("--seed", 1, "seed of all random choices"),
+                                   ("--jobs", os.cpu_count(), "number of parallel trials")):
+        parser.add_argument(flag, type=int, default=default, metavar="N",
+                            help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--points", default="all", metavar="N",
+                        help="number of crash points, or all (default: all)")
+    parser.add_argument("--only", metavar="TRIAL", help="run one trial, named as in a failure's message")
     args, started = parser.parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
         setup = Setup(Path(folder), args.kills > 0, args.elastic > 0)
         trials = plan(setup, args)
-        held, failed = run_all(trials, args, Path(folder))
+        passed, failed = run_all(trials, args, Path(folder))
     losses, weights = map(max, zip(*setup.differences))
     total, seconds = sum((trial.worth for trial in trials), Counter()), time.monotonic() - started
 
     def share(kind: str) -> str:
-        return f"{held[kind]}/{total[kind]} {kind}"
+        return f"{passed[kind]}/{total[kind]} {kind}"
 
-    print(f"soak: {share('kills')} identical ({held['inside saves']} inside saves, {held['of two ranks']} of "
-          f"two ranks), {share('crash points')} recovered, {share('bit flips')} found, "
-          f"{share('truncations')} found, {share('changes')} of ranks or SHARDING alike (losses within "
-          f"{losses:.1g}, weights {weights:.1g}); seed {args.seed}; {duration(seconds)}", flush=True)
+    print(f"soak: {share('kills')} identical ({passed['inside saves']} inside saves, "
+          f"{passed['of two ranks']} of two ranks), {share('crash points')} recovered, "
+          f"{share('bit flips')} found, {share('truncations')} found, {share('changes')} of ranks or "
+          f"SHARDING alike (losses within {losses:.1g}, weights {weights:.1g}); seed {args.seed}; "
+          f"{duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 

@@ -1,11 +1,11 @@
-"""Train every combination of some settings, each with several seeds, and compare the results.
+"""Train with every combination of the given settings, each with several seeds, and compare the results.
 
     ./paddock sweep --vary LEARNING_RATE=1e-3,3e-3 --seeds 3 --preset sample
     ./paddock sweep --vary DEPTH=2,4 --vary WEIGHT_DECAY=0,0.1 --name shape
 
-All other flags are train.py's. Runs are trained one after another, or one on each GPU if there are several,
-in OUTPUT_DIR/NAME. The same command resumes an interrupted sweep. At the end, a table and a report show the
-mean and standard error over the seeds, and test each configuration against the first one.
+All other flags are train.py's. The runs are in OUTPUT_DIR/NAME. With several GPUs, each GPU trains one run at
+a time. If interrupted, the same command resumes. At the end, a table and a report show the mean and standard
+error over the seeds, and a test of each configuration against the first one.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from report.compare import by_configuration, results  # noqa: E402
 from report.page import Report  # noqa: E402
 from settings.load import exit_with, load_config  # noqa: E402
 
-FAILED_ALONE = {1, 4, 6}  # exit codes that other runs need not share: crash, non-finite loss, hang
+FAILED_ALONE = {1, 4, 6}  # exit codes after which the sweep continues: crash, non-finite loss, hang
 
 
 class Trial(NamedTuple):
@@ -45,22 +45,24 @@ class Trial(NamedTuple):
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Return the sweep's own flags, and train.py's."""
+    """Return the sweep's flags and train.py's flags."""
     parser = CommandParser(__doc__, "./paddock train --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s --vary NAME=VALUES [--seeds N] [settings]")
     parser.add_argument("--vary", metavar="NAME=VALUES", action="append", default=[],
-                        help="a setting and its values, separated by commas; may be repeated")
+                        help="a setting and its values, separated by commas; can be repeated")
     parser.add_argument("--seeds", metavar="N", default=1,
                         type=number(int, "from 1 to 1,000", lambda value: 1 <= value <= 1000),
-                        help="train each combination with SEED, SEED + 1, ... (default: %(default)s)")
-    parser.add_argument("--name", help="folder of the sweep in OUTPUT_DIR (default: after the settings)")
+                        help="number of seeds for each combination: SEED, SEED + 1, ... (default: "
+                             "%(default)s)")
+    parser.add_argument("--name",
+                        help="name of the sweep's folder in OUTPUT_DIR (default: sweep-SETTING-...)")
     own, flags = parser.parse_known_args()
     own.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
                 for name, _, values in (each.partition("=") for each in own.vary)]
     if empty := [name for name, values in own.vary if not values]:
         raise SettingsError(f"--vary {empty[0]} has no values; write --vary LEARNING_RATE=1e-3,3e-3")
     if own.seeds == 1 and not own.vary:
-        raise SettingsError("nothing varies; give --vary NAME=VALUE,VALUE, or --seeds above 1")
+        raise SettingsError("nothing varies; use --vary NAME=VALUE,VALUE or --seeds above 1")
     own.name = own.name or "-".join(["sweep", *(name for name, _ in own.vary)])
     if not PLAIN_NAME.fullmatch(own.name):
         raise SettingsError(f"--name {own.name} must be a plain folder name: letters, digits, '.', '_', '-'")
@@ -68,7 +70,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def list_trials(own: argparse.Namespace, flags: list[str]) -> tuple[Path, list[Trial]]:
-    """Return the sweep's folder and its runs, whose settings are all valid."""
+    """Return the sweep's folder and its runs; exit if a setting is invalid."""
     config = load_config(flags, complete=False).config
     folder, trials, problems = Path(config.output_dir) / own.name, [], []
     for seed in range(config.seed, config.seed + own.seeds):
@@ -92,7 +94,7 @@ def list_trials(own: argparse.Namespace, flags: list[str]) -> tuple[Path, list[T
 
 
 class Sweep:
-    """The runs that are left, and the processes that train them."""
+    """The runs of a sweep, and the processes that train them."""
 
     def __init__(self, folder: Path, trials: list[Trial]):
         self.folder, self.trials = folder, trials
@@ -112,38 +114,38 @@ class Sweep:
         return reader.state(max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0)[0] == "finished"
 
     def train(self, gpus: list[Optional[str]]) -> None:
-        """Train what is not finished, one run at a time on each of these GPUs (None: without a choice)."""
+        """Train the unfinished runs, one at a time on each of these GPUs (None: the default device)."""
         left = [trial for trial in self.trials if not self.is_finished(trial)]
-        show(f"{len(self.trials)} runs in {self.folder}, {len(self.trials) - len(left)} of them finished")
-        for place, trial in enumerate(left, 1 + len(self.trials) - len(left)):
-            self.waiting.put((place, trial))
+        show(f"{len(self.trials)} runs in {self.folder}, {len(self.trials) - len(left)} finished")
+        for position, trial in enumerate(left, 1 + len(self.trials) - len(left)):
+            self.waiting.put((position, trial))
         for stop in STOP_SIGNALS:
             signal.signal(stop, self.stop)
         threads = [threading.Thread(target=self.work, args=(gpu, len(gpus)), daemon=True) for gpu in gpus]
         for thread in threads:
             thread.start()
         for thread in threads:
-            while thread.is_alive():  # with a limit, so that signals are handled in between
-                thread.join(1.0)
+            while thread.is_alive():
+                thread.join(1.0)  # with a timeout, so that signals are handled in between
 
     def stop(self, received: int, frame) -> None:
-        """Pass a signal on to the runs, which save."""
+        """Pass a stop signal on to the runs, which then save."""
         self.received = received
         for process in [*self.processes.values()]:
             process.send_signal(signal.SIGTERM)
 
     def work(self, gpu: Optional[str], workers: int) -> None:
-        """Train runs until none is left, on one GPU."""
+        """Train waiting runs on one GPU until none are left."""
         while self.received is None and not {*self.failed.values()} - FAILED_ALONE:
             try:
-                place, trial = self.waiting.get_nowait()
+                position, trial = self.waiting.get_nowait()
             except queue.Empty:
                 return
             where, rounds = f" on GPU {gpu}" if gpu else "", (self.waiting.qsize() + workers) / workers
             left = f", about {duration(fmean(self.seconds) * rounds)} left" if self.seconds else ""
-            show(f"=== {place}/{len(self.trials)} {trial.name}{where}{left}")
+            show(f"=== {position}/{len(self.trials)} {trial.name}{where}{left}")
             started = time.monotonic()
-            # In a separate session, so that Ctrl-C reaches it once, through `stop`.
+            # A separate session, so that Ctrl-C reaches the run only once, through `stop`.
             process = subprocess.Popen(
                 [sys.executable, str(ROOT / "train.py"), *trial.flags], start_new_session=True,
                 env=os.environ | ({VISIBLE: gpu} if gpu else {}),
@@ -155,10 +157,10 @@ class Sweep:
             del self.processes[trial.name]
             self.seconds.append(time.monotonic() - started)
             if code == EXIT_PREEMPTED and self.received is None:
-                self.received = signal.SIGTERM  # somebody stopped the run itself
+                self.received = signal.SIGTERM  # the run itself was stopped
             elif code and code != EXIT_PREEMPTED:
                 self.failed[trial.name] = code
-                show(f"{trial.name} ended with exit code {code}; see {self.folder / trial.name / 'log'}")
+                show(f"{trial.name} failed with exit code {code}; see {self.folder / trial.name / 'log'}")
 
 
 def show_table(folder: Path, trials: list[Trial]) -> None:
@@ -171,13 +173,13 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
     rows = [("run", measured[0]["name"]), *((run.name, f"{cell['value']:.4f}" if cell else "-") for run, cell
                                             in zip(report.runs, measured[0]["cells"]))]
     if configurations := by_configuration(report.runs, measured):
-        rows = [("configuration", "seeds", measured[0]["name"], "against the first", "p (Holm)")]
-        for made in configurations:
-            result, tested = made["results"][0], made["p"] is not None
+        rows = [("configuration", "seeds", measured[0]["name"], "vs. first", "p (Holm)")]
+        for each in configurations:
+            result, tested = each["results"][0], each["p"] is not None
             mean = f"{result['mean']:.4f}" if result["n"] else "-"
             error = f" ± {result['stderr']:.4f}" if result["n"] > 1 else ""
-            rows.append((made["name"], str(result["n"]), mean + error,
-                         *((f"{made['difference']:+.4f}", f"{made['p']:.2g}") if tested else ("", ""))))
+            rows.append((each["name"], str(result["n"]), mean + error,
+                         *((f"{each['difference']:+.4f}", f"{each['p']:.2g}") if tested else ("", ""))))
     widths = [max(map(len, column)) for column in zip(*rows)]
     show(*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
@@ -194,7 +196,7 @@ def main() -> None:
     sweep, device = Sweep(folder, trials), load_config(flags, complete=False).config.device
     sweep.train([None] if device == "cpu" or len(gpus) < 2 else gpus)
     if sweep.received is not None:
-        show("Stopped. Run the same command again to continue.")
+        show("Stopped. Run the same command again to resume.")
         raise SystemExit(EXIT_PREEMPTED)
     if finished := [trial for trial in trials if sweep.is_finished(trial)]:
         show_table(folder, finished)

@@ -1,16 +1,14 @@
 #!/usr/bin/env bash
 # Set up and run the tests.
 #
-# ./paddock test is the same.
+#   ./paddock test                          unmarked tests
+#   ./paddock test -m slow                  slow tests; also -m gpu, -m soak
+#   ./paddock test tests/test_model.py -x
+#   ./paddock test --torch 2.12             with another version of torch
 #
-#   bash scripts/test.sh                            those that are not marked
-#   bash scripts/test.sh -m slow                    or -m gpu, or -m soak
-#   bash scripts/test.sh tests/test_model.py -x
-#   bash scripts/test.sh --torch 2.12               with another torch
-#
-# --torch VERSION (2.15.0, or 2.12 for its newest) must come first and makes a
-# separate environment. All other flags go to pytest, which runs the files in
-# three processes (-n 0 for one process, which --pdb needs).
+# --torch VERSION (2.15.0, or 2.12 for the newest 2.12.x) must come first. It
+# creates a separate environment. Other flags are passed to pytest, which runs
+# the test files in three processes. Use -n 0 for one process (for --pdb).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

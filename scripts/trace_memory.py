@@ -1,4 +1,4 @@
-"""Stays for one release: python train.py --check memory"""
+"""Deprecated alias of: python train.py --check memory"""
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
+"""Train a byte-level BPE tokenizer on your own text; write a file in tiktoken's format for TOKENIZER_PATH.
 
     ./paddock prepare tokenizer books/ "news/*.jsonl" --vocab-size 32000 \\
         --output data/tokenizer.model
@@ -21,18 +21,20 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
-    parser.add_argument("--vocab-size", type=int, required=True,
-                        help=f"number of ranks, with the 256 bytes; {len(SPECIALS)} special tokens are added")
-    parser.add_argument("--output", required=True, type=local_path, help="file to write")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N",
+                        help=f"vocabulary size, including the 256 bytes but not the {len(SPECIALS)} special "
+                             "tokens")
+    parser.add_argument("--output", required=True, type=local_path, metavar="FILE", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
+    parser.add_argument("--column", default="text", metavar="NAME",
+                        help="column that contains the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
-                        help="what to do with a record that cannot be used (default: fail)")
+                        help="stop at unusable records, or skip and list them (default: fail)")
     args = parser.parse_args()
     if args.output == Path():
-        parser.error("--output must name a file")
+        parser.error("--output must be a file")
     if args.output.is_file() and not args.overwrite:
-        parser.error(f"{args.output} exists; name another file, or add --overwrite")
+        parser.error(f"{args.output} already exists; choose another file, or add --overwrite")
     return args
 
 
@@ -45,9 +47,9 @@ def main() -> None:
     write_tiktoken(ranks, args.output)
     for record in reading.bad_records:
         print_safely(f"skipped {record}", sys.stderr)
-    show(f"{args.output}: {len(ranks):,} ranks; with the {len(SPECIALS)} special tokens the vocabulary has "
+    show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
          f"{len(ranks) + len(SPECIALS):,} ids; {reading.bad:,} records skipped",
-         f"Use it with TOKENIZER_PATH={args.output}")
+         f"Add to .env: TOKENIZER_PATH={args.output}")
 
 
 if __name__ == "__main__":

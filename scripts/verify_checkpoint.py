@@ -1,12 +1,11 @@
-"""Verify copies of checkpoints: does every file have the size and SHA-256 that MANIFEST.json lists?
+"""Verify that every file of a checkpoint has the size and SHA-256 listed in its MANIFEST.json.
 
     ./paddock verify runs/first
     ./paddock verify copies/step-00000200 --model-only
 
-For a run, all checkpoints are verified. A copy can be verified with the folder and Python's standard library
-alone: no run, no packages, no GPU. If the run is beside it, its ledger is also compared with the digest in
-the model card.
-Exit codes: 0 intact, 5 damaged, incomplete, or nothing to compare with.
+For a run, all checkpoints are verified, and its ledger is compared with the digest in the model card. A
+copied checkpoint can be verified alone, and without installing any package. The exit code is 0 if everything
+is intact, and 5 if something is damaged, incomplete or has no manifest.
 """
 
 import hashlib
@@ -29,34 +28,34 @@ from common.files import plain, read_plain
 from common.text import printable, show
 
 PROGRESS_SECONDS = 1
-# What only resuming needs.
-OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
+RESUME_FILES = ("optimizer.safetensors", "trainer_state.json")  # needed only to resume
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints that a path means: itself, or those of a run, oldest first."""
+    """Return a checkpoint itself, or all checkpoints of a run, oldest first."""
     if not folder.is_dir() and len(folder.parts) == 1 and not folder.name.startswith("step-"):
-        with suppress(ImportError):  # a run's name, where the packages that read OUTPUT_DIR are installed
+        with suppress(ImportError):  # a run's name needs the packages that read OUTPUT_DIR
             from settings.load import find_run
 
             folder = find_run(str(folder))
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the path of a checkpoint, or of a run")
+        raise CheckpointError(f"{folder} is not a folder; pass the path of a checkpoint or a run")
     if (folder / MANIFEST).exists():
         return [folder]
-    found = sorted(place for inner in (folder, folder / "checkpoints") for place in inner.glob("step-*"))
-    if not found:
-        kind = "is a model that Paddock did not write" if (folder / "config.json").exists() else "holds none"
-        raise CheckpointError(f"{folder} has no {MANIFEST}, so there is nothing to compare with: it {kind}. "
-                              "Copy the checkpoint again with all of its files")
-    return found
+    checkpoints = sorted(path for inner in (folder, folder / "checkpoints") for path in inner.glob("step-*"))
+    if not checkpoints:
+        kind = ("the model was not written by Paddock" if (folder / "config.json").exists()
+                else "the folder contains no checkpoint")
+        raise CheckpointError(f"{folder} has no {MANIFEST} to verify: {kind}. If this is an incomplete copy, "
+                              "copy the checkpoint again with all of its files")
+    return checkpoints
 
 
 def verify(folder: Path, model_only: bool) -> bool:
-    """Print a line for each file of a checkpoint, and one for the whole; return whether it is intact."""
+    """Print the result for each file of a checkpoint and for the whole; return True if it is intact."""
     manifest = json.loads(read_sealed(folder))
     files = {name: entry for name, entry in manifest["files"].items()
-             if not (model_only and name in OF_TRAINING)}
+             if not (model_only and name in RESUME_FILES)}
     show(f"{folder}:")
     faults = {}
     for name, expected in sorted(files.items()):
@@ -64,10 +63,9 @@ def verify(folder: Path, model_only: bool) -> bool:
         show(f"  {'ok' if fault is None else 'BAD':4} {name}  {expected['size']:,} bytes"
              + (f": {fault.removeprefix(f'{folder / name} ')}" if fault else ""))
     bad = [name for name, fault in faults.items() if fault]
-    of_model = [name for name in bad if name not in OF_TRAINING]
-    if bad and not of_model:
-        show("The model's files are intact, but files needed for resuming are not (--model-only skips them).")
-    show(described(manifest, folder))
+    if bad and not {*bad} - {*RESUME_FILES}:
+        show("The model's files are intact, but files needed to resume are not (--model-only skips them).")
+    show(description(manifest, folder))
     same = ledger_is_same(folder, manifest["step"])
     if same is not None:
         show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, which "
@@ -77,7 +75,7 @@ def verify(folder: Path, model_only: bool) -> bool:
 
 
 def progress(name: str, size: int) -> Callable[[int], None]:
-    """Return a function that takes the bytes of each hashed block, and shows the share on a terminal."""
+    """Return a function that is called with the bytes of each hashed block, and shows the progress."""
     done, shown = 0, time.monotonic()
 
     def advance(count: int) -> None:
@@ -90,8 +88,8 @@ def progress(name: str, size: int) -> Callable[[int], None]:
     return advance
 
 
-def card_facts(folder: Path) -> dict[str, str]:
-    """Return the texts and numbers in the metadata of the model card; {} if there is none."""
+def card_metadata(folder: Path) -> dict[str, str]:
+    """Return the scalars in the model card's metadata; {} if there is no card."""
     try:
         card = read_plain(folder / CARD).decode(errors="replace")
     except OSError:
@@ -101,21 +99,21 @@ def card_facts(folder: Path) -> dict[str, str]:
     return {name: value.strip("'\"") for name, value in lines}
 
 
-def described(manifest: dict[str, Any], folder: Path) -> str:
-    """Return what manifest and card tell of a checkpoint, on one line."""
-    card, loss = card_facts(folder), manifest.get("val_loss")
-    facts = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
-             "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
-             "Paddock": card.get("version")}
-    return "  " + ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+def description(manifest: dict[str, Any], folder: Path) -> str:
+    """Describe a checkpoint by its manifest and card, on one line."""
+    card, loss = card_metadata(folder), manifest.get("val_loss")
+    entries = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
+               "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
+               "Paddock": card.get("version")}
+    return "  " + ", ".join(f"{name} {value}" for name, value in entries.items() if value)
 
 
 def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
-    """Return whether the run's ledger has the digest in the card; None if one of them is not here."""
-    wanted = card_facts(folder).get("ledger_sha256")
+    """Return True if the run's ledger has the digest in the card; None if either is missing."""
+    expected = card_metadata(folder).get("ledger_sha256")
     checkpoints = folder.absolute().parent
     ledger = checkpoints.parent / "ledger.jsonl"
-    if not wanted or checkpoints.name != "checkpoints" or not ledger.is_file():
+    if not expected or checkpoints.name != "checkpoints" or not ledger.is_file():
         return None
     digest = hashlib.sha256()
     try:
@@ -125,11 +123,11 @@ def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
                     digest.update(line)
     except OSError as error:
         raise CheckpointError(f"{ledger} cannot be read: {error}; check this path") from error
-    return digest.hexdigest() == wanted
+    return digest.hexdigest() == expected
 
 
 def step_of(line: bytes) -> float:
-    """Return the step of a line of the ledger; infinity if it is unreadable or incomplete."""
+    """Return the step in a line of the ledger; infinity if the line is invalid or incomplete."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -141,7 +139,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=local_path, metavar="FOLDER",
                         help="a checkpoint, adapters, a merged or imported model, or a run")
     parser.add_argument("--model-only", action="store_true",
-                        help="skip files that only resuming needs: optimizer.safetensors, trainer_state.json")
+                        help="skip files needed only to resume: optimizer.safetensors, trainer_state.json")
     args = parser.parse_args()
     damaged, count = [], 0
     for folder in args.folders:
@@ -154,8 +152,8 @@ def main() -> None:
                 show(f"{checkpoint}: {error}")
                 damaged.append(str(checkpoint))
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {count} damaged: {', '.join(damaged)}; copy the "
-                              "files marked BAD again from an intact copy")
+        raise CheckpointError(f"{len(damaged)} of {count} checkpoints are damaged: {', '.join(damaged)}; "
+                              "replace the files marked BAD from an intact copy")
 
 
 if __name__ == "__main__":

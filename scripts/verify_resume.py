@@ -1,15 +1,15 @@
-"""Check that a run resumes exactly: train a few steps without a stop, and again with a kill -9 in the middle.
+"""Verify that a run resumes exactly: train a few steps without interruption, and again with a kill -9.
 
     python scripts/verify_resume.py --preset sample
     python scripts/verify_resume.py --nproc-per-node 2 --steps 20
     python scripts/verify_resume.py --layouts 1x4,1x2,2x2
 
-Settings are read as in train.py (.env, environment, flags), except for the number of steps and how often
-checkpoints are saved. Both runs must end with the same bits. With --layouts, each RANKSxMICRO_BATCH_SIZE also
-takes one step of the same batch, and the gradients are compared; --steps 0 does only that. All files go to a
-new folder in OUTPUT_DIR, which is removed at the end unless something differs.
+Settings are read as by train.py (.env, environment, flags), except for the number of steps and how often
+checkpoints are saved. Both runs must end bit-identical. --layouts takes one step on the same batch with each
+RANKSxMICRO_BATCH_SIZE and compares the gradients; add --steps 0 to do only that. All files are in a folder
+created in OUTPUT_DIR, which is deleted at the end unless something differs.
 
-The exit code is 0 if everything is the same, 1 if something differs, 2 if a setting is wrong.
+The exit code is 0 if everything is the same, 1 if something differs, 2 if a setting is invalid.
 """
 
 import argparse
@@ -41,10 +41,10 @@ from config import Config  # noqa: E402
 from run.log import CLOCKS  # noqa: E402
 from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
 
-STOP_SECONDS = 60  # for a run to save and exit when this script is stopped
+STOP_SECONDS = 60  # time for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
-# Differences allowed between layouts, relative to the largest gradient: sums run in another order, and in
-# bf16 and fp16 the gradient of each micro-batch is rounded separately.
+# Allowed differences between layouts, relative to the largest gradient. The order of summation differs, and
+# bf16 and fp16 round the gradient of each micro-batch.
 ALLOWED = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 
 
@@ -57,9 +57,9 @@ class Verdict(NamedTuple):
 
 
 def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
-    """The settings with which a new run starts from the checkpoint that is named, and the steps it has done.
+    """Return the settings that make a new run start from the given checkpoint, and that checkpoint's step.
 
-    `load` reads the settings again, with further flags.
+    `load` reads the settings again with additional flags.
     """
     from checkpoint import store
     from parallel.ranks import Ranks
@@ -68,7 +68,7 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
     changes = {"RESUME": "auto"}
     if named := config.named_checkpoint:
         setting = "RESUME" if config.resume == named else config.start_setting
-        # A bare name means a step of the user's own run, so it becomes a path.
+        # A bare name is a step of the user's run, so make it a path.
         folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-"))
         changes[setting] = str(folder.resolve())
     changed = load([f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items()])
@@ -90,7 +90,7 @@ class TrialRun(NamedTuple):
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """The lines of ledger.jsonl so far, one a step."""
+        """The lines of ledger.jsonl, one per step."""
         return list(read_entries(self.folder / "ledger.jsonl"))
 
     @property
@@ -100,21 +100,21 @@ class TrialRun(NamedTuple):
 
     @property
     def output(self) -> Path:
-        """The file that it prints to."""
+        """The file with its output."""
         return self.folder.with_suffix(".txt")
 
 
 class Verification(NamedTuple):
-    """What all runs have in common."""
+    """The settings that all runs share."""
 
     flags: list[str]  # for train.py
     config: Config
     folder: Path
-    start: dict[str, Any]  # the settings that name the checkpoint to start from
-    first: int  # the step that they start after
+    start: dict[str, Any]  # settings that name the checkpoint to start from
+    first: int  # step of that checkpoint
 
     def run(self, name: str, steps: int, ranks: int, **changes: Any) -> TrialRun:
-        """A run with settings by which a few steps include everything that happens in a run."""
+        """Return a run in which a few steps include validation, evaluations, samples and checkpoints."""
         config, interval = self.config, max(1, steps // 4)
         often = {name.upper(): min(getattr(config, name), interval)  # 0 stays 0
                  for name in ("validate_every", "hellaswag_every", "sample_every", "drift_check_every")}
@@ -125,13 +125,13 @@ class Verification(NamedTuple):
                     "SAMPLE_TOKENS": min(config.sample_tokens, 8), "WANDB_ENABLED": "false",
                     "TENSORBOARD_ENABLED": "false", "REPORT": "false", **changes,
                     "OUTPUT_DIR": self.folder, "RUN_NAME": name}
-        own = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
-        return TrialRun(self.folder / name, [*self.flags, *own], ranks)  # the last flag of a name counts
+        flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
+        return TrialRun(self.folder / name, [*self.flags, *flags], ranks)  # the last of equal flags counts
 
 
 @contextmanager
 def started(run: TrialRun) -> Iterator[subprocess.Popen]:
-    """Start the run in its own process group, which Ctrl-C does not reach, and stop it at the end."""
+    """Start a run in a new session, so that Ctrl-C does not reach it, and stop it when the block ends."""
     command = [ROOT / "train.py"]
     if run.ranks > 1:
         command = [ROOT / "scripts" / "launch.py", f"--nproc-per-node={run.ranks}"]
@@ -150,13 +150,13 @@ def started(run: TrialRun) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def follow(process: subprocess.Popen, run: TrialRun, what: str, steps: int,
+def follow(process: subprocess.Popen, run: TrialRun, title: str, steps: int,
            until: Callable[[], bool] = lambda: False) -> list[float]:
-    """Show the progress until the run ends or `until()` is true; returns when each step was seen."""
+    """Show the progress until the run ends or `until()` is true; return the time of each step."""
     from tqdm import tqdm
 
     seen: list[float] = []
-    with tqdm(desc=what, total=steps, unit="step", leave=False, disable=None) as bar:
+    with tqdm(desc=title, total=steps, unit="step", leave=False, disable=None) as bar:
         while process.poll() is None and not until():
             new = len(run.ledger) - len(seen)
             seen += [time.monotonic()] * new
@@ -165,24 +165,21 @@ def follow(process: subprocess.Popen, run: TrialRun, what: str, steps: int,
     return seen
 
 
-def finish(run: TrialRun, what: str, steps: int) -> list[float]:
-    """Run to the end; returns when each step was seen. Raises PaddockError if the run fails."""
+def finish(run: TrialRun, title: str, steps: int) -> list[float]:
+    """Run to the end; return the time of each step. Raise PaddockError if the run fails."""
     with started(run) as process:
-        seen = follow(process, run, what, steps)
+        seen = follow(process, run, title, steps)
     if process.returncode:
         printed = run.output.read_text(errors="replace")
         errors = [line.removeprefix("error: ") for line in printed.splitlines() if line.startswith("error: ")]
         reason = errors[-1] if errors else last_line(printed)
-        raise PaddockError(f"the run ({what}) ended with exit code {process.returncode}: {reason} (its whole "
-                           f"output is in {run.output})")
+        raise PaddockError(f"the run ({title}) failed with exit code {process.returncode}: {reason} (its "
+                           f"complete output is in {run.output})")
     return seen
 
 
 def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: random.Random) -> str:
-    """Start a run after the step `first`, and kill -9 its rank 0 at a random time after a checkpoint.
-
-    Returns when that was.
-    """
+    """Start a run, kill -9 its rank 0 at a random time after a checkpoint, and describe when that was."""
     interval = max(1, steps // 4)
     for attempt in range(KILL_ATTEMPTS):
         step = rng.choice(range(first + interval, first + steps - interval + 1, interval))
@@ -197,22 +194,22 @@ def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: r
                     os.kill(int(holder[1]), signal.SIGKILL)
             process.wait()
         if process.returncode and not run.saved:
-            finish(run, "killed", steps)  # it failed before the kill, and fails again with its reason
+            finish(run, "killed", steps)  # it failed before the kill: raise its error
         done = len(run.ledger)
         if process.returncode and done < steps:
             saving = any((run.folder / "checkpoints").glob("tmp-*"))
-            return (f"kill -9 of rank 0 after step {first + done}{' and in the middle of a save' * saving}; "
-                    f"step {run.saved[-1]} was saved")
+            return (f"kill -9 of rank 0 after step {first + done}{', during a save' * saving}; the last "
+                    f"checkpoint is step {run.saved[-1]}")
         shutil.rmtree(run.folder)
-    raise PaddockError(f"the run ended before it could be killed, {KILL_ATTEMPTS} times; take more steps: "
-                       f"--steps {4 * steps}")
+    raise PaddockError(f"in {KILL_ATTEMPTS} attempts, the run always finished before it could be killed; use "
+                       f"more steps: --steps {4 * steps}")
 
 
 # ----------------------------------------------------------------------------------------------- comparison
 
 
 def tensors_in(checkpoint: Path, optimizer: bool) -> dict[str, Callable]:
-    """Functions that read each tensor of the optimizer's state, or of the weights or adapters, by name."""
+    """Return functions that read the tensors of the optimizer, or of the weights or adapters, by name."""
     from safetensors import safe_open
 
     tensors: dict[str, Callable] = {}
@@ -223,40 +220,39 @@ def tensors_in(checkpoint: Path, optimizer: bool) -> dict[str, Callable]:
     return tensors
 
 
-def compare_tensors(what: str, one: Mapping[str, Callable], other: Mapping[str, Callable]) -> Verdict:
+def compare_tensors(title: str, one: Mapping[str, Callable], other: Mapping[str, Callable]) -> Verdict:
     """Compare two sets of tensors bit by bit."""
     import torch
 
     if one.keys() != other.keys():
-        return Verdict(what, False, f"only in one run: {', '.join(sorted(one.keys() ^ other.keys())[:3])}")
+        return Verdict(title, False, f"only in one run: {', '.join(sorted(one.keys() ^ other.keys())[:3])}")
     differing = []
     for name in one:
         a, b = one[name](), other[name]()
         if a.shape != b.shape:
-            differing.append(f"{name}, of another shape")
+            differing.append(f"the shape of {name}")
         elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
             differing.append(f"{name} by {float((a.double() - b.double()).abs().max()):.2g}")
     if differing:
-        return Verdict(what, False, f"{len(differing)} of {len(one)} tensors, first {differing[0]}")
-    return Verdict(what, True, f"{len(one)} tensors, bit for bit")
+        return Verdict(title, False, f"{len(differing)} of {len(one)} tensors, the first is {differing[0]}")
+    return Verdict(title, True, f"{len(one)} tensors are bit-identical")
 
 
-def compare_lines(what: str, one: list[dict], other: list[dict], names: tuple[str, ...] = ()) -> Verdict:
+def compare_lines(title: str, one: list[dict], other: list[dict], names: tuple[str, ...] = ()) -> Verdict:
     """Compare two lists of entries by these keys, or by all keys except CLOCKS."""
     for a, b in zip(one, other):
         if a["step"] != b["step"]:
-            return Verdict(what, False, f"step {a['step']} in one run, step {b['step']} in the other")
+            return Verdict(title, False, f"step {a['step']} in one run, step {b['step']} in the other")
         for name in names or sorted(filterfalse(CLOCKS.fullmatch, a.keys() | b.keys())):
             if a.get(name) != b.get(name):
-                return Verdict(what, False, f"step {a['step']}: {name} is {a.get(name)} in one run, "
-                                            f"{b.get(name)} in the other")
+                return Verdict(title, False, f"step {a['step']}: {name} is {a.get(name)} in one run, "
+                                             f"{b.get(name)} in the other")
     if len(one) != len(other):
-        return Verdict(what, False, f"{len(one)} lines in one run, {len(other)} in the other")
-    return Verdict(what, bool(one), f"{len(one)} lines" if one else "there are no lines to compare")
+        return Verdict(title, False, f"{len(one)} lines in one run, {len(other)} in the other")
+    return Verdict(title, bool(one), f"{len(one)} lines" if one else "there are no lines to compare")
 
 
 def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Verdict]:
-    """Compare everything that two runs wrote."""
     from checkpoint import store
 
     folders = [run.folder / "checkpoints" / f"step-{last:08d}" for run in (one, other)]
@@ -264,22 +260,22 @@ def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Verdict]:
     states = [store.read_state(folder)["progress"] | {"wandb_run_id": None}
               for folder in folders]
     differing = [name for name in states[0] if states[0][name] != states[1].get(name)]
-    return [*(compare_tensors(what, *(tensors_in(folder, what != "weights") for folder in folders))
-              for what in ("weights", "optimizer state")),
+    return [*(compare_tensors(title, *(tensors_in(folder, title != "weights") for folder in folders))
+              for title in ("weights", "optimizer state")),
             compare_lines("rows", one.ledger, other.ledger, ("rows_crc32",)),
             compare_lines("losses and norms", one.ledger, other.ledger), compare_lines("metrics", *metrics),
             Verdict("progress", not differing, ", ".join(differing) or f"{len(states[0])} entries")]
 
 
 def check_resume(check: Verification, steps: int, info: Callable[[str, str], None]) -> list[Verdict]:
-    """Train without a stop, and with a kill in the middle, and compare the two runs."""
+    """Train without interruption, and with a kill in the middle, and compare the two runs."""
     config, first, last = check.config, check.first, check.first + steps
     straight, killed = (check.run(name, steps, config.world_size) for name in ("straight", "killed"))
     started_at = time.monotonic()
     seen = finish(straight, "straight", steps)
     info("straight", f"{steps} steps in {time.monotonic() - started_at:.0f} s")
-    found = re.search(r"Hardware: (.*)", straight.output.read_text(errors="replace"))
-    hardware = found[1] if found else "unknown"
+    match = re.search(r"Hardware: (.*)", straight.output.read_text(errors="replace"))
+    hardware = match[1] if match else "unknown"
     info("hardware", f"{hardware}; DETERMINISTIC={str(config.deterministic).lower()}")
 
     step_seconds = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 0.0
@@ -292,16 +288,16 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
     if all(verdict.same for verdict in verdicts):
         return verdicts
 
-    # Does the resume differ, or does this machine never compute the same bits twice?
+    # Did the resume differ, or do two uninterrupted runs differ too?
     again = check.run("straight-again", steps, config.world_size)
     finish(again, "straight again", steps)
     same = all(verdict.same for verdict in compare_runs(straight, again, last))
-    text = "two straight runs are the same, so the resume differs"
+    text = "two uninterrupted runs are the same, so the resume differs"
     if not same:
-        text = ("two straight runs differ too: with these settings this machine computes other bits each "
-                "time, and no resume can be compared")
+        text = ("two uninterrupted runs differ too: with these settings, training is not deterministic on "
+                "this machine, so no resume can be compared")
         if not (config.deterministic or hardware.startswith("CPU")):
-            text += "; set DETERMINISTIC=true, and verify again"
+            text += "; set DETERMINISTIC=true and verify again"
     return [*verdicts, Verdict("straight again", same, text)]
 
 
@@ -309,40 +305,40 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
 
 
 def parse_layouts(text: str) -> list[tuple[int, int]]:
-    """(ranks, rows of a micro-batch) of each layout. Raises SettingsError if the text is malformed."""
-    found = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", part.strip()) for part in text.split(",")]
-    if not all(found) or len(found) < 2:
+    """Return (ranks, rows of a micro-batch) of each layout."""
+    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", layout.strip()) for layout in text.split(",")]
+    if not all(matches) or len(matches) < 2:
         raise SettingsError(f"command line: --layouts {text}: expected two or more RANKSxMICRO_BATCH_SIZE, "
                             "such as 1x4,1x2,2x2")
-    return [(int(match[1]), int(match[2])) for match in found]
+    return [(int(match[1]), int(match[2])) for match in matches]
 
 
 def compare_gradients(name: str, one: Mapping[str, Callable], other: Mapping[str, Callable],
                       dtype: str) -> Verdict:
     """Compare the gradients of one step by the optimizers' first moments, which are proportional to them."""
-    largest_difference, where, found = 0.0, "", False
+    largest_difference, where, has_moments = 0.0, "", False
     for kind in (".exp_avg", ".momentum_buffer"):  # of AdamW and of Muon, which scale them differently
         names = [key for key in one if key.endswith(kind)]
-        found |= bool(names)
+        has_moments |= bool(names)
         largest = max((float(one[key]().abs().max()) for key in names), default=0.0)
         for key in names:
             a, b = one[key]().double(), other[key]().double()
             difference = float((a - b).abs().max()) / largest if largest else 0.0
-            if not difference <= largest_difference:  # NaN counts
+            if not difference <= largest_difference:  # also for NaN
                 largest_difference, where = difference, f", most in {key.removesuffix(kind)}"
-    if not found:
-        return Verdict(name, False, "the step was skipped, as fp16 does at first: set PRECISION=bf16 or fp32")
+    if not has_moments:
+        return Verdict(name, False, "fp16 skipped the step; set PRECISION=bf16 or fp32")
     return Verdict(name, largest_difference <= ALLOWED[dtype],
                    f"gradients differ by {largest_difference:.1e} of the largest{where} "
                    f"({ALLOWED[dtype]:.0e} is allowed in {dtype})")
 
 
 def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterator[Verdict]:
-    """Take one step of the same batch with each layout, and compare its gradients with the first layout's."""
+    """Take one step on the same batch with each layout, and compare the gradients with the first layout's."""
     from model_utils import choose_device, choose_dtype
 
     dtype = str(choose_dtype(check.config, choose_device(check.config))).removeprefix("torch.")
-    # Each rank draws its own dropout, and TF32 rounds as it likes.
+    # No dropout, which differs by rank, and no TF32, whose rounding differs.
     changes = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "LORA_DROPOUT": 0,
                "TF32": "false"}
     runs: list[TrialRun] = []
@@ -360,14 +356,14 @@ def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterat
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this script, and the flags for train.py."""
+    """Return this script's flags and train.py's flags."""
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=8, metavar="N",
-                        help="steps to train; 0 = only --layouts (default: %(default)s)")
+                        help="number of steps; 0 = only --layouts (default: %(default)s)")
     parser.add_argument("--layouts", metavar="RxM,...",
-                        help="ranks x MICRO_BATCH_SIZE to compare, such as 1x4,1x2,2x2")
+                        help="numbers of ranks and MICRO_BATCH_SIZE to compare, such as 1x4,1x2,2x2")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N",
-                        help="ranks (default: %(default)s)")
+                        help="number of ranks (default: %(default)s)")
     args, flags = parser.parse_known_args()
     if args.nproc_per_node < 1 or not (args.steps >= 4 or (args.steps == 0 and args.layouts)):
         parser.error("--steps must be 4 or more, or 0 with --layouts; --nproc-per-node must be 1 or more")
@@ -386,7 +382,7 @@ def main() -> None:
         loaded = load([])
         config = loaded.config
         layouts = parse_layouts(args.layouts) if args.layouts else []
-        for ranks, rows in layouts:  # all are checked before anything is started
+        for ranks, rows in layouts:  # check all of them before starting any
             load([f"--micro-batch-size={rows}"], ranks)
     except SettingsError as error:
         exit_with(error)
@@ -413,12 +409,12 @@ def main() -> None:
         raise
     finally:
         if keep:
-            show(f"The runs are kept in {folder}")
+            show(f"The runs are in {folder}")
         else:
             shutil.rmtree(folder)
     if keep:
         raise SystemExit(1)
-    print("Everything is the same.")
+    print("All runs are the same.")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
+"""Compare the speed of Paddock's training step with its peers, with the same weights, data and optimizer.
 
     python scripts/dev/benchmark.py --model cpu-4k           (a CPU, 8 minutes)
     python scripts/dev/benchmark.py --model 174m --blocks 2  (a GPU)
     python scripts/dev/benchmark.py --contenders paddock-causal,hf-compile
 
-Contenders, each in a separate process (sdpa; bf16 if the hardware is fast at it):
-    paddock          as train.py runs it: compiled, documents apart in a row
-    paddock-causal   the same without documents, as the peers
+Contenders, each in a separate process (bf16 if the hardware is fast at it):
+    paddock          as in train.py: compiled, with document masking
+    paddock-causal   the same without document masking, like the peers
     paddock-budget   with ACTIVATION_CHECKPOINTING=selective
     paddock-eager    not compiled; can be combined: paddock-causal-eager
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
     litgpt           litgpt's GPT, compiled
-The peers get the same tokens without documents. If a package is not installed, its contender is skipped.
-Each contender gets as many rows at a time as fit (halved after each attempt that runs out of memory), and
-accumulates gradients to the same tokens a step. Figures are comparable only within one call: blocks run in
-the order A B B A, and the result is the median ratio of neighbours with its bootstrap interval of 95 %. A
-contender is refused if its first loss (with the initial weights, without documents) differs.
+All contenders get the same tokens. A contender is skipped if its package is not installed, and rejected if
+its first loss (initial weights, no document masking) differs. Each one processes as many rows at a time as
+fit into memory, and accumulates gradients to the same batch size. Compare figures only within one call:
+blocks run in the order A B B A, and the result is the median ratio with its 95 % bootstrap interval.
 """
 
 import argparse
@@ -47,13 +46,13 @@ from scripts.dev.paired import huggingface_model, in_turns, ratio  # noqa: E402
 
 
 class Workload(NamedTuple):
-    """What every contender trains."""
+    """The model and data that every contender trains on."""
 
-    rows: int  # a step
+    rows: int  # per step
     seq_len: int
     vocab: int
     warmup: int  # steps
-    steps: int  # that are timed
+    steps: int  # timed steps
     shape: dict[str, int]
 
 
@@ -70,12 +69,12 @@ MODELS = {
 }
 MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
-# The packages that a contender needs, by a word of its name.
+# The packages that a contender needs, for each word in its name.
 NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
 
 
 def draw_documents(rows: int, seq_len: int):
-    """int32 (B, T) documents as in prepared text: log-normal lengths with a median of an eighth of a row."""
+    """Return int32 (B, T) document ids; lengths are log-normal with a median of an eighth of a row."""
     import torch
 
     rng = random.Random(7)
@@ -91,11 +90,11 @@ def draw_documents(rows: int, seq_len: int):
 
 
 class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds empty modules for packages that litgpt imports, but that its model does not use."""
+    """Provides empty modules for packages that litgpt imports but its model does not use."""
 
     def find_spec(self, name, path=None, target=None):
-        wanted = name.partition(".")[0] in ("lightning", "lightning_utilities", "psutil", "jsonargparse")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
+        unused = name.partition(".")[0] in ("lightning", "lightning_utilities", "psutil", "jsonargparse")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if unused else None
 
     def exec_module(self, module) -> None:
         def empty_class(name: str) -> type:
@@ -107,17 +106,17 @@ class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def litgpt_model(model, config, vocab: int, seq_len: int):
-    """litgpt's GPT with the weights of our model, in training mode."""
+    """Return litgpt's GPT with our model's weights, in training mode."""
     import torch
 
     from checkpoint.huggingface import to_huggingface
     from checkpoint.tensors import read_all
 
-    # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
+    # Import only the model: the rest of litgpt needs Lightning, which is large.
     package = types.ModuleType("litgpt")
     package.__path__ = list(importlib.util.find_spec("litgpt").submodule_search_locations)
     sys.modules["litgpt"] = package
-    sys.meta_path.append(Placeholders())  # asked last, so after what is installed
+    sys.meta_path.append(Placeholders())  # last, so that installed packages take precedence
     from litgpt.config import Config as LitConfig
     from litgpt.model import GPT
 
@@ -147,7 +146,7 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
 
 
 def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
-    """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to its loss."""
+    """Return the model to train, and its loss as a function of ids (B, T + 1) and documents (B, T)."""
     import torch
     from torch.nn import functional as F
 
@@ -169,18 +168,18 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
         peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
     forward = torch.compile(peer) if not eager and words & {"compile", "liger", "litgpt"} else peer
 
-    def loss_of(ids, document_ids_BT):  # it knows no documents
+    def loss_of(ids, document_ids_BT):  # the peers ignore documents
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if "litgpt" in words:
                 return F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            # It shifts the labels itself and drops the last position, so it gets one more.
+            # transformers shifts the labels itself and drops the last position.
             return forward(input_ids=ids, labels=ids, use_cache=False).loss
 
     return peer, loss_of
 
 
 def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
-    """Train one contender in this process with args.rows at a time and return its figures."""
+    """Train one contender in this process, args.rows rows at a time, and return its figures."""
     started = time.perf_counter()
     import torch
 
@@ -190,7 +189,6 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     from observe.profile import peak_memory_bytes
     from parallel.ranks import Ranks
 
-    # The model, and what is trained with its weights.
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -208,10 +206,10 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
         batches = [batch.pin_memory() for batch in batches]
     trained, loss_of = make_contender(words, model, config, work, eager)
     accumulation = config.accumulation_steps
-    apart = "paddock" in words and "causal" not in words
-    documents = draw_documents(work.rows, work.seq_len).split(args.rows) if apart else [None] * accumulation
+    masked = "paddock" in words and "causal" not in words
+    documents = draw_documents(work.rows, work.seq_len).split(args.rows) if masked else [None] * accumulation
     causal_loss = None
-    if apart:
+    if masked:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             losses = [loss_of(ids.to(device), None).item() for ids in batches[0].split(args.rows)]
             causal_loss = statistics.mean(losses)
@@ -223,23 +221,23 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
         optimizer.zero_grad()
         loss = 0.0
         for ids, document_ids_BT in zip(batches[number % len(batches)].split(args.rows), documents):
-            part = loss_of(ids.to(device, non_blocking=True), document_ids_BT) / accumulation
-            part.backward()
-            loss += part.detach()
+            share = loss_of(ids.to(device, non_blocking=True), document_ids_BT) / accumulation
+            share.backward()
+            loss += share.detach()
         norm = gradient_norm(trained)
         optimizer.step(3e-4, clip_scale(norm, 1.0), (~norm.isfinite()).float())
         return loss, norm
 
-    # Train, timed after the warm-up.
+    # Warm up, then measure.
     first_loss = step(0)[0].item()
     first_step_seconds = time.perf_counter() - started
     for number in range(1, work.warmup):
         loss, _ = step(number)
-    loss.item()  # waits until the GPU has finished the warm-up
+    loss.item()  # wait until the GPU has finished the warm-up
     wall, cpu = time.perf_counter(), time.process_time()
     for number in range(work.steps):
         loss, norm = step(number)
-        norm.item()  # train.py reads the norm of each step, too
+        norm.item()  # as in train.py
     last_loss = loss.item()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -259,7 +257,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
 
 
 def run_or_report_memory(work: Workload, args: argparse.Namespace) -> dict:
-    """The figures of one contender, or `out_of_memory`: why it needs fewer rows, in a new process."""
+    """Return the figures of one contender, or `out_of_memory` with the reason."""
     import torch
 
     try:
@@ -269,7 +267,7 @@ def run_or_report_memory(work: Workload, args: argparse.Namespace) -> dict:
 
 
 def more_figures(config, work: Workload, device, dtype, tokens_per_second: float) -> dict[str, Any]:
-    """The device, the memory that train.py would estimate, and the MFU if the device's peak is known."""
+    """Return the device, train.py's memory forecast, and the MFU if the device's peak is known."""
     import torch
 
     from learn.cost import estimate_memory, forward_flops
@@ -287,7 +285,7 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
 
 
 def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
-    """The kernels, or on a CPU the operations, that take the most time of two steps, by torch's profiler."""
+    """Return the kernels (on a CPU, the operations) that take the most time in two steps."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity
@@ -299,7 +297,7 @@ def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
             step(number)
         if on_gpu:
             torch.cuda.synchronize()
-    # An operation's time on the device is the time of its kernels, which would count twice.
+    # An operation's time on the device is that of its kernels: count only one of them.
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     milliseconds = [(event, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 2e3)
                     for event in profiler.key_averages() if event.device_type == kind]
@@ -310,7 +308,7 @@ def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
 
 
 def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, rows: int) -> dict:
-    """Run a contender with this many rows at a time, halved until they fit; return what `in_process` does."""
+    """Run a contender with this many rows at a time, halved until they fit; see `in_process`."""
     while True:
         result = in_process(name, args, deadline - time.monotonic(), rows)
         if "out_of_memory" not in result:
@@ -321,12 +319,12 @@ def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, row
 
 
 def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -> dict:
-    """Run a contender in a new process; its figures, or `skipped`, `error` or `out_of_memory`: the reason."""
+    """Run a contender in a new process; return its figures, or a reason: skipped, error or out_of_memory."""
     if seconds <= 0:
-        return {"contender": name, "skipped": "no time was left"}
+        return {"contender": name, "skipped": "no time left"}
     words = set(name.split("-"))
     if "budget" in words and (args.eager or "eager" in words):
-        return {"contender": name, "skipped": "the budget needs the compiler"}
+        return {"contender": name, "skipped": "selective checkpointing needs the compiler"}
     profile_rows = args.profile if name == args.contenders.split(",")[0] else 0
     needed = {package for word in words for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
@@ -340,16 +338,16 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
         done = subprocess.run(command, capture_output=True, text=True, env=environment,
                               timeout=None if seconds == math.inf else seconds)
     except subprocess.TimeoutExpired:
-        return {"contender": name, "skipped": f"it did not end in the {seconds:.0f} s that were left"}
+        return {"contender": name, "skipped": f"not finished in the remaining {seconds:.0f} s"}
     if done.returncode:
         return {"contender": name, "error": last_line(done.stderr)}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
-    """A line for each contender: its own figures, and our figures divided by its, block by block."""
+    """Return a table: each contender's figures, and ratios (above 1: ours is faster) over the blocks."""
     lines = ["| contender | rows x accumulation | tok/s (median) | MFU, causal | peak GiB (forecast) | "
-             "first step s | ours / its tok/s | its / ours CPU s |", "|---|---|---|---|---|---|---|---|"]
+             "first step s | tok/s ratio | CPU s ratio |", "|---|---|---|---|---|---|---|---|"]
     blocks = [{entry["contender"]: entry for entry in block} for block in results]
     for name, entry in blocks[0].items():
         good = [block for block in blocks if "tokens_per_second" in block[name]]
@@ -375,7 +373,7 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
             continue
         difference = max(abs(one["first_loss"] - other["first_loss"]) for one, other in pairs)
         if difference > (1e-3 if pairs[0][0]["dtype"] == "torch.float32" else 1e-2):
-            lines.append(row + f" refused: first losses differ by {difference:.4f} | |")
+            lines.append(row + f" rejected: first losses differ by {difference:.4f} | |")
             continue
         cpu = "cpu_seconds_per_million_tokens"
         for ratios in ([one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs],
@@ -387,26 +385,27 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    group = parser.add_argument_group("what is compared")
+    group = parser.add_argument_group("contenders")
     group.add_argument("--model", choices=MODELS, default="cpu-4k", metavar="NAME",
                        help=f"{', '.join(MODELS)} (default: %(default)s)")
     group.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile",
-                       metavar="NAME,...", help="the first is ours (default: %(default)s)")
-    group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    group.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
-    group.add_argument("--eager", action="store_true", help="compile nothing")
+                       metavar="NAME,...", help="ratios are relative to the first (default: %(default)s)")
+    group.add_argument("--device", choices=("cuda", "cpu"), help="device (default: cuda if available)")
+    group.add_argument("--threads", type=int, default=0, metavar="N",
+                       help="CPU threads; 0 = torch's default")
+    group.add_argument("--eager", action="store_true", help="do not compile")
     group.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
-    group.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # that it gets at a time
-    group = parser.add_argument_group("how long, and what else")
+    group.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # at a time
+    group = parser.add_argument_group("duration and output")
     group.add_argument("--blocks", type=int, default=3, metavar="N",
-                       help="how often each contender runs (default: %(default)s)")
-    group.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
+                       help="number of runs of each contender (default: %(default)s)")
+    group.add_argument("--fast", action="store_true", help="half the steps, enough for an unshared GPU")
     group.add_argument("--seconds", type=float, metavar="S", help="stop after this time")
     group.add_argument("--profile", type=int, default=0, metavar="N",
-                       help="also the first N rows of the profiler for the first contender")
+                       help="also print the profiler's top N rows for the first contender")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args()
-    configure_allocator()  # for every contender, as a run does
+    configure_allocator()  # as a run does
     if args.run:
         work = MODELS[args.model]
         if args.fast:

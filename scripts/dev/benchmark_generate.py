@@ -1,12 +1,12 @@
-"""Compare the speed of generation with transformers' generate: same weights, prompts and threads, greedy.
+"""Compare the speed of generation with transformers' generate, with the same weights and prompts.
 
     python scripts/dev/benchmark_generate.py --shape 135m --threads 1
     python scripts/dev/benchmark_generate.py --model runs/chat --json out.jsonl
 
-Each pair of runs is one of ours and one of the other, in changing order, and gives one ratio; the table shows
-the median and, in brackets, the lowest and the highest. Prefill is the time to the first token, decode the
-tokens after it. CPU seconds count no pauses by other programs. The last lines compare 8 requests of different
-lengths at once with the same requests one after another.
+Each pair of runs gives one ratio, and the order alternates between pairs. The table shows the median ratio
+and, in brackets, the lowest and the highest. Prefill is the time to the first token; decode is the rest. CPU
+seconds exclude time used by other programs. The last lines compare 8 requests of different lengths, at the
+same time and one after another.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 class Timing(NamedTuple):
-    """One run: wall and CPU seconds to the first token, and from it to the last; and what was written."""
+    """One run: wall and CPU seconds until the first token and from then on, and the new tokens."""
 
     prefill: tuple[float, float]
     decode: tuple[float, float]
@@ -44,7 +44,7 @@ class Timing(NamedTuple):
 
 
 def clocks() -> tuple[float, float]:
-    """Wall and CPU seconds; of a GPU, when it has finished."""
+    """Return wall and CPU time, after the GPU has finished."""
     import torch
 
     if torch.cuda.is_available():
@@ -84,7 +84,7 @@ def run_transformers(peer: Any, prompts: list[list[int]], new_tokens: int, cache
     times: list[tuple[float, float]] = []
 
     class Stopwatch(StoppingCriteria):
-        """Notes the time of the first token."""
+        """Records the time of the first token."""
 
         def __call__(self, input_ids, scores, **options):
             if len(times) == 1:
@@ -99,7 +99,7 @@ def run_transformers(peer: Any, prompts: list[list[int]], new_tokens: int, cache
 
 
 def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Our model and transformers', with the same weights."""
+    """Return our model and transformers', with the same weights."""
     import torch
 
     from config import ModelConfig
@@ -127,39 +127,44 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[], Timing]], pairs: int,
             tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
-    """Run both in turns; the figures, and lines of a table; `tokens` are those of prefill and decode."""
+    """Alternate between two runs; return the figures and table rows. `tokens`: of prefill and decode."""
     timings: list[list[Timing]] = [[run()] for run in runs]  # the warm-up
-    alike = timings[0][0].written == timings[1][0].written
-    for _, which in in_turns((0, 1), pairs):
-        timings[which].append(runs[which]())
-    figures: dict[str, Any] = {"names": names, "same_tokens": alike}
+    is_same = timings[0][0].written == timings[1][0].written
+    for _, index in in_turns((0, 1), pairs):
+        timings[index].append(runs[index]())
+    figures: dict[str, Any] = {"names": names, "same_tokens": is_same}
     lines = []
-    for part, count in tokens.items():
-        seconds = [[getattr(one, part) for one in each[1:]] for each in timings]
+    for phase, count in tokens.items():
+        seconds = [[getattr(timing, phase) for timing in each[1:]] for each in timings]
         for kind, clock in enumerate(("wall", "cpu")):
             rates = [count / statistics.median(each[kind] for each in of_run) for of_run in seconds]
             ratios = [theirs[kind] / ours[kind] for ours, theirs in zip(*seconds)]
-            figures[f"{part}_{clock}"] = {"tokens_per_second": rates, "ratios": ratios}
+            figures[f"{phase}_{clock}"] = {"tokens_per_second": rates, "ratios": ratios}
             both = " | ".join(f"{rate:,.1f}" for rate in rates)
-            lines.append(f"| {part}, {clock} | {both} | {ratio(ratios, extremes)} |")
+            lines.append(f"| {phase}, {clock} | {both} | {ratio(ratios, extremes)} |")
     return figures, lines
 
 
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="sample", metavar="NAME",
-                        help=f"random weights: {', '.join(SHAPES)} (default: %(default)s)")
-    parser.add_argument("--model", help="a run, checkpoint or Hugging Face model instead")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="(default: 1 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--pairs", type=int, default=4, metavar="N", help="(default: %(default)s)")
+                        help=f"shape with random weights: {', '.join(SHAPES)} (default: %(default)s)")
+    parser.add_argument("--model", help="use this run, checkpoint or Hugging Face model instead")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N",
+                        help="batch sizes (default: 1 8)")
+    for name, default, meaning in (("--prompt-tokens", 128, "tokens in a prompt"),
+                                   ("--new-tokens", 64, "tokens to generate"),
+                                   ("--pairs", 4, "pairs of runs")):
+        parser.add_argument(name, type=int, default=default, metavar="N",
+                            help=f"number of {meaning} (default: %(default)s)")
     parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic"],
                         metavar="NAME", help="transformers' caches: dynamic, static (default: dynamic)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
-    parser.add_argument("--skip-batching", action="store_true", help="do not measure continuous batching")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="device (default: cuda if available)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"),
+                        help="dtype (default: bf16 on a GPU, fp32 on a CPU)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N",
+                        help="CPU threads; 0 = torch's default")
+    parser.add_argument("--skip-batching", action="store_true", help="skip the test of continuous batching")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
     args = parser.parse_args()
     if min(args.prompt_tokens, args.pairs, *args.batch) < 1 or args.new_tokens < 2:
@@ -175,21 +180,21 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     model, peer = open_models(args)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    of_all = {"model": args.model or args.shape, "threads": torch.get_num_threads(),
-              "dtype": str(model.compute_dtype), "device": str(model.norm.weight.device),
-              "weights_bytes": weights}
-    show(f"{of_all['model']}: {weights / 1e9:.2f} GB of weights, {of_all['threads']} threads")
+    setup = {"model": args.model or args.shape, "threads": torch.get_num_threads(),
+             "dtype": str(model.compute_dtype), "device": str(model.norm.weight.device),
+             "weights_bytes": weights}
+    show(f"{setup['model']}: {weights / 1e9:.2f} GB of weights, {setup['threads']} threads")
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> list[int]:
         return torch.randint(model.vocab_size, (length,), generator=generator).tolist()
 
-    def tell(about: dict[str, Any], names: tuple[str, str], figures: dict, lines: list[str]) -> None:
-        show("", f"| {', '.join(f'{key} {value}' for key, value in about.items())} | {names[0]} tok/s | "
+    def report(size: dict[str, Any], names: tuple[str, str], figures: dict, lines: list[str]) -> None:
+        show("", f"| {', '.join(f'{key} {value}' for key, value in size.items())} | {names[0]} tok/s | "
              f"{names[1]} tok/s | ratio |", "|---|---|---|---|", *lines)
         if args.json:
             with open(args.json, "a", encoding="utf-8") as file:
-                file.write(json.dumps(of_all | about | figures) + "\n")
+                file.write(json.dumps(setup | size | figures) + "\n")
 
     for batch in args.batch:
         prompts, new = [draw(args.prompt_tokens) for _ in range(batch)], args.new_tokens
@@ -202,7 +207,7 @@ def main() -> None:
             rate = figures["decode_wall"]["tokens_per_second"][0] / batch * weights / 1e9
             lines.append(f"| decode reads the weights at {rate:.1f} GB/s; same tokens: "
                          f"{figures['same_tokens']} | | | |")
-            tell({"batch": batch}, names, figures | {"weights_gb_per_second": rate}, lines)
+            report({"batch": batch}, names, figures | {"weights_gb_per_second": rate}, lines)
 
     if not args.skip_batching:
         lengths = [args.prompt_tokens * (number + 1) // 8 or 1 for number in range(8)]
@@ -210,11 +215,11 @@ def main() -> None:
         prompts = [draw(length) for length in lengths]
         runs = tuple(lambda rows=rows: whole(run_engine(model, prompts, counts, rows)) for rows in (8, 1))
         names = ("8 at once", "one after another")
-        tell({"requests": 8}, names, *compare(names, runs, args.pairs, {"decode": sum(counts)}))
+        report({"requests": 8}, names, *compare(names, runs, args.pairs, {"decode": sum(counts)}))
 
 
 def whole(timing: Timing) -> Timing:
-    """A Timing whose decode is all of it."""
+    """Count all of a timing as decode."""
     (wall, cpu), (more_wall, more_cpu), written = timing
     return Timing((0, 0), (wall + more_wall, cpu + more_cpu), written)
 

@@ -1,12 +1,12 @@
-"""Measure a server of OpenAI's API: requests at once against the same requests one after another.
+"""Benchmark a server with OpenAI's API: simultaneous requests against requests one after another.
 
     python scripts/chat.py runs/chat --serve &
     python scripts/dev/benchmark_serving.py
     python scripts/dev/benchmark_serving.py http://127.0.0.1:8001 --at-once 16
 
-Each round continues the same number of prompts both ways, in the order A B B A, greedily and as streams. The
-result is the median ratio of tokens per second, with the smallest and the largest round. A key is read from
-the environment variable PADDOCK_API_KEY.
+Each round streams greedy completions of the same number of prompts both ways, in the order A B B A. The
+result is the median ratio of tokens per second, with the lowest and the highest round. The API key is read
+from the environment variable PADDOCK_API_KEY.
 """
 
 import argparse
@@ -35,21 +35,21 @@ WORDS = "river stone lamp garden paper window silver morning".split()
 
 
 class Measured(NamedTuple):
-    """What one request took."""
+    """One request."""
 
     tokens: int
-    first: float  # seconds until its first text
+    first: float  # seconds until the first text
 
 
 class Client:
-    """Asks a server."""
+    """Sends requests to a server."""
 
     def __init__(self, url: str, max_tokens: int, model: Optional[str] = None):
         self.place, self.max_tokens = urlsplit(url).netloc, max_tokens
         self.model = model or json.loads(b"".join(self.ask("GET", "/v1/models")))["data"][0]["id"]
 
     def ask(self, method: str, path: str, content: Optional[dict] = None) -> Iterator[bytes]:
-        """Yield the lines of a response as they come."""
+        """Yield the lines of a response as they arrive."""
         headers = {"Content-Type": "application/json",
                    "Authorization": f"Bearer {os.environ.get(KEY_VARIABLE)}"}
         try:
@@ -61,10 +61,9 @@ class Client:
                         raise PaddockError(f"{self.place} answered {response.status}: {said}")
                     yield from response
         except (OSError, http.client.HTTPException) as error:
-            raise PaddockError(f"{self.place} cannot be asked: {error}; is the server running?") from error
+            raise PaddockError(f"cannot reach {self.place}: {error}; is the server running?") from error
 
     def complete(self, prompt: str) -> Measured:
-        """Continue a prompt."""
         began, first, tokens = time.perf_counter(), 0.0, 0
         for line in self.ask("POST", "/v1/completions", {
                 "model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0,
@@ -80,18 +79,19 @@ class Client:
 
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="(default: %(default)s)")
-    parser.add_argument("--model", help="of the server's models (default: its first)")
-    parser.add_argument("--at-once", type=int, default=8, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=16, metavar="N",
-                        help="of each way and round (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000",
+                        help="address of the server (default: %(default)s)")
+    parser.add_argument("--model", help="name of the model (default: the server's first)")
+    for flag, default, meaning in (("--at-once", 8, "simultaneous requests"),
+                                   ("--requests", 16, "requests per round, each way"),
+                                   ("--max-tokens", 128, "tokens per completion"), ("--rounds", 5, "rounds")):
+        parser.add_argument(flag, type=int, default=default, metavar="N",
+                            help=f"number of {meaning} (default: %(default)s)")
     args = parser.parse_args()
     if min(args.at_once - 1, args.requests, args.max_tokens, args.rounds) < 1:
         parser.error("--at-once must be at least 2, all other numbers at least 1")
     if not args.url.startswith("http://"):
-        parser.error(f"{args.url!r} must begin with http://")
+        parser.error(f"{args.url!r} must start with http://")
     return args
 
 
@@ -101,8 +101,8 @@ def main() -> None:
     turn = iter(range(10**9))
 
     def measure(at_once: int) -> tuple[float, list[float]]:
-        """The tokens per second of all requests together, and each one's seconds until its first text."""
-        # New prompts each time, which no cache of the server has.
+        """Return the total tokens per second, and each request's seconds until its first text."""
+        # Different prompts each time, so that the server's prefix cache does not help.
         prompts = [f"{next(turn)} " + " ".join(WORDS[(number + step) % len(WORDS)] for step in range(16))
                    for number in range(args.requests)]
         began = time.perf_counter()

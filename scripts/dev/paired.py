@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders take turns, and neighbours in time give ratios with their range."""
+"""Shared by the benchmarks: contenders alternate, and runs next to each other in time give ratios."""
 
 import random
 import statistics
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, name) in the order A B B A, so that a drift of the machine favours nobody."""
+    """Yield (round, name) in the order A B B A, so that drift of the machine cancels out."""
     names = list(names)
     for number in range(rounds):
         yield from ((number, name) for name in (names if number % 2 == 0 else names[::-1]))

@@ -92,7 +92,7 @@ def generated() -> dict[str, str]:
                          "events": table("event", "meaning and fields", rows=events)},
              "files": {"files": table("in `runs/NAME/`", "content", rows=files),
                        "exit codes": table("code", "meaning", rows=exit_codes())}}
-    parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.what) for part in PARTS)
+    parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.content) for part in PARTS)
     pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts)}
     texts = {f"docs/{page}.md": with_tables(page, tables) for page, tables in pages.items()}
     return {".env.example": env_example(), **texts}

@@ -1,6 +1,6 @@
-"""One part of scripts/gpu/suite.py, which runs this file as a separate process.
+"""Run one part of scripts/gpu/suite.py, which starts this file as a separate process.
 
-Each result is written to PART.notes.jsonl at once, so that none is lost if the part is killed at its limit.
+Results are written to PART.notes.jsonl immediately, so that none is lost if the part is killed at its limit.
 """
 
 import csv
@@ -37,14 +37,14 @@ GPU_TESTS = "tests/system/gpu/test_gpu.py"
 
 @dataclass
 class Task:
-    """What a part is given, and where it writes its results."""
+    """The options of a part, and the file for its results."""
 
     device: str
     tiny: bool
     folder: Path
     seconds: float
     notes: Path
-    layout: str = ""  # of `memory`
+    layout: str = ""  # for the part `memory`
 
     @property
     def cuda(self) -> bool:
@@ -63,7 +63,7 @@ class Task:
         self.note(figure={name: value})
 
     def figures(self) -> dict[str, Any]:
-        """What was recorded so far, also by processes of this part."""
+        """Return the figures recorded so far, including those of this part's subprocesses."""
         lines = self.notes.read_text(encoding="utf-8").splitlines() if self.notes.exists() else []
         return {name: value for line in lines for name, value in json.loads(line).get("figure", {}).items()}
 
@@ -75,7 +75,7 @@ class Task:
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """A `with` block whose exception is recorded as a fault and then ignored."""
+        """Record an exception in the `with` block as a fault, and continue."""
         try:
             yield
         except Exception as error:
@@ -84,13 +84,13 @@ class Task:
             self.note(fault=f"{name}: {type(error).__name__}: {reason}")
 
     def run_part(self, part: str, *flags: str) -> tuple[int, str]:
-        """Run a part, or a piece of one, in a new process, as `run`."""
+        """Run a part in a new process; see `run`."""
         return self.run(__file__, part, "--device", self.device, "--output", self.folder, "--seconds",
                         f"{self.seconds:.0f}", *(["--tiny"] if self.tiny else []), *flags)
 
     def run(self, *arguments: Any, env: Mapping[str, str] = {}, stdin: str = "",
             on_line: Callable[[str], None] = lambda line: None) -> tuple[int, str]:
-        """Run one of our programs; returns its exit code and its output, also printed as it comes."""
+        """Run a Python program and print its output; return its exit code and output."""
         command = [sys.executable, *map(str, arguments)]
         print(f"$ {' '.join(command)}", flush=True)
         process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.PIPE,
@@ -107,14 +107,14 @@ class Task:
 
 
 def header(task: Task) -> None:
-    """The machine, the versions and the commit."""
+    """Record the machine, the versions and the commit."""
     def output_of(*command: str) -> str:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    # Commit and versions; torch comes late, so that the figures before it are recorded if it is missing.
+    # torch is imported last, so that the other figures are recorded if it is missing.
     changed = ", changed" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
-    found = output_of("git", "rev-parse", "HEAD") + changed
-    task.figure("commit", os.environ.get("PADDOCK_COMMIT") or found or "unknown")
+    commit = output_of("git", "rev-parse", "HEAD") + changed
+    task.figure("commit", os.environ.get("PADDOCK_COMMIT") or commit or "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
     if task.tiny:
         task.figure("sizes", "toy")
@@ -135,7 +135,6 @@ def header(task: Task) -> None:
         task.note(fault="torch finds no GPU; use --device cpu, or install a CUDA build of torch")
         return
 
-    # The GPU.
     properties = torch.cuda.get_device_properties(0)
     task.figure("device", properties.name)
     task.figure("capability", "{}.{}".format(*torch.cuda.get_device_capability()))
@@ -148,34 +147,34 @@ def header(task: Task) -> None:
 
 
 def run_tests(task: Task, prefix: str) -> None:
-    """Run the tests of GPU_TESTS whose names begin so, and record each result."""
+    """Run the tests of GPU_TESTS whose names start with `prefix`, and record each result."""
     counts = {"passed": 0, "skipped": 0, "failed": 0}
 
     def on_line(line: str) -> None:
-        if found := re.match(rf"{GPU_TESTS}::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-            kind = "failed" if found[2] == "ERROR" else found[2].lower()
+        if match := re.match(rf"{GPU_TESTS}::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            kind = "failed" if match[2] == "ERROR" else match[2].lower()
             counts[kind] += 1
             task.figure(kind, counts[kind])
-        elif found := re.match(rf"(FAILED|ERROR) {GPU_TESTS}::(.*)", line):
-            task.note(fault=found[2].strip()[:300])
-        elif found := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
-            task.figure(f"skipped: {found[2].strip()}", int(found[1]))
-        elif found := re.match(r"measured: (.+) = (.+)", line.strip()):
-            task.figure(found[1], int(found[2]))
+        elif match := re.match(rf"(FAILED|ERROR) {GPU_TESTS}::(.*)", line):
+            task.note(fault=match[2].strip()[:300])
+        elif match := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
+            task.figure(f"skipped: {match[2].strip()}", int(match[1]))
+        elif match := re.match(r"measured: (.+) = (.+)", line.strip()):
+            task.figure(match[1], int(match[2]))
 
     task.runs.mkdir(exist_ok=True)
-    # Wide enough for pytest to print each name and reason on one line.
+    # COLUMNS lets pytest print each name and reason on one line.
     environment = {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
     code, _ = task.run("-m", "pytest", GPU_TESTS, "-m", "gpu", "-k", prefix, "-vv", "-raP", "--tb=short",
                        "-p", "no:cacheprovider", "--basetemp", task.runs / f"tests-{prefix}",
                        env=environment, on_line=on_line)
     task.check("pytest's exit code", code == 0, code)
     if not counts["passed"] and counts["skipped"]:
-        task.note(skipped="all of its tests need CUDA")
+        task.note(skipped="all tests need CUDA")
 
 
 def sample(task: Task) -> None:
-    """The embedded sample, smaller, for the stages."""
+    """Create a smaller version of the sample data for the stages."""
     stories = 2400 if task.tiny else 12_000
     code, _ = task.run("scripts/make_sample.py", "--stories", stories, "--folder", task.folder / "sample")
     task.check("exit code", code == 0, code)
@@ -183,7 +182,7 @@ def sample(task: Task) -> None:
 
 
 def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> list[str]:
-    """The flags of a short run on the sample."""
+    """Return the flags of a short run on the sample data."""
     data = task.folder / "sample"
     settings = {
         "preset": preset, "device": task.device, "compile": "true" if task.cuda else "false",
@@ -201,7 +200,7 @@ def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> l
 
 
 def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", **changes: Any) -> None:
-    """Train one stage, from the setting `base`; its exit code must be 0 and its validation loss must fall."""
+    """Train one stage, whose setting `base` is the pretrained checkpoint; its validation loss must fall."""
     from checkpoint.schema import read_entries
 
     if base:
@@ -214,7 +213,6 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", *
         task.note(fault=last_line(output))
         return
 
-    # What it learned, and how fast.
     lines = list(read_entries(task.runs / name / "metrics.jsonl"))
     losses = [line["val_loss"] for line in lines if "val_loss" in line]
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
@@ -227,7 +225,7 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", *
 
 
 def use(task: Task) -> None:
-    """A run with DETERMINISTIC=true and samples, and what users do with it, each in a new process."""
+    """Train with DETERMINISTIC=true and samples, then use the run: generate, chat, evaluate."""
     flags = flags_of(task, "use", deterministic="true", max_steps=6, sample_every=2, validate_every=6,
                      sample_prompts="The")
     run, short = task.runs / "use", ("--max-new-tokens", 8)
@@ -245,7 +243,7 @@ def use(task: Task) -> None:
 
 
 def stops(task: Task) -> None:
-    """A run that is stopped by SIGTERM, then by kill -9, resumes where it was and runs to its end."""
+    """Stop a run by SIGTERM, then by kill -9; it must resume each time and finish."""
     steps, interval = (12, 2) if task.tiny else (90, 10)
     flags = flags_of(task, "stops", max_steps=steps, save_every=interval, validate_every=0)
 
@@ -270,10 +268,10 @@ def stops(task: Task) -> None:
 
 
 def verify_resume(task: Task, deterministic: bool) -> None:
-    """Run scripts/verify_resume.py; on CUDA without DETERMINISTIC a difference is recorded, but accepted."""
+    """Run scripts/verify_resume.py. On CUDA without DETERMINISTIC, a difference is only recorded."""
     flags = flags_of(task, "resume", deterministic=str(deterministic).lower())
     code, output = task.run("scripts/verify_resume.py", "--steps", 8, *flags)
-    # The names in its table are 18 columns wide.
+    # The first column of its table is 18 characters wide.
     for name, text in re.findall(r"^  (\S.{16}) ?(ok: .*|DIFFERS: .*|kill -9 .*)$", output, re.MULTILINE):
         task.figure(name.strip(), text)
     accepted = code == 0 or (code == 1 and task.cuda and not deterministic)
@@ -283,7 +281,7 @@ def verify_resume(task: Task, deterministic: bool) -> None:
 
 
 def fsdp(task: Task) -> None:
-    """Compare runs with SHARDING=full and CPU_OFFLOAD, at world size 1, with the plain run: loss by loss."""
+    """Compare the losses of runs with SHARDING=full and with CPU_OFFLOAD, on one rank, with a plain run."""
     compiled = "true" if task.cuda else "false"
     changes = {"precision": "fp32", "tf32": "false", "compile": compiled, "max_steps": 5, "log_every": 1}
     layouts = {"plain": {}, "full": {"sharding": "full"},
@@ -294,12 +292,12 @@ def fsdp(task: Task) -> None:
         losses[name] = [float(loss) for loss in re.findall(r"Step \[.*? Loss: (\S+)", output)]
         task.check(f"{name}: exit code", code == 0, last_line(output) if code else 0)
     for name in ("full", "offload"):
-        apart = [abs(one - other) for one, other in zip(losses[name], losses["plain"])]
-        task.check(f"{name}: losses apart", len(apart) == 5 and max(apart) < 1e-3, max(apart, default="none"))
+        gaps = [abs(one - other) for one, other in zip(losses[name], losses["plain"])]
+        task.check(f"{name}: loss difference", len(gaps) == 5 and max(gaps) < 1e-3, max(gaps, default="none"))
 
 
 def power(task: Task) -> None:
-    """A run whose power is sampled and of which single steps are profiled: is what it wrote plausible?"""
+    """Sample the power of a run and profile some steps; the results must be plausible."""
     from checkpoint.schema import read_entries
 
     steps, last = ("2:3", 4) if task.tiny else ("20:40", 60)
@@ -314,7 +312,6 @@ def power(task: Task) -> None:
     lines = [line for line in read_entries(folder / "metrics.jsonl") if "train_loss" in line]
     for name in ("mfu", "hfu"):
         task.check(name, 0 < lines[-1].get(name, 0) < 1, lines[-1].get(name))
-    # The profile.
     [trace] = (folder / "profile").glob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     kernels = sum(event.get("cat") == "kernel" for event in events)
@@ -325,9 +322,8 @@ def power(task: Task) -> None:
     if task.cuda:
         size = sum(path.stat().st_size for path in (folder / "profile").glob("memory-step-2.pickle"))
         task.check("bytes of the memory snapshot", size > 0, size)
-    # The power.
     if not (folder / "power.csv").exists():
-        task.check("power", not task.cuda, "no counter that can be read")
+        task.check("power", not task.cuda, "no readable counter")
         return
     with open(folder / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
@@ -337,7 +333,7 @@ def power(task: Task) -> None:
 
 def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str, str]],
                 marks: list[dict[str, str]]) -> None:
-    """Check what `power` measured: the lines of metrics.jsonl, and the samples and marks of power.csv."""
+    """Check the lines of metrics.jsonl, and the samples and marks of power.csv."""
     limit, line = math.inf, lines[-1]
     if task.cuda:
         import pynvml
@@ -346,12 +342,12 @@ def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str,
         limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
         task.figure("power limit, W", limit)
     watts = [float(row["watts"]) for row in samples if row["watts"]]
-    task.check("highest power, W", 0 < max(watts) <= 1.1 * limit, max(watts))  # it is exceeded for moments
+    task.check("highest power, W", 0 < max(watts) <= 1.1 * limit, max(watts))  # short peaks exceed the limit
     for name in ("power_watts", "joules_per_token", "gpu_utilization", "gpu_memory_bytes", "gpu_clock_mhz",
                  "gpu_temperature_celsius", "gpu_throttled"):
         on_cpu = name in ("power_watts", "joules_per_token")
         task.check(name, name in line or not (task.cuda or on_cpu), line.get(name))
-    # In the window: the rate, how often the driver has a new value, and the energy counter.
+    # In the window: the sampling rate, the driver's update rate, and the energy counter.
     steps = range(*((2, 4) if task.tiny else (21, 40)))
     inside = [row for row in samples if int(row["step"]) in steps and row["watts"]]
     seconds = float(inside[-1]["time"]) - float(inside[0]["time"]) if len(inside) > 1 else math.inf
@@ -366,14 +362,14 @@ def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str,
     first, last = float(samples[0]["time"]), float(samples[-1]["time"])
     outside = sum(not first <= float(row["time"]) <= last for row in marks)
     task.figure("marks", len(marks))
-    task.check("marks outside of the samples", outside == 0, outside)
+    task.check("marks outside the sampled time", outside == 0, outside)
 
 
 def speed(task: Task, model: str, tiny_contenders: str) -> None:
-    """Run scripts/dev/benchmark.py on one model, and record each contender as soon as it ends."""
+    """Run scripts/dev/benchmark.py on one model, and record each contender when it ends."""
     def on_line(line: str) -> None:
-        if found := re.match(r"block 1/1: (\{.*\})", line):
-            figures = json.loads(found[1])
+        if match := re.match(r"block 1/1: (\{.*\})", line):
+            figures = json.loads(match[1])
             name = figures["contender"]
             if "error" in figures:
                 task.figure(name, f"failed: {figures['error']}")
@@ -383,10 +379,10 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
                 task.figure(name, f"skipped: {figures['skipped']}")
             else:
                 task.figure(name, {key: figures[key] for key in BENCHMARKED if key in figures})
-        elif "refused: " in line:
+        elif "rejected: " in line:
             task.note(fault=line.strip(" |\n"))
 
-    # The most important contenders come first, since the time may not suffice for all.
+    # The most important contenders come first, because the time may run out.
     contenders = "paddock,paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"
     size = ("--model", model, "--contenders", contenders)
     if task.tiny:
@@ -412,7 +408,7 @@ def generate(task: Task) -> None:
 
 
 def from_probe(task: Task, name: str) -> None:
-    """A part of probe.py, which imports torch at once."""
+    """Run a part of probe.py, which imports torch at the top."""
     from scripts.gpu import probe
 
     getattr(probe, name)(task)
@@ -450,7 +446,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--layout", default="", help="of memory: measure only this one, in this process")
+    parser.add_argument("--layout", default="", help="measure only this layout, in this process (for memory)")
     options = parser.parse_args()
     notes = options.output / f"{options.part}.notes.jsonl"
     PARTS[options.part](Task(options.device, options.tiny, options.output, options.seconds, notes,

@@ -15,8 +15,8 @@ from torch import Tensor
 # Rows, tokens, query heads, key/value heads, head width.
 SHAPES = ((4, 4096, 32, 8, 64), (32, 2048, 12, 4, 64), (4, 4096, 32, 8, 128))
 TINY_SHAPES = ((2, 128, 4, 2, 16),)
-DOCUMENTS = (1, 8, 64, 512)  # in a row
-EMPTY = (0, 200)  # documents without a token, which pad cu_seqlens
+DOCUMENTS = (1, 8, 64, 512)  # per row
+EMPTY = (0, 200)  # empty documents, which pad cu_seqlens
 GIB = 2**30
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 6e-3}  # relative to the norm
 
@@ -26,7 +26,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtypes(task) -> tuple[torch.dtype, ...]:
-    """The dtypes that a run may compute in on this device."""
+    """Return the dtypes that a run may compute in on this device."""
     return (torch.bfloat16, torch.float16, torch.float32) if task.cuda else (torch.bfloat16, torch.float32)
 
 
@@ -36,7 +36,7 @@ def wait_for_device(task) -> None:
 
 
 def seconds_per_call(task, function: Callable[[], object]) -> float:
-    """The mean time of a call, after some that warm up."""
+    """Return the mean time of a call after a warm-up."""
     repeats, warmup = (10, 3) if task.cuda else (2, 1)
     for _ in range(warmup):
         function()
@@ -49,7 +49,7 @@ def seconds_per_call(task, function: Callable[[], object]) -> float:
 
 
 def probe(task) -> None:
-    """The rates of matmul and copies, which bound those of a run; and whether there is a compiler."""
+    """Measure matmuls and copies, which bound the speed of a run, and check the compiler."""
     from config import Config
     from model_utils import why_not_compile
 
@@ -68,7 +68,6 @@ def probe(task) -> None:
             seconds = seconds_per_call(task, partial(host.copy_, source[:2**29]))
             task.figure(f"to the host, {kind}, GB/s", round(host.nbytes / seconds / 1e9, 1))
 
-    # The compiler.
     reason = why_not_compile(Config(), task.device)
     task.check("compiler", reason is None, reason or "found")
     if task.cuda:
@@ -81,7 +80,7 @@ def probe(task) -> None:
 
 
 def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
-    """q_BTNH, k_BTKH and v_BTKH that require gradients, with the same values on each device."""
+    """Return q_BTNH, k_BTKH and v_BTKH that require gradients, with the same values on each device."""
     rows, length, n_heads, n_kv_heads, width = shape
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(rows, length, n, width, generator=generator).to(device, dtype).requires_grad_()
@@ -89,20 +88,20 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
 
 
 def make_cu_seqlens(rows: int, length: int, documents: int, empty: int, device: str) -> Tensor:
-    """int32 borders of this number of documents in each row, of nearly equal lengths, and of empty ones."""
+    """Return the int32 boundaries of documents of nearly equal length in each row, then of empty ones."""
     starts = [row * length + document * length // documents
               for row in range(rows) for document in range(documents)]
     return torch.tensor(starts + [rows * length] * (1 + empty), dtype=torch.int32, device=device)
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
-    """TFLOP/s of the forward and backward of a function of q, k and v."""
+    """Return the TFLOP/s of forward and backward of a function of q, k and v."""
     seconds = seconds_per_call(task, lambda: torch.autograd.grad(attend(*inputs).sum(), inputs))
     return round(flops / seconds / 1e12, 3)
 
 
 def attention(task) -> None:
-    """For each kernel: whether it runs, is correct, and how fast it is; and which ones are chosen."""
+    """Test and time each attention kernel, and record which ones are chosen."""
     from config import Config
     from fused import attention as kernels
 
@@ -117,28 +116,28 @@ def attention(task) -> None:
         if task.cuda and kernels.trial(kernel, "documents", shapes[0][2:], device, dtype) is None:
             check_documents(task, kernel, dtype, count, empty)
 
-    # The speed of each kernel, causal and then over documents.
+    # Speed, causal and then with documents.
     for shape in shapes:
         rows, length, n_heads, n_kv_heads, width = shape
         inputs = random_heads(shape, task.device, torch.bfloat16 if task.cuda else torch.float32)
         label = f"B{rows} T{length} N{n_heads}/{n_kv_heads} H{width}"
         flops = 3.5 * 4 * rows * n_heads * length**2 * width / 2  # causal, forward and backward
-        found: dict[str, float | str] = {}
+        rates: dict[str, float | str] = {}
         for kernel in kernels.KERNELS:
             if reason := kernels.trial(kernel, "causal", shape[2:], device, inputs[0].dtype):
-                found[kernel] = reason
+                rates[kernel] = reason
             elif kernel == "flash-3" or kernel not in kernels.VARLEN:
                 with task.attempt(f"{label} {kernel}"):
-                    found[kernel] = tflops(task, partial(kernels.attend, kernel), inputs, flops)
+                    rates[kernel] = tflops(task, partial(kernels.attend, kernel), inputs, flops)
             if kernel == "flash-3":
                 kernels.activate_flash_3(False)
-        task.figure(f"causal {label}, TFLOP/s", found)
+        task.figure(f"causal {label}, TFLOP/s", rates)
         if task.cuda:
             measure_documents(task, shape, inputs, label)
 
 
 def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: int) -> None:
-    """Compare a kernel's output and gradients over documents with the math kernel in float32 with a mask."""
+    """Compare a kernel's output and gradients with those of the math kernel in float32 with a mask."""
     from fused import attention as kernels
 
     shape = rows, length, *_ = (2, 1024, 8, 2, 64)
@@ -152,7 +151,7 @@ def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: in
     name = f"{kernel}, {name_of(dtype)}, {count} documents a row, {empty} empty"
     with task.attempt(name):
         cu_seqlens = make_cu_seqlens(rows, length, count, empty, task.device)
-        found = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, cu_seqlens))
+        actual = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, cu_seqlens))
         number_T = torch.zeros(length, dtype=torch.int64)
         for document in range(count):
             number_T[document * length // count:] = document
@@ -160,14 +159,14 @@ def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: in
         mask_B1TT = mask_TT.expand(rows, 1, -1, -1).to(task.device)
         expected = output_and_gradients(exact, kernels.attend("math", *exact, mask_B1TT))
         difference = max(float((one.float() - other).norm() / other.norm())
-                         for one, other in zip(found, expected, strict=True))
-        task.check(f"{name}: apart", difference <= ALLOWED[dtype], difference)
+                         for one, other in zip(actual, expected, strict=True))
+        task.check(f"{name}: difference", difference <= ALLOWED[dtype], difference)
     if kernel == "flash-3":
         kernels.activate_flash_3(False)
 
 
 def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: str) -> None:
-    """TFLOP/s of each kernel by the number of documents in a row; skipped positions count as no work."""
+    """Measure each kernel's TFLOP/s by the number of documents per row; masked positions are not counted."""
     from fused import attention as kernels
 
     rows, length, n_heads, _, width = shape
@@ -175,20 +174,20 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
     for kernel in kernels.VARLEN:
         if kernels.trial(kernel, "documents", shape[2:], device, dtype) is not None:
             continue
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for count in DOCUMENTS:
             cu_seqlens = make_cu_seqlens(rows, length, count, 63, task.device)
             flops = 3.5 * 4 * n_heads * width * float(cu_seqlens.diff().double().square().sum()) / 2
             with task.attempt(f"{kernel}, {count} documents"):
                 attend = partial(kernels.attend, kernel, cu_seqlens=cu_seqlens)
-                found[str(count)] = tflops(task, attend, inputs, flops)
-        task.figure(f"documents {label} {kernel}, TFLOP/s by documents a row", found)
+                rates[str(count)] = tflops(task, attend, inputs, flops)
+        task.figure(f"documents {label} {kernel}, TFLOP/s by documents per row", rates)
         if kernel == "flash-3":
             kernels.activate_flash_3(False)
 
 
 def random_model(task):
-    """A model of the shape of Llama 3.2 1B with random weights, its settings, vocabulary size and ranks."""
+    """Return a random model with Llama 3.2 1B's shape, its settings, vocabulary size and ranks."""
     from config import Config
     from model_utils import build_model, choose_dtype
     from parallel.ranks import Ranks
@@ -202,16 +201,16 @@ def random_model(task):
 
 
 BLOCK, SHARDED = {"activation_checkpointing": "block"}, {"sharding": "full"}
-FORECAST = {"as it is": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"compile": False},
+FORECAST = {"default": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"compile": False},
             "selective": {"activation_checkpointing": "selective"}, "sharded": SHARDED,
             "sharded, recomputed": SHARDED | BLOCK, "sharded, on the host": SHARDED | {"cpu_offload": True},
             "adapters": {"lora_enabled": True}}
 
 
 def memory(task) -> None:
-    """The forecast of --check beside what a step takes on a GPU; each layout in a new process.
+    """Compare --check's forecast with the memory of a step on a GPU, for each layout in a new process.
 
-    In one process a layout would be charged for what earlier ones left behind.
+    In the same process, memory left over by earlier layouts would be counted.
     """
     if task.layout:
         return measure_layout(task, task.layout)
@@ -220,12 +219,12 @@ def memory(task) -> None:
         task.check(f"{layout}, exit code", code == 0, code)
     figures = task.figures()
     shares = [figures[layout]["USABLE"] for layout in FORECAST if "USABLE" in figures.get(layout, ())]
-    if shares:  # preflight.USABLE should be this
+    if shares:  # the value for observe.check.USABLE
         task.figure("USABLE", min(shares))
 
 
 def measure_layout(task, layout: str) -> None:
-    """The forecast for one layout, and what torch allocates and reserves for two steps, and NVML reports."""
+    """Record the forecast for one layout, and the memory that torch and NVML report for two steps."""
     from config import Config
     from learn.cost import estimate_memory
     from model_utils import choose_dtype
@@ -236,7 +235,7 @@ def measure_layout(task, layout: str) -> None:
     config = Config(**shape | {"device": task.device, "compile": task.cuda, "max_seq_len": length,
                                "micro_batch_size": 2, "total_batch_size": 4 * length,
                                "document_mask": False} | FORECAST[layout])
-    before = used_memory() if task.cuda else {}  # by others, and by the driver; CUDA has not started
+    before = used_memory() if task.cuda else {}  # used by the driver and others: CUDA has not started yet
     dtype = choose_dtype(config, task.device)
     forecast = estimate_memory(config, vocab, dtype.itemsize, task.device).total
     figures = {"forecast GiB": forecast / GIB}
@@ -257,22 +256,22 @@ def measure_layout(task, layout: str) -> None:
 
 
 def used_memory() -> dict[str, int]:
-    """Bytes in use on each GPU by its UUID, as NVML reports them."""
+    """Return the bytes in use on each GPU, by UUID, from NVML."""
     from parallel.process import read_gpus
 
     return {gpu.uuid: gpu.used for gpu in read_gpus()}
 
 
 def usable_share(forecast: float, reserved: float, context: float, total: float) -> float:
-    """The share of a GPU's memory that a forecast may fill, for a run of which reserved + context must fit.
+    """Return the share of a GPU's memory that a forecast may fill, so that reserved + context fit.
 
-    What torch reserves grows with the forecast; CUDA's context does not.
+    The memory that torch reserves grows with the forecast; CUDA's context does not.
     """
     return (total - context) / total * forecast / reserved
 
 
 def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
-    """The most memory that the second of two steps needs; 0 on a CPU."""
+    """Return the peak memory of the second of two steps; 0 on a CPU."""
     import lora
     from dataloaders import Batch
     from learn.objectives import NextToken
@@ -311,7 +310,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
 
 
 def timed(task, name: str, function: Callable[[], object], size: int = 0):
-    """Call the function and record its seconds, and GB/s if it moves `size` bytes; returns its result."""
+    """Call a function, record its seconds (and GB/s for `size` bytes), and return its result."""
     wait_for_device(task)
     started = time.perf_counter()
     result = function()
@@ -324,7 +323,7 @@ def timed(task, name: str, function: Callable[[], object], size: int = 0):
 
 
 def checkpoint(task) -> None:
-    """The time of each part of a checkpoint (copy, hash, file), and of saving and resuming."""
+    """Measure the parts of saving (copy, hash, file), a whole save, and loading."""
     from safetensors.torch import load_file, save_file
 
     from checkpoint import store
@@ -357,15 +356,15 @@ def checkpoint(task) -> None:
     clock("write of the weights", lambda: save_file(host, file), size)
     clock("load of the weights", lambda: [value.to(ranks.device) for value in load_file(file).values()], size)
     file.unlink()
-    saved, facts = folder / "step-00000001", {"step": 1, "world_size": 1, "val_loss": None}
-    clock("save in all", partial(store.publish, saved, write, facts))
+    saved, manifest = folder / "step-00000001", {"step": 1, "world_size": 1, "val_loss": None}
+    clock("whole save", partial(store.publish, saved, write, manifest))
     clock("verify", partial(store.verify, saved))
     clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
 
 
 def hellaswag(task) -> None:
-    """HellaSwag's scoring of random items with the lengths of real ones, the first and the second time."""
+    """Score random items with lengths like HellaSwag's, twice."""
     from fused.head import IGNORE_INDEX
     from hellaswag_utils import Task, evaluate_batches
     from model import SHARED_PREFIX

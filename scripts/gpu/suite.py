@@ -1,15 +1,15 @@
-"""Test Paddock on a device part by part: whether it computes correctly, and how fast. Needs no network.
+"""Test Paddock's correctness and speed on a device, without a network.
 
     bash scripts/gpu_suite.sh --device cuda --parts correctness   ten minutes
     bash scripts/gpu_suite.sh --device cuda --parts speed         ten minutes
     bash scripts/gpu_suite.sh --device cpu --tiny                 at toy size
 
-Each part is a separate process with a time limit (scripts/gpu/parts.py). It adds one line to
-results.jsonl in --output and prints to PART.txt beside it. A part that fails does not stop the others.
-`python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl` turns the results into docs/gpu.md.
-The exit code is 1 if a part failed.
+Each part is a separate process with a time limit (scripts/gpu/parts.py). It appends a line to results.jsonl
+in --output, and its console output goes to PART.txt there. The suite continues if a part fails. To turn the
+results into docs/gpu.md, run `python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl`. The
+exit code is 1 if a part failed.
 
-This file imports only the standard library, so that it can report what is missing.
+This file imports only the standard library, so that it can report missing packages.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from parallel.process import configure_allocator  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "gpu" / "parts.py"  # runs one part
 RESULTS = "results.jsonl"
-HEADER = "header"  # the part that records the machine and the commit of the parts after it
-MINUTES = {"correctness": 9.5, "speed": 9.5}  # of each group; a machine may allow ten minutes a command
-STOP_SECONDS = 5  # for a part to stop the processes that it started
+HEADER = "header"  # the part that records the machine and the commit
+MINUTES = {"correctness": 9.5, "speed": 9.5}  # for each group, since some machines limit a command to 10 min
+STOP_SECONDS = 5  # time for a part to stop the processes that it started
 
 
 class Part(NamedTuple):
@@ -48,9 +48,9 @@ class Part(NamedTuple):
 
     name: str
     group: str
-    seconds: float  # its time limit
-    what: str
-    alone: bool = False  # it measures time, so nothing else may run beside it
+    seconds: float  # time limit
+    content: str
+    alone: bool = False  # it measures time, so no other part may run at the same time
     needs: tuple[str, ...] = ()  # parts whose files it reads
 
 
@@ -59,39 +59,39 @@ PARTS = (
     Part(HEADER, "both", 60, "device and versions", alone=True),
     Part("probe", "correctness", 60, "compiler, matmul, copy", alone=True),
     Part("attention", "correctness", 120, "each attention kernel: values, gradients, rate", alone=True),
-    Part("sample", "correctness", 120, "the embedded sample, smaller"),
+    Part("sample", "correctness", 120, "a smaller version of the sample data"),
     Part("use", "correctness", 150, "a deterministic run with samples; generate.py, chat.py, evaluate.py",
          needs=SAMPLE),
     Part("parity-values", "correctness", 120, "loss and gradients in fp32, bf16, fp16; the head; documents"),
-    Part("parity-compiled", "correctness", 240, "compiled against eager; compilations and waits a step"),
+    Part("parity-compiled", "correctness", 240, "compiled against eager; recompilations and waits per step"),
     Part("stage-pretrain", "correctness", 120, "pretraining with AdamW", needs=SAMPLE),
-    Part("parity-attention", "correctness", 240, "every kernel in every use, recomputed and compiled"),
+    Part("parity-attention", "correctness", 240, "every attention kernel, with recomputation and compiled"),
     Part("parity-faults", "correctness", 180, "overflow, NaN, out of memory, bit-identical resume"),
     Part("resume", "correctness", 200, "verify_resume.py with default settings", needs=SAMPLE),
     Part("resume-deterministic", "correctness", 200, "the same with DETERMINISTIC=true", needs=SAMPLE),
     Part("ranks", "correctness", 180, "two ranks on one device: gradients, drift, a hang; nccl alone"),
-    Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD at world size 1 beside the plain run"),
-    Part("memory", "correctness", 240, "the memory forecast beside what a step takes, a process a layout",
+    Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD with one rank, compared with a plain run"),
+    Part("memory", "correctness", 240, "the memory forecast compared with the memory of a step, by layout",
          alone=True),
-    *(Part(f"stage-{name}", "correctness", 120, what, needs=BASE) for name, what in {
+    *(Part(f"stage-{name}", "correctness", 120, content, needs=BASE) for name, content in {
         "sft": "SFT", "dpo": "DPO with a stored reference",
         "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation from a live teacher",
         "distil-stored": "distillation from a stored teacher"}.items()),
     Part("stage-muon", "correctness", 120, "pretraining with Muon", needs=SAMPLE),
-    Part("stage-stops", "correctness", 150, "stopped by SIGTERM, by kill -9, and resumed", needs=SAMPLE),
+    Part("stage-stops", "correctness", 150, "resuming after SIGTERM and after kill -9", needs=SAMPLE),
     Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
          needs=SAMPLE),
-    Part("checkpoint", "speed", 120, "a checkpoint: copy, hash, write, verify, load", alone=True),
+    Part("checkpoint", "speed", 120, "copy, hash, write, verify and load a checkpoint", alone=True),
     Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
-    Part("speed-1b", "speed", 230, "Llama 3.2 1B beside its peers", alone=True),
-    Part("speed-174m", "speed", 230, "174M parameters beside their peers", alone=True),
-    Part("generate", "speed", 120, "generation beside transformers', and many requests at once", alone=True),
+    Part("speed-1b", "speed", 230, "Llama 3.2 1B, compared with its peers", alone=True),
+    Part("speed-174m", "speed", 230, "174M parameters, compared with their peers", alone=True),
+    Part("generate", "speed", 120, "generation, compared with transformers; batched requests", alone=True),
 )
 
 
 @dataclass
 class Suite:
-    """One call of the suite: its options, its parts, and when it has to end."""
+    """One call of the suite: its options, its parts, and its deadline."""
 
     options: argparse.Namespace
     parts: Sequence[Part]
@@ -108,12 +108,12 @@ class Suite:
         self.done = 0
 
     def run(self) -> list[dict[str, Any]]:
-        """Run the parts that measure time one by one, the others in parallel; the results in order."""
+        """Run the parts that measure time one by one and the others in parallel; return ordered results."""
         futures: dict[str, Future] = {}
         alone = [part for part in self.parts if part.alone and not self.options.tiny]
         together = [part for part in self.parts if part not in alone]
         first, last = ([part for part in alone if bool(part.needs) is needs] for needs in (False, True))
-        # A part comes after those that it needs, so no thread waits for a part that none has started.
+        # A part comes after those that it needs, so no thread waits for a part that has not started.
         for threads, parts in ((1, first), (self.options.jobs, together), (1, last)):
             with ThreadPoolExecutor(threads) as pool:
                 for part in parts:
@@ -122,15 +122,15 @@ class Suite:
         return [futures[part.name].result() for part in self.parts]
 
     def run_part(self, part: Part, needed: Sequence[Future]) -> dict[str, Any]:
-        """Run one part, or skip it if a part that it needs failed or no time is left; the result."""
+        """Run one part, or skip it if a part that it needs failed or no time is left; return the result."""
         failed = next((future.result()["part"] for future in needed if not future.result()["ok"]), None)
         left = self.deadline - time.monotonic()
         if failed:
             result = result_of(part, None, error=f"skipped: it needs {failed}, which did not succeed")
         elif left < min(10, part.seconds):
-            result = result_of(part, None, error="skipped: no time was left")
+            result = result_of(part, None, error="skipped: no time left")
         else:
-            self.info(f"{part.name:<22} starts: {part.what}")
+            self.info(f"{part.name:<22} starts: {part.content}")
             result = self.in_process(part, min(part.seconds, left))
         with self.lock:
             self.done += 1
@@ -141,7 +141,7 @@ class Suite:
         return result
 
     def in_process(self, part: Part, limit: float) -> dict[str, Any]:
-        """Run one part in a separate process, and read its notes, also if it was killed."""
+        """Run one part in a separate process, and read its notes even if it was killed."""
         notes, output = self.folder / f"{part.name}.notes.jsonl", self.folder / f"{part.name}.txt"
         notes.unlink(missing_ok=True)
         command = [sys.executable, str(PROGRAM), part.name, "--device", self.options.device, "--output",
@@ -155,7 +155,7 @@ class Suite:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                # End it and all that it started; SIGTERM comes first, so that runs can stop their processes.
+                # End the whole process group; SIGTERM comes first, so that runs can stop their processes.
                 for number in (signal.SIGTERM, signal.SIGKILL):
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(process.pid, number)
@@ -164,7 +164,7 @@ class Suite:
         seconds = time.monotonic() - started
         figures, faults, skipped = read_notes(notes)
         if code is None:
-            faults.insert(0, f"it took longer than its {limit:.0f} s")
+            faults.insert(0, f"it exceeded its limit of {limit:.0f} s")
         elif code:
             faults.append(f"exit code {code}: {last_line(output.read_text(errors='replace'))}")
         if faults:
@@ -179,13 +179,13 @@ class Suite:
 
 def result_of(part: Part, ok: Optional[bool], seconds: float = 0.0, figures: Optional[dict] = None,
               error: Optional[str] = None) -> dict[str, Any]:
-    """A part's line in results.jsonl; `ok` is null if it was skipped, and `error` says why."""
+    """Return a part's line in results.jsonl; `ok` is null if it was skipped for the reason `error`."""
     return {"part": part.name, "ok": ok, "seconds": round(seconds, 1), "figures": figures or {},
             "error": error}
 
 
 def read_notes(path: Path) -> tuple[dict[str, Any], list[str], Optional[str]]:
-    """The figures and faults that a part has noted so far, and why it was skipped, if it was."""
+    """Return the figures and faults in a part's notes, and why it was skipped, if it was."""
     figures: dict[str, Any] = {}
     faults: list[str] = []
     skipped = None
@@ -203,7 +203,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def summary(figures: dict[str, Any], width: int = 110) -> str:
-    """The first figures, as many as fit into a line."""
+    """Return as many figures as fit into a line."""
     text = ""
     for name, value in figures.items():
         if isinstance(value, dict) and "tokens_per_second" in value:
@@ -218,8 +218,8 @@ def summary(figures: dict[str, Any], width: int = 110) -> str:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """All parts, one a line, and how many succeeded."""
-    lines = ["| part | | s | figures, or what was wrong |", "|---|---|---|---|"]
+    """Return a table of all parts, and how many succeeded."""
+    lines = ["| part | | s | figures or errors |", "|---|---|---|---|"]
     for result in results:
         text = (result["error"] or summary(result["figures"])).replace("|", "/")
         lines.append(f"| {result['part']} | {verdict(result)} | {result['seconds']:.0f} | {text} |")
@@ -229,7 +229,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def select_parts(text: str) -> list[Part]:
-    """The parts of these groups and names, with the parts that they need, in order; ValueError if unknown."""
+    """Return the parts of these groups and names, and the parts they need. Raise ValueError if unknown."""
     names = {name.strip() for name in text.split(",") if name.strip()}
     known = ["all", *MINUTES, *(part.name for part in PARTS)]
     if unknown := names.difference(known):
@@ -242,18 +242,20 @@ def select_parts(text: str) -> list[Part]:
 
 
 def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace, list[Part]]:
-    """The options, and the parts to run."""
+    """Return the options and the parts to run."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="device to test (default: %(default)s)")
     parser.add_argument("--parts", default="all", metavar="NAME,...",
                         help="all, correctness, speed, or names of parts, separated by commas (default: all)")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, compiling in one part only")
-    parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite",
+    parser.add_argument("--tiny", action="store_true", help="use toy sizes, and compile in one part only")
+    parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite", metavar="FOLDER",
                         help="folder of results.jsonl (default: gpu_suite)")
-    parser.add_argument("--commit", default="", help="what is tested (default: what git says here)")
-    parser.add_argument("--jobs", type=int,
-                        help="parts at a time, where none measures time (default: 4, tiny: 2)")
-    parser.add_argument("--minutes", type=float,
+    parser.add_argument("--commit", default="", help="commit to record (default: from git)")
+    parser.add_argument("--jobs", type=int, metavar="N",
+                        help="number of parts to run at the same time, except those that measure time "
+                             "(default: 4, tiny: 2)")
+    parser.add_argument("--minutes", type=float, metavar="N",
                         help="start no part after this time (default: 9.5 for each group)")
     options = parser.parse_args(argv)
     options.jobs = options.jobs or (2 if options.tiny else 4)
@@ -268,10 +270,10 @@ def main() -> int:
     options, parts = parse_args()
     configure_allocator()  # as a run does
     options.output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(options.output / "runs", ignore_errors=True)  # of an earlier call
+    shutil.rmtree(options.output / "runs", ignore_errors=True)  # from an earlier call
     results = Suite(options, parts).run()
-    print(f"\nThe results are in {options.output / RESULTS}; scripts/dev/write_docs.py --gpu-results turns "
-          f"them into docs/gpu.md.\n\n{table(results)}", flush=True)
+    print(f"\nThe results are in {options.output / RESULTS}. To update docs/gpu.md, run "
+          f"scripts/dev/write_docs.py --gpu-results.\n\n{table(results)}", flush=True)
     return int(any(result["ok"] is False for result in results))
 
 

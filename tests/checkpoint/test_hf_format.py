@@ -283,7 +283,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     tokenizer.save_huggingface(source)
     done = subprocess.run([sys.executable, IMPORT_SCRIPT, source, output], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "84 rows of the vocabulary have no token" in done.stdout
+    assert "84 rows" in done.stdout
     assert f"PRETRAIN_CHECKPOINT={output}\n" in done.stdout
     tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -95,7 +95,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      nothing, "{0} --output merged", f"{CHECK} --pretrain-checkpoint merged"),
     ("base", json_of("adapter/adapter_config.json", lambda d: d.update(base_model_name_or_path="gone")), MERGE, "with (--base)",
      nothing, MERGE + " {0} model"),
-    ("import", lambda: Path("start").mkdir(), IMPORT, "start exists; name a new folder", nothing,
+    ("import", lambda: Path("start").mkdir(), IMPORT, "start already exists; choose a new folder", nothing,
      "scripts/import_checkpoint.py model other"),
     ("another-model", nothing, f"{CHECK} --pretrain-checkpoint model --dim 64", r"(DIM) is 32 there and 64 here", nothing,
      f"{CHECK} --pretrain-checkpoint model --dim 32"),

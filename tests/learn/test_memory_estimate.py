@@ -71,7 +71,7 @@ def test_check_memory_prints_the_trace_beside_the_forecast(capsys):
         train.main(["--check", "memory", *flags])
     out = capsys.readouterr().out
     off, = re.findall(r"peak +[\d.]+ GiB; the forecast is [\d.]+ \(([-+\d.]+) %\)", out)
-    assert not ended.value.code and abs(float(off)) < 5 and out.count("GiB a device") == 2
+    assert not ended.value.code and abs(float(off)) < 5 and out.count("GiB per device") == 2
     with pytest.raises(SystemExit) as ended:
         train.main(["--check", "memory", "--distillation-enabled=true"])
     assert ended.value.code == 2 and "DISTILLATION_ENABLED" in capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
     config = load_config(flags, {}, complete=False).config
     known = (128_256, 2, "cuda")
     assert estimate_memory(config, *known).total > memory * 1e9
-    proposed, forecast = re.fullmatch(r"It would fit with (.*) \(about ([\d.]+) GiB.* stays the same\)",
+    proposed, forecast = re.fullmatch(r"It would fit with (.*) \(about ([\d.]+) GiB.*\)",
                                       memory_advice(config, int(memory * 1e9), *known)).groups()
     better = load_config([*flags, *(f"--{part.lower().replace('_', '-')}" for part in proposed.split())], {}, complete=False).config
     total = estimate_memory(better, *known).total

@@ -202,5 +202,5 @@ def test_the_banner_is_three_short_lines_with_the_advice_first():
     embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
     again = {**REPORT, "finite": True, "first_bad_module": None, "tensors": [embeddings, *REPORT["tensors"] * 49]}
     _, what, where = guards.banner([again, {**again, "rank": 1}], "resume")
-    assert "finite when computed again" in what and where == "Where: gradient norm.weight (2 of 64) and 49 more."
-    assert guards.banner([healthy], "resume")[2] == "Where: nothing that is left."
+    assert "finite when recomputed" in what and where == "Where: gradient norm.weight (2 of 64) and 49 more."
+    assert guards.banner([healthy], "resume")[2] == "Where: no remaining tensor."

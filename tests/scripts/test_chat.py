@@ -73,7 +73,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
                           folder, "--max-new-tokens", 5, "--stop", "\n", "--repetition-penalty", 1.1)
     first, second, again, undone = out.removesuffix("\n").split("\n")
     assert code == 0 and first == again != second == undone
-    assert "The next answer has seed 7." in err and f"Saved to {file}" in err and "\x1b" not in err
+    assert "next answer: 7." in err and f"Saved to {file}" in err and "\x1b" not in err
     assert chat(f"Hi\n/save {file.with_suffix('')}\n", folder, "--max-new-tokens", 5)[::2] == (
         2, f"error: {file} already exists; name another file\n")
     record = json.loads(file.read_text())
@@ -83,8 +83,8 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
 
 
 @pytest.mark.parametrize("line, words", [
-    ("/rest", "there is no /rest; the commands are /retry /undo /reset"), ("/temperature -1", "/temperature: expected a number from 0 on, not '-1'"),
-    ("/temperature nan", "not 'nan'"), ("/seed x", "expected a number from 0 to 4,294,967,295, not 'x'"), ("/save", "/save needs the name"),
+    ("/rest", "/rest; the commands are /retry /undo /reset"), ("/temperature -1", "/temperature: expected a number from 0 on, not '-1'"),
+    ("/temperature nan", "not 'nan'"), ("/seed x", "expected a number from 0 to 4,294,967,295, not 'x'"), ("/save", "/save needs a file name"),
     ("/save x", "no answer to save"), ("/retry", "no message to answer"), ("/undo", "no message to remove"),
     ("word " * 4096, "that is too long: ")])
 def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
@@ -96,7 +96,7 @@ def test_a_model_without_a_template_continues_text_and_says_so_once(chat, folder
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     (base / "chat_template.jinja").unlink()
     code, out, err = chat("The cat\nand the\n", base, "--temperature", 0, "--max-new-tokens", 8)
-    assert code == 0 and err.count("continues what you write: its tokenizer has no chat template") == 1
+    assert code == 0 and err.count("its tokenizer has no chat template") == 1
     assert out.startswith(shown([by_transformers(folder, tokenizer, "The cat", 8)]))
     assert "does not accept a system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
 
@@ -107,10 +107,10 @@ def test_a_full_context_is_said_once(chat, folder):
 
 
 @pytest.mark.parametrize("argv, code, words", [
-    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "needs --serve"), (["MODEL", "--port", "1"], 2, "--port goes with --serve"),
-    (["MODEL", "MODEL", "--serve"], 2, "two different models"), (["MODEL", "--serve", "--seed", "1"], 2, "--seed is for the terminal"),
+    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "requires --serve"), (["MODEL", "--port", "1"], 2, "--port requires --serve"),
+    (["MODEL", "MODEL", "--serve"], 2, "must be different"), (["MODEL", "--serve", "--seed", "1"], 2, "--seed applies only in the terminal"),
     (["MODEL", "--serve", "--api-key"], 2, "PADDOCK_API_KEY"), (["MODEL", "--top-p", "0"], 2, "--top-p: expected a number above 0"),
-    (["MODEL", "--min-p", "2"], 2, "--min-p: expected a number from 0 to 1, not '2'"), (["MODEL", "--stop", ""], 2, "empty --stop")])
+    (["MODEL", "--min-p", "2"], 2, "--min-p: expected a number from 0 to 1, not '2'"), (["MODEL", "--stop", ""], 2, "--stop must not be empty")])
 def test_wrong_arguments_are_explained(chat, folder, tmp_path, monkeypatch, argv, code, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PADDOCK_API_KEY", raising=False)
@@ -163,7 +163,7 @@ class Terminal:
 def test_a_conversation_in_a_terminal(folder, tmp_path):
     with Terminal(folder, "--temperature", 0, "--max-new-tokens", 4000) as terminal:
         start = terminal.read("\n> $")
-        assert start.startswith(f"Loading {folder} ...\n") and "/help lists the commands, Ctrl-D leaves." in start
+        assert start.startswith(f"Loading {folder} ...\n") and "/help lists the commands" in start
         assert "\x1b[2m" in "".join(terminal.pieces)
 
         # The answer is still being written when its beginning is there.
@@ -178,15 +178,15 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert words[0] == "The cat saw" and len(words) == 2 and words[1]
 
         assert "Temperature 1." in terminal.send("/temperature 1\r")
-        assert "The next answer has seed 5." in terminal.send("/seed 5\r")
+        assert "next answer: 5." in terminal.send("/seed 5\r")
         terminal.send("\x1b[200~two\nlines\x1b[201~\r", "two\nlines\n.{40}")
         assert "tokens/s, seed 5)" in terminal.send("\x03")
         assert "Removed: two lines\n" in terminal.send("/undo\r")
-        assert "A new conversation." in terminal.send("/reset\r")
-        assert "there is no /rest; the commands are /retry" in terminal.send("/rest\r")
+        assert "Started a new chat." in terminal.send("/reset\r")
+        assert "/rest; the commands are /retry" in terminal.send("/rest\r")
         assert "/save FILE" in terminal.send("/help\r")
-        assert "Ctrl-D or /quit leaves." in terminal.send("\x03", nudge=b"\x03")
-        assert "Ctrl-D or /quit leaves." in terminal.send("\x03\x03\x03", nudge=b"\x03")
-        assert "Ctrl-D or /quit leaves." in terminal.send("half a line\x03", nudge=b"\x03")
+        assert "Ctrl-D or type /quit" in terminal.send("\x03", nudge=b"\x03")
+        assert "Ctrl-D or type /quit" in terminal.send("\x03\x03\x03", nudge=b"\x03")
+        assert "Ctrl-D or type /quit" in terminal.send("half a line\x03", nudge=b"\x03")
         os.write(terminal.ours, b"\x04")
         assert terminal.process.wait(PATIENCE) == 0

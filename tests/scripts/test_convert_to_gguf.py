@@ -62,7 +62,7 @@ def test_our_tokenizers_are_of_llama_3s_kind(convert, checkpoint, tmp_path):
     assert code == 0 and "out.gguf is ready" in text
     converter, output = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py", tmp_path / "out.gguf"
     assert output.read_text() == f"llama-bpe {converter} {checkpoint} --outfile {output} --outtype q8_0"
-    assert convert(checkpoint) == (5, f"error: {tmp_path / 'out.gguf'} exists; name a new file\n")
+    assert convert(checkpoint) == (5, f"error: {tmp_path / 'out.gguf'} already exists; choose a new file\n")
 
 
 def test_other_tokenizers_are_left_to_llama_cpp(convert, checkpoint, tmp_path):
@@ -80,7 +80,7 @@ def test_other_tokenizers_are_left_to_llama_cpp(convert, checkpoint, tmp_path):
 
 def test_what_cannot_be_converted_is_refused(convert, checkpoint, tmp_path):
     code, text = convert(checkpoint, llama_cpp=tmp_path)
-    assert code == 5 and "holds no convert_hf_to_gguf.py; clone" in text
+    assert code == 5 and "convert_hf_to_gguf.py; clone" in text
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text("{}")

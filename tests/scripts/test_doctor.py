@@ -29,8 +29,8 @@ def of(findings) -> dict[str, tuple[str, str]]:
     (ON_CPU, "", False, "GPU", "-", "training runs on the CPU"),
     (ON_CPU, "", False, "torch", "ok", "2.13.0+cpu, built for the CPU"),
     (ON_CPU, "", True, "GPU", "FAIL", "pip uninstall torch, then bash scripts/setup.sh"),
-    ({**GPU, "gpu": [], "nccl": []}, "", True, "GPU", "FAIL", "new enough for CUDA 13.0"),
-    ({**GPU, "gpu": ["A", "A"], "nccl": []}, "", True, "NCCL", "FAIL", "several GPUs cannot train together"),
+    ({**GPU, "gpu": [], "nccl": []}, "", True, "GPU", "FAIL", "CUDA 13.0"),
+    ({**GPU, "gpu": ["A", "A"], "nccl": []}, "", True, "NCCL", "FAIL", "CUDA build"),
     ({}, "OSError: libcudart.so", True, "torch", "FAIL", "libcudart.so); run: bash scripts/setup.sh"),
 ])
 def test_torch_and_gpus(found, failure, driver, subject, state, said, doctor, monkeypatch):
@@ -65,11 +65,11 @@ def test_a_missing_and_a_foreign_package_are_named(doctor, monkeypatch):
     changed = {"tiktoken": "", "wandb": "0.1.0", "matplotlib": ""}
     monkeypatch.setattr(doctor, "installed", lambda package: changed.get(package, real(package)))
     findings = [*doctor.check_packages()]
-    assert findings[0] == ("FAIL", "packages", "tiktoken missing; run: bash scripts/setup.sh")
+    assert findings[0] == ("FAIL", "packages", "missing: tiktoken; run: bash scripts/setup.sh")
     assert findings[1].state == "-" and "wandb 0.1.0 (~=0.31)" in findings[1].text
     assert findings[2].subject == "extras" and "matplotlib" in findings[2].text
     changed.clear()
-    assert doctor.Finding("ok", "packages", "all 13 of requirements.txt") in doctor.check_packages()
+    assert doctor.Finding("ok", "packages", "all 13 packages in requirements.txt are installed") in doctor.check_packages()
 
 
 def test_a_full_or_read_only_disk(doctor, monkeypatch):
@@ -96,5 +96,5 @@ def test_it_needs_no_package(tmp_path):
     venv.create(tmp_path / "bare", with_pip=False)
     done = subprocess.run([tmp_path / "bare" / "bin" / "python", ROOT / "scripts" / "doctor.py"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == ""
-    assert "FAIL  packages  torch, tiktoken" in done.stdout and "FAIL  torch     cannot be used" in done.stdout
+    assert "FAIL  packages  missing: torch, tiktoken" in done.stdout and "FAIL  torch     cannot be imported" in done.stdout
     assert all(line.split()[0] in ("ok", "-", "FAIL") for line in done.stdout.splitlines())

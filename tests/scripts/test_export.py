@@ -94,11 +94,11 @@ def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
     said = export(whole.folder, "--to", "hf", "--output", tmp_path / "made")
     source = max((whole.folder / "checkpoints").glob("step-*"))
     assert without_training(tmp_path / "made") == without_training(source)
-    assert verify(tmp_path / "made")["files"].keys() == without_training(source).keys() - {"README.md"} and "is ready" in said
+    assert verify(tmp_path / "made")["files"].keys() == without_training(source).keys() - {"README.md"} and "Exported" in said
     ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "made"))
     tokens = torch.tensor([[1, 2, 3]])
     assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
-    assert "exists; name a new folder" in export(whole.folder, "--to", "hf", "--output", tmp_path / "made", code=5)
+    assert "already exists; choose a new folder" in export(whole.folder, "--to", "hf", "--output", tmp_path / "made", code=5)
 
 
 def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch
     assert "--repo me/fir st" in export(whole.folder, "--to", "hub", "--repo", "me/fir st", code=2)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # where a token may be kept
-    assert "there is no token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
+    assert "requires a token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     assert "the hub cannot be reached" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=PaddockError.exit_code)

@@ -231,10 +231,10 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
 
 @pytest.mark.parametrize("flags, reason", [
     (["--top-k", "-1"], "argument --top-k: "), (["--min-p", "2"], "argument --min-p: "),
-    (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop text must not be empty"),
-    (["--prompt", "a", "--prompts", "f"], "exclude each other"), (["--output", "o"], "--output goes with --prompts"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--top-p", "0"], "--top-p"), (["--chat"], "--chat needs a --prompt"),
-    (["--system", "Be kind."], "--system goes with --chat")])
+    (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop must not be empty"),
+    (["--prompt", "a", "--prompts", "f"], "cannot be combined"), (["--output", "o"], "--output requires --prompts"),
+    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--top-p", "0"], "--top-p"), (["--chat"], "--chat requires a --prompt"),
+    (["--system", "Be kind."], "--system requires --chat")])
 def test_wrong_flags_are_refused(monkeypatch, capsys, flags, reason):
     monkeypatch.setattr(sys, "argv", ["generate.py", "model", *flags])
     with pytest.raises(SystemExit) as caught:

@@ -156,7 +156,7 @@ def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, 
 
 @pytest.mark.parametrize("flags, reason", [
     (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
-    (["--list", "."], "holds no prepared set"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
+    (["--list", "."], "contains no prepared data"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
 def test_a_mistake_is_said(flags, reason, inspect):
     with pytest.raises((DataError, SettingsError), match=reason):
         inspect(*flags)

@@ -183,7 +183,7 @@ def test_a_file_that_is_named_from_another_folder_is_found_there(clone):
 
 
 def test_an_unknown_command_names_the_nearest(clone):
-    assert "there is no command tarin (did you mean train?)" in clone.paddock("tarin", code=2)
+    assert "tarin (did you mean train?)" in clone.paddock("tarin", code=2)
     assert "did you mean" not in clone.paddock("xyzzy", code=2)
     assert "export" in clone.paddock("exprot", "--help", code=2) and not clone.calls()
     clone.paddock("run.py", code=2)
@@ -236,7 +236,7 @@ def test_a_set_up_that_failed_is_repeated(clone):
         pytest.skip("a GPU is here")
     # Without a network, or stopped there: the build with CUDA is not tried.
     said = clone.paddock("train", code=1, NO_CPU_BUILD="none")
-    assert "error: torch 2.13.0 could not be installed" in said and "(from versions: none)" in said and len(clone.calls("pip")) == 1
+    assert "error: failed to install torch 2.13.0" in said and "(from versions: none)" in said and len(clone.calls("pip")) == 1
     # Stopped while .venv was made, which has neither pip nor an activate script.
     (clone.root / ".venv" / "bin" / "activate").unlink()
     shutil.rmtree(next(clone.root.glob(".venv/lib/python*/site-packages/pip")))
@@ -283,7 +283,7 @@ def test_help_needs_no_environment_and_makes_none(clone):
     before = {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)}
     (clone.root / "scripts" / "chat.py").write_text('"""Talk to a model."""\nimport sys\nsys.exit(2)  # it lacks a package\n')
     assert clone.paddock("serve", "--help") == (
-        "Talk to a model.\n\nIts flags are listed here once the packages are installed: bash scripts/setup.sh\n")
+        "Talk to a model.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n")
     clone.paddock("eval", "first", "-h")
     assert clone.calls()[0][:2] == ["evaluate.py", ["first", "-h"]]
     shown = clone.paddock("prepare", "--help")
@@ -300,7 +300,7 @@ def test_without_any_python_it_says_so(clone):
         (clone.elsewhere / "tools" / name).symlink_to(shutil.which(name))
     for words in (["train"], ["doctor"], ["train", "--help"]):
         said = clone.paddock(*words, code=1, PATH=str(clone.elsewhere / "tools"))
-        assert "error: Paddock needs Python 3.10 or newer, and none is on the PATH" in said and not (clone.root / ".venv").exists()
+        assert "error: Paddock needs Python 3.10 or newer" in said and not (clone.root / ".venv").exists()
 
 
 def test_the_older_scripts_start_the_same(clone):

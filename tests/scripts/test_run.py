@@ -67,7 +67,7 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
     assert (folder / "train-00000.bin").read_bytes() == (prepared.shards / "train-00000.bin").read_bytes()
     assert "Example 1: " in capsys.readouterr().out
     assert project.command("--max-steps", "2") == command
-    assert capsys.readouterr().out == f"Prepared before:\nPRETRAIN_DATA_PATH={folder}\n"
+    assert capsys.readouterr().out == f"Using data prepared earlier:\nPRETRAIN_DATA_PATH={folder}\n"
     assert project.command(f"--pretrain-data-path={folder}") == ["train.py", f"--pretrain-data-path={folder}"]
     assert not project.made, "a user's own data is not the sample"
 
@@ -106,7 +106,7 @@ def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
-    (["--column", "body"], "--column describes a source to prepare, but no source is given"),
+    (["--column", "body"], "--column has no effect without data to prepare"),
     (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
     (["--source", "corpus", "--mix", "m.json"], "--mix contains its sources")])
 def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):

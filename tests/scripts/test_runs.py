@@ -57,7 +57,7 @@ def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
     assert by_name["first"][1:5] == ["pretrain", "4/4", "finished", f"{last['val_loss']:.4f}"]
     assert by_name["failed"][1:4] == ["pretrain", "0/4", "failed"]
     shutil.rmtree(runs)
-    assert "There are no runs" in listed(runs, capsys, monkeypatch)[0]
+    assert "No runs" in listed(runs, capsys, monkeypatch)[0]
 
 
 def proposed(runs) -> set[str]:
@@ -118,11 +118,11 @@ def test_after_yes_what_was_listed_is_deleted_and_nothing_else(runs):
     expected = {path for path in files(runs) if not any(path == place or path.is_relative_to(place) for place in gone)}
     said = clean(runs, "yes")
     assert f"Deleted {len(gone)} of {len(gone)}." in said and files(runs) == expected
-    assert "There is nothing to delete." in clean(runs, "")
+    assert "Nothing to delete." in clean(runs, "")
 
 
 def test_a_run_that_starts_meanwhile_is_kept(runs):
     item, = (item for item in script.candidates(script.read_runs(runs)) if item.path.name == "failed")
     with script.FileLock(runs / "failed" / "run.lock") as lock:
         lock.take()
-        assert "is kept" in script.delete(item) and item.path.is_dir()
+        assert "not deleted" in script.delete(item) and item.path.is_dir()

@@ -108,9 +108,9 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
     lines = table(text)
     assert code == 0 and all(lines[name].startswith("ok: ") for name in ALL), text
     assert lines["hardware"].startswith("CPU, ") and lines["hardware"].endswith("; DETERMINISTIC=false")
-    assert "bit for bit" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
+    assert "bit-identical" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
     assert "kill -9 of rank 0 after step" in lines["killed"] and lines["straight"].startswith("12 steps")
-    assert text.splitlines()[-1] == "Everything is the same." and left == []
+    assert text.splitlines()[-1] == "All runs are the same." and left == []
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
 def test_every_stage_is_verified(mode, verify, stages):
     settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
     code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)
-    assert code == 0 and text.splitlines()[-1] == "Everything is the same." and left == [], text
+    assert code == 0 and text.splitlines()[-1] == "All runs are the same." and left == [], text
 
 
 def forget_optimizer() -> None:
@@ -150,17 +150,17 @@ def roll_dice() -> None:
 
 
 @pytest.mark.parametrize(("plant", "differing", "words"), [
-    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two straight runs are the same"),
-    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are the same",
+    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same"),
+    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
                  marks=pytest.mark.slow),
-    (begin_anew, {"resumed"}, "two straight runs are the same"),
-    pytest.param(forget_progress, {"metrics", "progress"}, "two straight runs are the same", marks=pytest.mark.slow),
-    (roll_dice, {"weights", "straight again"}, "two straight runs differ too")])
+    (begin_anew, {"resumed"}, "two uninterrupted runs are the same"),
+    pytest.param(forget_progress, {"metrics", "progress"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
+    (roll_dice, {"weights", "straight again"}, "two uninterrupted runs differ too")])
 def test_what_is_not_restored_is_found(plant, differing, words, verify):
     code, text, left = verify("--steps", "12", plant=plant)
     lines = table(text)
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
-    assert words in lines["straight again"] and "Everything is the same" not in text
+    assert words in lines["straight again"] and "All runs are the same" not in text
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
 
 
@@ -214,7 +214,7 @@ def test_invalid_settings_are_refused_before_anything_is_started(flags, settings
 def test_the_cause_is_reported_if_a_run_fails_by_itself(verify, prepared, tmp_path):
     shutil.copytree(prepared.shards, tmp_path / "shards")
     next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")
-    with pytest.raises(script.PaddockError, match=r"\(straight\) ended with exit code 3: .*train-00000.bin"):
+    with pytest.raises(script.PaddockError, match=r"\(straight\) failed with exit code 3: .*train-00000.bin"):
         verify(PRETRAIN_DATA_PATH=tmp_path / "shards")
 
 

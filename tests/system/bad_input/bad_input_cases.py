@@ -500,7 +500,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     cut=(cut("meta/consolidated.00.pth", -500), "is damaged"),
     empty=(put("meta/consolidated.00.pth"), "is damaged"), junk=(put("meta/consolidated.00.pth", b"PK\3\4junk"), "is damaged"),
     pickle=(put("meta/consolidated.00.pth", pickle.dumps(Bomb())), "is damaged"),
-    bomb=(lambda: torch.save({"tok_embeddings.weight": Bomb()}, "meta/consolidated.00.pth"), "holds no plain weights"),
+    bomb=(lambda: torch.save({"tok_embeddings.weight": Bomb()}, "meta/consolidated.00.pth"), "more than plain weights"),
     list=(lambda: torch.save([1], "meta/consolidated.00.pth"), "not a dictionary of tensors"),
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),

@@ -150,7 +150,7 @@ def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
 def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_size, tiny_run):
     run = tiny_run(SAVE_EVERY=0)
     text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
-    assert "NON-FINITE in step 4, and finite when computed again" in text and "layers.1.feed_forward.w2.weight" in text
+    assert "NON-FINITE in step 4, but finite when recomputed" in text and "layers.1.feed_forward.w2.weight" in text
     assert text.count("error: step 4 was not finite, but is finite on every rank when computed again: a transient fault") == 1
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
     reports = [json.loads(dump.read_text()) for dump in dumps]
@@ -189,7 +189,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     captured = capsys.readouterr()
     assert "Where: output of layers.1.ffn_norm and " in captured.out
     assert "Loss nan" in captured.out and "error: step 1 was not finite" in captured.err
-    assert run.steps_saved() == [] and "the weights were not finite before it and are not saved" in captured.err
+    assert run.steps_saved() == [] and "the weights were already non-finite and are not saved" in captured.err
 
 
 def fail() -> None:

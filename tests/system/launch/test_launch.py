@@ -164,7 +164,7 @@ def test_gpus_and_a_cpu_are_refused(monkeypatch, tiny_run):
     monkeypatch.setattr(launcher.process, "exit_at_signals", lambda: None)
     monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as it sets it, but not for good
-    with pytest.raises(SettingsError, match="--gpus and DEVICE=cpu contradict each other"):
+    with pytest.raises(SettingsError, match="--gpus conflicts with DEVICE=cpu"):
         launcher.main()
 
 
@@ -209,10 +209,10 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
     assert told_seconds(run) < 10 * busy()
     text, cause = command.text(), command.last_line()
     if what == "exception":
-        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. The output of each rank ")
+        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. Each rank's output ")
         assert text.count("Traceback") == 1 and "in act" in text
     else:
-        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). The output of each rank ")
+        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). Each rank's output ")
         assert "Traceback" not in text
     assert "stops, because another" not in text and "elastic" not in text
     folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))

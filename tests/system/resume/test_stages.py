@@ -130,7 +130,7 @@ def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished
     assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()
     assert not fresh.folder.exists() and "  ok    speed: " in capsys.readouterr().out
     assert train.main([*finished(mode).argv(MAX_STEPS=6), "--check"]) == 0, capsys.readouterr()
-    assert "2 of 6 steps are left" in capsys.readouterr().out
+    assert "2 of 6 steps left" in capsys.readouterr().out
 
 
 def bare(path: Path, folder: Path) -> Path:
