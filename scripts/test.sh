@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up and run the tests.
 #
-#   ./paddock test                          unmarked tests
+#   bash scripts/test.sh                    unmarked tests; or ./paddock test
 #   ./paddock test -m slow                  slow tests; also -m gpu, -m soak
 #   ./paddock test tests/test_model.py -x
 #   ./paddock test --torch 2.12             with another version of torch

@@ -142,7 +142,7 @@ def test_a_sample_names_its_files_where_they_are(tmp_path):
 def test_all_sets_are_listed(sets, inspect):
     folder = sets["documents"].parent
     header, *lines = inspect("--list", folder).splitlines()
-    assert header.split() == "folder holds documents tokens made from".split()
+    assert header.split() == "folder kind documents tokens source".split()
     assert sorted(line.split()[1] for line in lines) == ["chats", "documents", "mixture", "pairs"]
     listed = json.loads(inspect("--list", folder, "--json"))
     assert {Path(entry["folder"]) for entry in listed} == set(sets.values())

@@ -246,7 +246,7 @@ def test_a_set_up_that_failed_is_repeated(clone):
     shutil.rmtree(clone.root / ".venv")
     clone.add("python3", PYTHON3.format(template="no such folder", python=sys.executable))
     for _ in range(2):
-        assert "error: python3 could not make the environment" in clone.paddock("train", code=1)
+        assert "error: python3 could not create the environment" in clone.paddock("train", code=1)
 
 
 def test_ctrl_c_during_the_set_up_ends_it(clone):

@@ -64,14 +64,14 @@ def test_damage_is_named(copy, name, damage, told):
 
 def test_what_only_resuming_needs_may_be_left_out(copy):
     (copy / "optimizer.safetensors").unlink()
-    assert "The model's files are intact, but files needed for resuming are not" in verify(copy, code=5)
+    assert "The model's files are intact, but files needed to resume are not" in verify(copy, code=5)
     text = verify(copy, "--model-only")
     assert "optimizer" not in text and f"{copy} is intact." in text
 
 
 def test_without_a_manifest_there_is_nothing_to_compare_with(copy, whole, tmp_path):
     (copy / "MANIFEST.json").unlink()
-    assert "a model that Paddock did not write" in verify(copy, code=5)
+    assert "not written by Paddock" in verify(copy, code=5)
     (tmp_path / "empty").mkdir()
     assert "nothing to compare with" in verify(tmp_path / "empty", code=5)
     assert "is not a folder" in verify(tmp_path / "missing", code=5)
