@@ -73,7 +73,7 @@ def test_without_a_manifest_there_is_nothing_to_compare_with(copy, whole, tmp_pa
     (copy / "MANIFEST.json").unlink()
     assert "not written by Paddock" in verify(copy, code=5)
     (tmp_path / "empty").mkdir()
-    assert "nothing to compare with" in verify(tmp_path / "empty", code=5)
+    assert "contains no checkpoint" in verify(tmp_path / "empty", code=5)
     assert "is not a folder" in verify(tmp_path / "missing", code=5)
     # One of several: the others are verified all the same.
     assert "1 of 2" in verify(whole.checkpoint(4), flipped(whole, tmp_path), code=5)
