@@ -47,7 +47,7 @@ def test_the_trace_and_the_tables_are_of_these_steps(measured):
     # Four micro-batches a step.
     assert [names.count(name) for name in ("forward", "backward", "optimizer")] == [8, 8, 2]
     text = (measured.folder / "profile" / files[1]).read_text()
-    assert text.count("Self CPU %") == 2 and "The first 25 by time" in text and "The first 25 by memory" in text
+    assert text.count("Self CPU %") == 2 and "Top 25 by time" in text and "Top 25 by memory" in text
     assert re.search(r"FLOPs of one micro-batch: 64 tokens, 0 of them padding, 64 targets", text)
     assert "Of the computed matmuls 100.00% are counted." in text
     log = (measured.folder / "log" / "rank-0.txt").read_text()
@@ -72,12 +72,12 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
 
 def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
     run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9", POWER_STEPS="7:8")
-    assert run.train() == 0 and "POWER_STEPS has none of the steps left (1 to 3)" in capsys.readouterr().out
+    assert run.train() == 0 and "POWER_STEPS has no effect: the remaining steps are 1 to 3" in capsys.readouterr().out
     assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
     assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
     capsys.readouterr()
     assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
-    assert "PROFILE_STEPS has none of the steps left (5 to 5)" in capsys.readouterr().out
+    assert "PROFILE_STEPS has no effect: the remaining steps are 5 to 5" in capsys.readouterr().out
 
 
 def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
