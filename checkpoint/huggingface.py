@@ -207,7 +207,7 @@ def from_meta(tensors: Mapping[str, Tensor],
     missing = [key for key in required if key not in params]
     missing += [name for name in (*VOCABULARY, gate) if name not in state]
     if missing:
-        raise CheckpointError(f"these are not Meta's Llama 3 files: they lack {', '.join(missing)}")
+        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
     tied = state["tok_embeddings.weight"].equals(state["output.weight"])
     if tied:
         del state["output.weight"]
@@ -330,7 +330,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     """Return the fields of ModelConfig that a config.json gives."""
     if config.get("model_type") != "llama":
         kind = config.get("model_type")
-        raise CheckpointError(f"config.json describes a {kind!r} model, but only Llama models are supported")
+        raise CheckpointError(f"config.json describes a {kind!r} model; use a Llama, the only supported type")
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if config.get(key) is None]
     if missing:

@@ -481,7 +481,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     ("weights_pipe", instead(WEIGHTS, os.mkfifo), "is not a plain file"),
     ("no_norm", tensors_of(WEIGHTS, lambda t: t.pop("model.norm.weight")), "lack model.norm.weight"),
     ("no_embedding", tensors_of(WEIGHTS, lambda t: t.pop("model.embed_tokens.weight")), "lack|no separate head"),
-    ("extra", tensors_of(WEIGHTS, lambda t: t.update({"x.y": torch.ones(2)})), "hold x.y"),
+    ("extra", tensors_of(WEIGHTS, lambda t: t.update({"x.y": torch.ones(2)})), "contain x.y"),
     ("shape", tensors_of(WEIGHTS, lambda t: t.update({"model.norm.weight": torch.ones(7)})), r"model.norm.weight is \(7,\)"),
     ("whole_numbers", tensors_of(WEIGHTS, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)})),
      "torch.int32"),
@@ -517,7 +517,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "contains no adapters"),
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "non-finite"),
     shape=(tensors_of(FACTORS, lambda t: t.update({next(iter(t)): torch.ones(3, 3)})), r"is \(3, 3\)"),
-    unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "hold x"),
+    unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "contain x"),
     half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "has adapters without layers.0.feed_forward.w2.lora_A"),
     there=(lambda: os.mkdir("merged"), "merged exists")) + commands(
     "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
