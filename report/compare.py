@@ -4,10 +4,8 @@ Is B better than A? The tests on the same evaluation items need no library of st
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
-from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, Optional
 
@@ -121,7 +119,9 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
     configurations = by_configuration(runs, rows)
-    paired, refused = ([], []) if configurations or len(runs) > MOST_TESTED else tests(runs)
+    paired, refused = [test for each in configurations if (test := each.pop("test"))], []
+    if len(runs) <= MOST_TESTED and not (paired and rows[0]["better"]):
+        paired, refused = tests(runs)
     return {"settings": settings, "results": rows, "tests": paired, "refused": refused,
             "configurations": configurations}
 
@@ -129,8 +129,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
 def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Runs that differ only in their seeds as one configuration: mean and standard error of the first row.
 
-    Each is tested against the first one, with Holm's correction (1979). The list is empty if no two runs
-    have the same other settings.
+    Each is tested against the first one. The list is empty if no two runs have the same other settings.
     """
     groups: dict[tuple, dict[tuple, int]] = {}  # values of the settings: seeds: place of the run
     names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
@@ -140,24 +139,25 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
     if not rows or len(groups) == len(runs) or sum(map(len, groups.values())) < len(runs):
         return []
     varied = [place for place, values in enumerate(zip(*groups)) if len(set(values)) > 1]
-    found, first, cells = [], {}, rows[0]["cells"]
+    row, found, family, first = rows[0], [], [], ("", {})
     for key, members in groups.items():
-        by_seed = {seeds: cells[place]["value"] for seeds, place in members.items() if cells[place]}
-        values, first = [*by_seed.values()], first or by_seed
-        made = {"name": ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs",
-                "runs": [runs[place].name for place in members.values()], "difference": None, "p": None,
-                "results": [{"name": rows[0]["name"], "better": rows[0]["better"], "n": len(values),
-                             "mean": fmean(values) if values else None,
-                             "stderr": stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None}]}
-        common = [*(by_seed.keys() & first.keys())]
-        if found and len(common) > 1:
-            test = paired_t(*(np.array([each[seeds] for seeds in common]) for each in (first, by_seed)))
-            made |= {"difference": test.difference, "p": test.p}
-        found.append(made)
-    least, tested = 0.0, sorted((made for made in found if made["p"] is not None), key=itemgetter("p"))
-    for place, made in enumerate(tested):
-        made["p"] = least = max(least, min(1.0, (len(tested) - place) * made["p"]))
-    return found
+        cells = {seeds: cell for seeds, place in members.items() if (cell := row["cells"][place])}
+        values, count = [cell["value"] for cell in cells.values()], len(cells)
+        name = ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs"
+        result = {"name": row["name"], "better": row["better"], "n": count,
+                  "mean": fmean(values) if values else None,
+                  "stderr": stdev(values) / math.sqrt(count) if count > 1 else None}
+        found.append({"name": name, "runs": [runs[place].name for place in members.values()],
+                      "results": [result]})
+        first = first if first[1] else (name, cells)
+        common = [seeds for seeds in cells if seeds in first[1] and name != first[0]]
+        if len(common) > 1:
+            pair = (np.array([each[seeds]["value"] for seeds in common]) for each in (first[1], cells))
+            family.append((first[0], name, cells[common[0]]["step"], paired_t(*pair)))
+    label = row["name"].partition(" at step ")[0]
+    kind = Kind("", paired_t, "seeds", percent="accuracy" in label, lower=row["better"] == "lower")
+    test_of = {test["b"]: test for test in corrected(label, kind, family)}
+    return [each | {"test": test_of.get(each["name"])} for each in found]
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
@@ -213,32 +213,37 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
-    family = Counter(key[1] for *_, key in pairs)
-    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, key, family[key[1]])
-            for a, b, key in pairs for metric in KINDS
-            if metric in lines[a][key] and metric in lines[b][key]], refused
+    families: dict[tuple[str, Kind], list[tuple[str, str, int, Paired]]] = {}
+    for a, b, key in pairs:
+        for metric, kind in KINDS.items():
+            scores = [lines[place][key].get(metric) for place in (a, b)]
+            if scores[0] is None or scores[1] is None:
+                continue
+            weights = {"weights": lines[a][key].get("count")} if metric == "loss" else {}
+            family = families.setdefault((f"{title_of(key[1], runs[a])} {kind.label}", kind), [])
+            family.append((runs[a].name, runs[b].name, key[0], kind.test(*scores, **weights)))
+    made = [test for (label, kind), family in families.items() for test in corrected(label, kind, family)]
+    return made, refused
 
 
 def title_of(name: str, run: RunReader) -> str:
     return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
-def test_of(pair: tuple[RunReader, RunReader], scores: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
-            metric: str, key: tuple[int, str, str], pairs: int) -> dict[str, Any]:
-    """A paired test as in the page's data; p is multiplied by the number of pairs (Bonferroni)."""
-    (step, name, _), kind, (a, b) = key, KINDS[metric], (run.name for run in pair)
-    weights = {"weights": scores[0].get("count")} if metric == "loss" else {}
-    test = kind.test(*(each[metric] for each in scores), **weights)
-    test = test._replace(p=min(1.0, pairs * test.p))
-    factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
-    size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
-    p = f"p = {test.p:.2g}" if test.p >= 1e-4 else "p < 0.0001"
-    better, verdict = None, f"{a} and {b} do not differ significantly: {size}"
-    if test.p < SIGNIFICANT:
-        b_is_better = (test.difference < 0) == kind.lower
-        better = "b" if b_is_better else "a"
-        verdict = f"{b if b_is_better else a} is better than {a if b_is_better else b} by {size}"
-    label = f"{title_of(name, pair[0])} {kind.label}"
-    return {"name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
-            "difference": test.difference, "stderr": test.stderr, "p": test.p, "better": better,
+def corrected(label: str, kind: Kind, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
+    """The tests (a, b, step, test) of one measure as in the page's data, with Holm's correction (1979)."""
+    made, least = {}, 0.0
+    for place, (a, b, step, test) in enumerate(sorted(family, key=lambda each: each[3].p)):
+        least = max(least, min(1.0, (len(family) - place) * test.p))
+        factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
+        size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
+        p = f"p = {least:.2g}" if least >= 1e-4 else "p < 0.0001"
+        better, verdict = None, f"{a} and {b} do not differ significantly: {size}"
+        if least < SIGNIFICANT:
+            better = "b" if (test.difference < 0) == kind.lower else "a"
+            verdict = "{} is better than {} by {}".format(*((b, a) if better == "b" else (a, b)), size)
+        made[a, b] = {
+            "name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
+            "difference": test.difference, "stderr": test.stderr, "p": least, "better": better,
             "sentence": f"{label} at step {step:,}: {verdict} ({p}, {test.n:,} {kind.items})"}
+    return [made[a, b] for a, b, *_ in family]

@@ -175,11 +175,11 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
     if configurations := by_configuration(report.runs, measured):
         rows = [("configuration", "seeds", measured[0]["name"], "vs. first", "p (Holm)")]
         for each in configurations:
-            result, tested = each["results"][0], each["p"] is not None
+            result, test = each["results"][0], each["test"]
             mean = f"{result['mean']:.4f}" if result["n"] else "-"
             error = f" ± {result['stderr']:.4f}" if result["n"] > 1 else ""
             rows.append((each["name"], str(result["n"]), mean + error,
-                         *((f"{each['difference']:+.4f}", f"{each['p']:.2g}") if tested else ("", ""))))
+                         *((f"{test['difference']:+.4f}", f"{test['p']:.2g}") if test else ("", ""))))
     widths = [max(map(len, column)) for column in zip(*rows)]
     show(*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),

@@ -369,24 +369,22 @@ function comparison() {
     `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
   const head = ["measure", "step", "first", "second", "items", "first value", "second value", "difference",
     "p"];
-  const overSeeds = configurations.map(({name, runs, results: [first], difference, p}) => [
-    name, whole(runs.length),
-    first && format(first.mean) + (first.stderr ? ` ± ${format(first.stderr, {}, 2)}` : ""),
-    difference === null ? "–" : format(difference), p === null ? "–" : format(p, {}, 2)]);
+  const overSeeds = configurations.map(({name, runs, results: [first]}) =>
+    [name, whole(runs.length), first && measured(first.mean, first.stderr).join("")]);
+  const isMatrix = isMany() && tests.some(({a}) => report.runs.some(({name}) => name === a));
   const values = differing.map((each) => [each.name, ...each.values.map(text)]);
   const tables = [
     results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
     values.length ? table("Settings that differ", ["setting", ...names], values)
       : h("p", {}, "The settings are the same.")];
   return [box(
-    isMany() && tests.length > 0 && matrices(tests),
-    sentences.length > 0 && !isMany() && [h("h3", {}, "Is one better than the other?"),
+    overSeeds.length > 0 && table("Over seeds, ± standard error",
+      ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
+    isMatrix && tests.length > 0 && matrices(tests),
+    sentences.length > 0 && !isMatrix && [h("h3", {}, "Is one better than the other?"),
       h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence))),
       tests.length > 0 && h("details", {}, h("summary", {}, "In numbers"),
-        table("Paired tests on the same items", head, numbers))],
-    overSeeds.length > 0 && table(
-      "Over seeds, ± standard error; p by paired t-tests with Holm's correction",
-      ["configuration", "runs", results[0]?.name ?? "result", "against the first", "p"], overSeeds),
+        table("Paired tests; p with Holm's correction", head, numbers))],
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 

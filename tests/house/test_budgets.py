@@ -28,7 +28,7 @@ BUDGETS = {
     "learn/": 1750,
     "observe/": 2220,
     "parallel/": 1250,
-    "report/": 1470,
+    "report/": 1480,
     "run/": 2370,
     "scripts/": 6680,
     "serving/": 850,

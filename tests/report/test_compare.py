@@ -112,11 +112,13 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same do not differ significantly: 0.0 ± 0.0 points (p = 1, 1,000 items)"
 
 
-def test_p_is_corrected_for_the_number_of_pairs(tmp_path, right):
-    runs = [write_run(tmp_path / name, {}, [], scored(10, right[place])) for place, name in ((0, "a"), (1, "b"), (0, "c"))]
-    p_of_pair = comparison(runs[:2])["tests"][0]["p"]
-    p = {(test["a"], test["b"]): test["p"] for test in comparison(runs)["tests"] if "accuracy" in test["name"]}
-    assert p == {("a", "b"): pytest.approx(3 * p_of_pair), ("a", "c"): 1.0, ("b", "c"): pytest.approx(3 * p_of_pair)}
+def test_p_is_corrected_as_by_holm(tmp_path, right):
+    right += (np.arange(1000) < 620,)
+    runs = [write_run(tmp_path / name, {}, [], scored(10, right[place])) for place, name in enumerate("abc")]
+    ac, ab, bc = (comparison([runs[place] for place in pair])["tests"][0]["p"] for pair in ((0, 2), (0, 1), (1, 2)))
+    tests = {test["a"] + test["b"]: test for test in comparison(runs)["tests"] if "accuracy" in test["name"]}
+    assert ac < ab < bc and {pair: test["p"] for pair, test in tests.items()} == pytest.approx({"ab": 2 * ab, "ac": 3 * ac, "bc": bc})
+    assert [*tests] == ["ab", "ac", "bc"] and f"p = {2 * ab:.2g}" in tests["ab"]["sentence"]
 
 
 def test_of_several_common_steps_the_last_is_compared(tmp_path, right):
@@ -133,11 +135,15 @@ def test_runs_that_differ_only_in_their_seeds_are_one_configuration(tmp_path):
                       [{"step": 10, "val_loss": loss}], []) for rate, values in losses.items() for seed, loss in enumerate(values)]
     found = comparison(runs)
     base, *others = found["configurations"]
-    assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses] and not found["tests"]
+    assert [made["name"] for made in found["configurations"]] == [f"LEARNING_RATE={rate}" for rate in losses]
     for made, values in zip(found["configurations"], losses.values()):
         assert (made["results"][0]["mean"], made["results"][0]["stderr"]) == pytest.approx((values.mean(), stats.sem(values)))
     plain = [stats.ttest_rel(losses[0.1], losses[rate]).pvalue for rate in (0.2, 0.3, 0.4)]
     order = np.argsort(plain)
     holm = np.minimum(1, np.maximum.accumulate(np.array([3, 2, 1]) * np.sort(plain)))
-    assert base["p"] is None and [others[place]["p"] for place in order] == pytest.approx(holm.tolist())
+    assert [test["b"] for test in found["tests"]] == [made["name"] for made in others] and {test["a"] for test in found["tests"]} == {base["name"]}
+    assert [found["tests"][place]["p"] for place in order] == pytest.approx(holm.tolist())
+    means = [values.mean() for values in losses.values()]
+    assert [test["difference"] for test in found["tests"]] == pytest.approx([mean - means[0] for mean in means[1:]])
+    assert found["tests"][0]["sentence"].startswith("validation loss at step 10: LEARNING_RATE=0.1 ") and "3 seeds)" in found["tests"][0]["sentence"]
     assert comparison(runs[::3])["configurations"] == [], "no two runs differ only in their seeds"

@@ -315,13 +315,14 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
 
 def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show, four):
     four["comparison"]["configurations"] = [
-        {"name": name, "runs": [name[0] + "1", name[0] + "2"], "results": [{"name": "loss", "mean": 1, "stderr": None}], "difference": None, "p": None}
+        {"name": name, "runs": [name[0] + "1", name[0] + "2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}
         for name in ("a=1", "b=2")]
+    four["comparison"]["tests"] = [four["comparison"]["tests"][0] | {"a": "a=1", "b": "b=2", "sentence": "b=2 is better"}]
     page = show(four)
     lines = page.evaluate("charts.get('loss').lines.map(({label, y, low, high}) => [label, y[0], low[0], high[0]])")
     first = 2 + 5 / 10 + 0.1
     assert lines[0] == ["a=1 training", pytest.approx(first + 0.2), pytest.approx(first + 0.1), pytest.approx(first + 0.3)]
-    assert len(lines) == 4
+    assert len(lines) == 4 and page.locator("#comparison .tests li").all_inner_texts() == ["b=2 is better"]
     page.locator("#group").uncheck()
     assert page.evaluate("charts.get('loss').lines.length") == 8
 
