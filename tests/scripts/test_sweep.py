@@ -32,7 +32,7 @@ def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
 def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
     for flags, reason in ((["--vary", "learning_rate=x,0.1"], "LEARNING_RATE=x"), (["--vary", "lerning_rate=1"], "--learning-rate"),
-                          (["--vary", "learning_rate"], "values are missing"), ([], "nothing varies")):
+                          (["--vary", "learning_rate"], "--vary LEARNING_RATE"), ([], "nothing varies")):
         with Command(run, "scripts/sweep.py", *flags, *run.argv()) as command:
             assert command.wait() == 2 and reason in command.text()
     assert [*run.output_dir.glob("*/")] == []
