@@ -1,4 +1,4 @@
-"""From text to a prompt and from tokens to text: streams, models with a tokenizer, conversations, files."""
+"""Text to prompts and tokens to text: streams, models with a tokenizer, conversations, prompt files."""
 
 import json
 import sys
@@ -15,78 +15,78 @@ from data_pipeline.templates import ChatFormat, Messages, TemplateFormat, load_c
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE
 
-# Tokens that are decoded at once. The last four bytes decide how a byte is read in UTF-8, and the first token
-# of a text may lose its space: a window of a few tokens gives what the whole text gives.
+# Tokens decoded together. UTF-8 depends on at most four bytes, and the first token of a text may lose its
+# space, so a window of a few tokens decodes like the whole text.
 WINDOW = 16
-UNKNOWN = "\ufffd"  # what bytes that are not, or not yet, UTF-8 decode to
+UNKNOWN = "\ufffd"  # replaces invalid or incomplete UTF-8
 
 
 class TextStream:
-    """Turns new tokens into text, up to the first stop string.
+    """Decodes a stream of tokens, up to the first stop string.
 
-    All pieces together are `tokenizer.decode` of all tokens, cut before the stop string. Text that may still
-    change is held back: incomplete UTF-8, and what may begin a stop string. A token's cost does not grow with
-    the text.
+    The pieces add up to `tokenizer.decode` of all tokens, cut before the stop string. Text that may still
+    change is held back: incomplete UTF-8, and a possible beginning of a stop string. The cost of a token does
+    not grow with the text.
 
     Args:
-        stop: strings that end the text, which they do not belong to; the first that is complete counts.
-        after: the tokens of the text that is continued. Without them some tokenizers take the space off the
-            first word.
+        stop: strings that end the text and are not part of it; the first to be complete wins.
+        prefix: the tokens before the stream. Without them, some tokenizers drop the space before the first
+            word.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), after: Sequence[int] = ()):
-        assert all(stop), "an empty string would stop everything"
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prefix: Sequence[int] = ()):
+        assert all(stop), "an empty stop string would end every text"
         self._tokenizer, self._stop = tokenizer, stop
-        self.stopped = False  # a stop string was found: what follows is dropped
-        first = max(0, len(after) - WINDOW // 2)
-        while first and after[first] in tokenizer.byte_fallback_ids:
+        self.stopped = False  # True after a stop string: later tokens are dropped
+        first = max(0, len(prefix) - WINDOW // 2)
+        while first and prefix[first] in tokenizer.byte_fallback_ids:
             first -= 1
-        self._window = list(after[first:])  # the newest tokens
-        self._read = len(tokenizer.decode(self._window))  # the characters of the window's text that are done
-        self._held = ""  # which may begin a stop string
+        self._window = list(prefix[first:])  # the newest tokens
+        self._returned = len(tokenizer.decode(self._window))  # characters of the window already returned
+        self._held_back = ""  # a possible beginning of a stop string
 
     def add(self, token: int) -> str:
-        """Return the text that is certain with this token and was not before."""
+        """Return the text that this token completes."""
         self._window.append(int(token))
-        # How a run of these decodes depends on its last one.
+        # Byte tokens decode as a group, when the group ends.
         if self.stopped or token in self._tokenizer.byte_fallback_ids:
             return ""
         text = self._tokenizer.decode(self._window)
         certain = len(text) - text.endswith(UNKNOWN)
-        piece, unread = text[self._read:certain], len(text) - max(certain, self._read)
+        piece, rest = text[self._returned:certain], len(text) - max(certain, self._returned)
         if len(self._window) > WINDOW:
             del self._window[:-WINDOW // 2]
             text = self._tokenizer.decode(self._window)
-        self._read = len(text) - unread
+        self._returned = len(text) - rest
         return self._until_stop(piece)
 
     def finish(self) -> str:
-        """Return the rest, at the end of the tokens."""
-        text = self._until_stop(self._tokenizer.decode(self._window)[self._read:])
-        rest, self._held = self._held, ""
+        """Return the remaining text after the last token."""
+        text = self._until_stop(self._tokenizer.decode(self._window)[self._returned:])
+        rest, self._held_back = self._held_back, ""
         return text + rest
 
     def _until_stop(self, piece: str) -> str:
-        """Return the text before a stop string, without what may begin one."""
+        """Return the text before a stop string, and hold back a possible beginning of one."""
         if self.stopped:
             return ""
-        text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        self.stopped, self._held = bool(found), ""
-        if found:
-            return text[:min(found)[1]]
+        text = self._held_back + piece
+        matches = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        self.stopped, self._held_back = bool(matches), ""
+        if matches:
+            return text[:min(matches)[1]]
         held = max((length for stop in self._stop for length in range(1, len(stop))
                     if text.endswith(stop[:length])), default=0)
-        self._held = text[len(text) - held:]
+        self._held_back = text[len(text) - held:]
         return text[:len(text) - held]
 
 
 class Prompt(NamedTuple):
-    """What a model continues."""
+    """The input of a completion."""
 
     ids: Sequence[int]
-    stop_ids: frozenset[int]  # that end the continuation
-    after: Sequence[int] = ()  # the tokens of the text that is continued; none before an answer in a chat
+    stop_ids: frozenset[int]  # tokens that end the completion
+    prefix: Sequence[int] = ()  # of a text, the tokens that its completion is decoded after; empty for chats
 
 
 def text_prompt(tokenizer: Any, text: str) -> Prompt:
@@ -98,82 +98,82 @@ def text_prompt(tokenizer: Any, text: str) -> Prompt:
 class LanguageModel:
     """A model with its tokenizer."""
 
-    name: str  # as the user named it
+    name: str  # as given by the user
     model: Transformer
     tokenizer: Any
-    context_length: int  # in tokens, that it was trained on
-    pretrained_only: bool = False  # it has seen no chats, whatever template its tokenizer has
-    prompts: Sequence[str] = ()  # a few from its training data, to try
+    context_length: int  # in tokens, as trained
+    pretrained_only: bool = False  # not trained on chats, even if its tokenizer has a chat template
+    prompts: Sequence[str] = ()  # examples from its training data
     chat_format: Optional[ChatFormat | TemplateFormat] = field(init=False, default=None)
-    why_no_chat: str = field(init=False, default="")  # why it only continues texts
+    no_chat_reason: str = field(init=False, default="")  # empty if the model can chat
 
     def __post_init__(self):
         if self.pretrained_only:
-            self.why_no_chat = "it was only pretrained, not trained on chats"
-        # Llama 3's format would fit the tokenizer of its base model too, which has no template.
+            self.no_chat_reason = "it was only pretrained, not trained on chats"
+        # The tokenizer of a Llama 3 base model has the chat tokens, but no template.
         elif getattr(self.tokenizer, "chat_template", CHAT_TEMPLATE) is None:
-            self.why_no_chat = "its tokenizer has no chat template"
+            self.no_chat_reason = "its tokenizer has no chat template"
         else:
             try:
                 self.chat_format = load_chat_format(self.tokenizer)
             except DataError as error:
-                self.why_no_chat = str(error)
+                self.no_chat_reason = str(error)
 
     def text_prompt(self, text: str) -> Prompt:
         return text_prompt(self.tokenizer, text)
 
     def chat_prompt(self, messages: Messages) -> Prompt:
         if self.chat_format is None:
-            raise DataError(f"{self.name} cannot chat, it continues text: {self.why_no_chat}")
+            raise DataError(f"{self.name} cannot chat: {self.no_chat_reason}")
         return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)
 
 
 @dataclass
 class Turn:
-    """What the user wrote, and what the model answered."""
+    """A user message and the model's answer."""
 
-    words: str
-    answer: str = ""  # a turn without one is left out of what follows
-    ended: bool = False  # by the model; not by a limit, a stop string or the user
+    user_text: str
+    answer: str = ""  # a turn without an answer is omitted from later prompts
+    is_complete: bool = False  # the model ended it, not a limit, a stop string or the user
 
 
 @dataclass
 class Conversation:
-    """Turns with a model.
+    """A chat with a model.
 
-    A model that answers no chats continues one text, to which both write in turns. Where the model ends it,
-    the next turn begins a new one.
+    With a model that cannot chat, the turns form one text. After the model ends the text, the next turn
+    starts a new one.
     """
 
     model: LanguageModel
-    system: str = ""  # the system prompt, of a model that answers chats
+    system: str = ""  # system prompt; used only if the model can chat
     turns: list[Turn] = field(default_factory=list)
-    left_out: int = 0  # for which the context has no room: the oldest turns, or tokens of a text
+    dropped: int = 0  # oldest turns, or tokens of a text, that do not fit into the context
 
     def prompt(self, room: int) -> Prompt:
-        """Return what the model continues to answer the last turn.
+        """Return the prompt for the last turn.
 
-        The oldest turns are left out, but not the system prompt, until the prompt and `room` new tokens fit
-        into the context; of a text, its beginning.
+        To fit the prompt and `room` new tokens into the context, a chat drops its oldest turns but not its
+        system prompt, and a text drops its beginning.
         """
         most, last = self.model.context_length - room, len(self.turns) - 1
         if self.model.chat_format is None:
             ids, stop_ids, _ = self.model.text_prompt(self._texts()[-1])
-            self.left_out = max(0, len(ids) - most)
-            ids = [*ids[:1], *ids[1 + self.left_out:]]
+            self.dropped = max(0, len(ids) - most)
+            ids = [*ids[:1], *ids[1 + self.dropped:]]
             return Prompt(ids, stop_ids, ids)
-        self.left_out = min(self.left_out, last)
+        self.dropped = min(self.dropped, last)
         while True:
-            prompt = self.model.chat_prompt(self._messages(self.turns[self.left_out:]))
+            prompt = self.model.chat_prompt(self._messages(self.turns[self.dropped:]))
             if len(prompt.ids) <= most:
                 return prompt
-            if self.left_out == last:
-                raise DataError(f"that is too long: {len(prompt.ids):,} tokens with the system prompt and "
-                                f"the chat's format; the context has room for {most:,} and an answer")
-            self.left_out += 1
+            if self.dropped == last:
+                raise DataError(f"the message is too long: {len(prompt.ids):,} tokens with system prompt and "
+                                f"chat format; the context has room for {most:,} besides the answer")
+            self.dropped += 1
 
     def records(self) -> list[dict[str, Any]]:
-        """Return it as records for training: a chat for `load_instruct_dataset.py`, or texts."""
+        """Return training records: a chat for `load_instruct_dataset.py`, or texts."""
         if self.model.chat_format is None:
             return [{"text": text} for text in self._texts() if text]
         messages = self._messages([turn for turn in self.turns if turn.answer.strip()])
@@ -183,7 +183,7 @@ class Conversation:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in turns:
             if turn.answer.strip() or turn is turns[-1]:
-                messages.append({"role": "user", "content": turn.words})
+                messages.append({"role": "user", "content": turn.user_text})
             if turn.answer.strip():
                 messages.append({"role": "assistant", "content": turn.answer})
         return messages
@@ -193,9 +193,9 @@ class Conversation:
         for turn in self.turns:
             if ended:
                 texts.append("")
-            between = " " if texts[-1][-1:].strip() and turn.words[:1].strip() else ""
-            texts[-1] += between + turn.words + turn.answer
-            ended = turn.ended
+            between = " " if texts[-1][-1:].strip() and turn.user_text[:1].strip() else ""
+            texts[-1] += between + turn.user_text + turn.answer
+            ended = turn.is_complete
         return texts
 
 
@@ -210,50 +210,50 @@ class FilePrompt(NamedTuple):
 def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list[FilePrompt]:
     """Return the prompts of a file, or of stdin if its name is `-`. Empty lines are skipped.
 
-    A .jsonl file, and what begins with `{` on stdin, has a JSON object in each line: {"prompt": text} or
-    {"messages": [...]}. Any other file has a text in each line.
+    A .jsonl file, or input on stdin that begins with `{`, has a JSON object per line: {"prompt": text} or
+    {"messages": [...]}. Any other file has a text per line.
 
     Args:
-        chat: a text is the user's message in a separate chat.
-        system_prompt: of chats that have none.
+        chat: treat each text as the user's message in a separate chat.
+        system_prompt: system prompt for chats without one.
     """
     try:
         if name == "-":
-            content = sys.stdin.buffer.read()
+            data = sys.stdin.buffer.read()
         else:
             with open(name, "rb", opener=plain) as file:
-                content = file.read()
-        lines = content.decode("utf-8-sig").split("\n")
+                data = file.read()
+        lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"--prompts {name} cannot be read: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
-        line = content[:error.start].count(b"\n") + 1
-        raise DataError(f"{name}:{line}: is not UTF-8; convert the file") from error
-    filled = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
-    if not filled:
+        line = data[:error.start].count(b"\n") + 1
+        raise DataError(f"{name}:{line}: not valid UTF-8; convert the file") from error
+    numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise DataError(f"--prompts {name} has no prompts; write one per line")
-    is_json = Path(name).suffix == ".jsonl" if name != "-" else filled[0][1].lstrip().startswith("{")
+    is_json = Path(name).suffix == ".jsonl" if name != "-" else numbered[0][1].lstrip().startswith("{")
     prompts = []
-    for number, line in filled:
+    for number, line in numbered:
         where = f"{'stdin' if name == '-' else name}:{number}"
         try:
-            found = _prompt_in(line) if is_json else line
-            if chat and isinstance(found, str):
-                found = [{"role": "user", "content": text_in("prompt", found)}]
-            if not isinstance(found, str):
-                found = check_turns(with_system(found, system_prompt), "user")
+            content = _prompt_in(line) if is_json else line
+            if chat and isinstance(content, str):
+                content = [{"role": "user", "content": text_in("prompt", content)}]
+            if not isinstance(content, str):
+                content = check_turns(with_system(content, system_prompt), "user")
         except DataError as error:
             raise DataError(f"{where}: {error}; correct the line") from error
-        prompts.append(FilePrompt(where, number, found))
+        prompts.append(FilePrompt(where, number, content))
     return prompts
 
 
 def _prompt_in(line: str) -> str | Messages:
-    """Return the prompt or the messages of a JSON object."""
+    """Return the prompt or the messages in a line of JSON."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON ({error})") from error
+        raise DataError(f"not valid JSON ({error})") from error
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise DataError('expected an object with "prompt" or "messages"')
     if "messages" in record:

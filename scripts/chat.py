@@ -149,7 +149,7 @@ class Chat:
                 message = self.read()
                 if message.startswith("/"):
                     self.run_command(message)
-                elif message.strip() or self.in_terminal and self.model.why_no_chat:
+                elif message.strip() or self.in_terminal and self.model.no_chat_reason:
                     self.ask(message)
             except EOFError:
                 if self.in_terminal:
@@ -205,24 +205,24 @@ class Chat:
         pieces, times = [], []
         with deferred_interrupts() as pressed:
             prompt = self.conversation.prompt(min(self.max_new_tokens, length // ANSWER_SHARE))
-            if self.conversation.left_out and not self.has_noted_full:
+            if self.conversation.dropped and not self.has_noted_full:
                 self.has_noted_full = True
                 note(f"The context of {length:,} tokens is full; the oldest messages are dropped from it.")
             room = length - len(prompt.ids)
             request = Request(prompt.ids, min(self.max_new_tokens, room), self.sampling, prompt.stop_ids)
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
-            stream = TextStream(self.model.tokenizer, self.stop, prompt.after)
+            stream = TextStream(self.model.tokenizer, self.stop, prompt.prefix)
             self.engine.add(request)
             while request.finish_reason is None:
                 self.engine.step()
-                for token in request.written[len(times):]:
+                for token in request.output_ids[len(times):]:
                     times.append(time.perf_counter())
                     pieces.append(stream.add(token))
                     show_part(pieces[-1])
                 if pressed or stream.stopped:
                     self.engine.cancel(request)
             pieces.append(stream.finish())
-            turn.answer, turn.ended = "".join(pieces), request.finish_reason == "stop"
+            turn.answer, turn.is_complete = "".join(pieces), request.finish_reason == "stop"
             show_part(pieces[-1] if turn.answer.endswith("\n") else pieces[-1] + "\n")
         if pressed and not self.interactive:
             raise KeyboardInterrupt
@@ -245,13 +245,13 @@ class Chat:
         if not self.conversation.turns:
             raise SettingsError("there is no message to answer again")
         turn = self.conversation.turns[-1]
-        turn.answer, turn.ended = "", False
+        turn.answer, turn.is_complete = "", False
         self.answer()
 
     def undo(self, _: str) -> None:
         if not self.conversation.turns:
             raise SettingsError("there is no message to remove")
-        note(f"Removed: {textwrap.shorten(self.conversation.turns.pop().words, 60)}")
+        note(f"Removed: {textwrap.shorten(self.conversation.turns.pop().user_text, 60)}")
 
     def reset(self, _: str) -> None:
         self.conversation.turns.clear()
@@ -259,9 +259,9 @@ class Chat:
         note("Started a new chat.")
 
     def system(self, value: str) -> None:
-        if self.model.why_no_chat:
+        if self.model.no_chat_reason:
             raise SettingsError(f"{self.model.name} does not accept a system prompt: "
-                                f"{self.model.why_no_chat}")
+                                f"{self.model.no_chat_reason}")
         self.conversation.system = value
         note(f"System prompt: {value or 'none'}")
 
@@ -307,8 +307,8 @@ def chat_in_terminal(model: Any, args: argparse.Namespace) -> None:
             on = "on" if obeys_escapes(sys.stdout) else "off"
             readline.parse_and_bind(f"set enable-bracketed-paste {on}")
         note("/help lists the commands. Press Ctrl-D to quit.")
-    if model.why_no_chat:
-        note(f"{model.name} continues your text instead of answering: {model.why_no_chat}.")
+    if model.no_chat_reason:
+        note(f"{model.name} continues your text instead of answering: {model.no_chat_reason}.")
     chat.run()
 
 

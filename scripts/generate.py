@@ -26,7 +26,7 @@ from common.files import disk_errors, plain
 from common.text import duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from inference.engine import Sampling
-from inference.generate import Part, Writer
+from inference.generate import TextChunk, TextGenerator
 from inference.text import FilePrompt, Prompt, read_prompts, text_prompt
 from model import Transformer
 from model_utils import find_model
@@ -56,40 +56,40 @@ def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Promp
     return prompts
 
 
-def continuations(writer: Writer, texts: Sequence[str]) -> Iterator[Part]:
-    return writer.write(encode_prompts(writer.tokenizer, [FilePrompt("", 0, text) for text in texts]))
+def continuations(generator: TextGenerator, texts: Sequence[str]) -> Iterator[TextChunk]:
+    return generator.stream(encode_prompts(generator.tokenizer, [FilePrompt("", 0, text) for text in texts]))
 
 
-def answers(writer: Writer, turns: Sequence[str], system_prompt: str = "") -> Iterator[Part]:
+def answers(generator: TextGenerator, turns: Sequence[str], system_prompt: str = "") -> Iterator[TextChunk]:
     """Yield the model's answer to each user turn of one chat."""
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
         answer = ""
-        for part in writer.write(encode_prompts(writer.tokenizer, [FilePrompt("", 0, messages)])):
-            answer += part.text
-            yield part._replace(index=index)
+        for chunk in generator.stream(encode_prompts(generator.tokenizer, [FilePrompt("", 0, messages)])):
+            answer += chunk.text
+            yield chunk._replace(index=index)
         messages.append({"role": "assistant", "content": answer})
 
 
-def emit_in_order(parts: Iterable[Part], count: int, emit: Callable[[Part], None]) -> None:
-    """Pass on the parts of `count` texts, one text after another, as early as this order allows.
+def emit_in_order(chunks: Iterable[TextChunk], count: int, emit: Callable[[TextChunk], None]) -> None:
+    """Pass on the chunks of `count` texts, one text after another, as early as this order allows.
 
     After Ctrl-C, finished texts are still passed on.
     """
-    waiting: list[list[Part]] = [[] for _ in range(count)]
+    waiting: list[list[TextChunk]] = [[] for _ in range(count)]
     current = 0
 
     def flush(index: int) -> bool:
-        """Pass on the waiting parts of a text; return True if the text is finished."""
+        """Pass on the waiting chunks of a text; return True if the text is finished."""
         ready, waiting[index] = waiting[index], []
-        for part in ready:
-            emit(part)
+        for chunk in ready:
+            emit(chunk)
         return bool(ready and ready[-1].finish_reason)
 
     try:
-        for part in parts:
-            waiting[part.index].append(part)
+        for chunk in chunks:
+            waiting[chunk.index].append(chunk)
             while current < count and flush(current):
                 current += 1
     except KeyboardInterrupt:
@@ -99,49 +99,49 @@ def emit_in_order(parts: Iterable[Part], count: int, emit: Callable[[Part], None
         raise
 
 
-def printer(heads: Sequence[str]) -> Callable[[Part], None]:
-    """Return a function that prints parts, and each text's head before its first part."""
+def printer(heads: Sequence[str]) -> Callable[[TextChunk], None]:
+    """Return a function that prints chunks, and each text's head before its first chunk."""
     current = -1
 
-    def emit(part: Part) -> None:
+    def emit(chunk: TextChunk) -> None:
         nonlocal current
-        if part.index != current:
-            show_part(("\n\n" if current >= 0 else "") + heads[part.index])
-            current = part.index
-        show_part(part.text)
+        if chunk.index != current:
+            show_part(("\n\n" if current >= 0 else "") + heads[chunk.index])
+            current = chunk.index
+        show_part(chunk.text)
 
     return emit
 
 
-def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[Part], None]:
+def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[TextChunk], None]:
     """Return a function that writes each finished text as a line of JSON."""
     texts = [""] * len(prompts)
 
-    def emit(part: Part) -> None:
-        texts[part.index] += part.text
-        if part.finish_reason:
-            _, line, content = prompts[part.index]
+    def emit(chunk: TextChunk) -> None:
+        texts[chunk.index] += chunk.text
+        if chunk.finish_reason:
+            _, line, content = prompts[chunk.index]
             name = "prompt" if isinstance(content, str) else "messages"
-            file.write(json.dumps({"line": line, name: content, "text": texts[part.index],
-                                   "tokens": part.tokens, "finish_reason": part.finish_reason}) + "\n")
+            file.write(json.dumps({"line": line, name: content, "text": texts[chunk.index],
+                                   "tokens": chunk.tokens, "finish_reason": chunk.finish_reason}) + "\n")
             file.flush()
 
     return emit
 
 
-def with_progress(parts: Iterable[Part], count: int) -> Iterator[Part]:
-    """Yield the parts, and report the progress on stderr every few seconds."""
+def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk]:
+    """Yield the chunks, and report the progress on stderr every few seconds."""
     started = reported = time.monotonic()
     done = tokens = 0
-    for part in parts:
-        done, tokens = done + bool(part.finish_reason), tokens + 1
+    for chunk in chunks:
+        done, tokens = done + bool(chunk.finish_reason), tokens + 1
         now = time.monotonic()
         if now - reported >= PROGRESS_SECONDS:
             reported = now
             left = duration((now - started) / done * (count - done)) if done else "?"
             print_safely(f"{done:,} of {count:,} prompts | {tokens / (now - started):,.0f} tokens/s | "
                          f"ETA: {left}", sys.stderr)
-        yield part
+        yield chunk
 
 
 def parse_args() -> argparse.Namespace:
@@ -189,25 +189,27 @@ def main() -> None:
     prompts = [] if args.prompts is None else read_prompts(args.prompts, args.chat, args.system)
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty,
                         args.seed)
-    writer = Writer(*load(args.model, args.base), args.max_new_tokens, sampling, args.stop, args.batch_size)
+    generator = TextGenerator(*load(args.model, args.base), args.max_new_tokens, sampling, args.stop,
+                              args.batch_size)
     if args.prompts is not None:
-        parts = writer.write(encode_prompts(writer.tokenizer, prompts))
+        chunks = generator.stream(encode_prompts(generator.tokenizer, prompts))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
                  for each in prompts]
     elif args.chat:
-        parts, heads = answers(writer, args.prompt, args.system), [f"> {turn}\n\n" for turn in args.prompt]
+        chunks = answers(generator, args.prompt, args.system)
+        heads = [f"> {turn}\n\n" for turn in args.prompt]
     else:
-        parts, heads = continuations(writer, args.prompt), args.prompt
+        chunks, heads = continuations(generator, args.prompt), args.prompt
     if args.prompts is not None and (args.output or not sys.stdout.isatty()):
-        parts = with_progress(parts, len(heads))
+        chunks = with_progress(chunks, len(heads))
     if not args.output:
-        emit_in_order(parts, len(heads), printer(heads))
+        emit_in_order(chunks, len(heads), printer(heads))
         show_part("\n")
         return
     path = local_path(args.output)
     with (disk_errors(path, DataError, "choose another --output"),
           open(path, "w", encoding="utf-8", opener=plain) as file):
-        emit_in_order(parts, len(heads), json_writer(prompts, file))
+        emit_in_order(chunks, len(heads), json_writer(prompts, file))
 
 
 if __name__ == "__main__":

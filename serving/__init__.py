@@ -1,1 +1,1 @@
-"""A model behind a page and an OpenAI-compatible API."""
+"""Serves models through a chat page and an OpenAI-compatible API."""

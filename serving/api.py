@@ -1,4 +1,4 @@
-"""OpenAI's API, as far as it is supported: what can be asked, how it is answered, and the endpoints."""
+"""The supported part of OpenAI's API: request schemas, responses and endpoints."""
 
 import asyncio
 import json
@@ -19,14 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
 from inference.engine import Sampling
-from inference.generate import Part
+from inference.generate import TextChunk
 from inference.text import UNKNOWN, Prompt
 from serving.batcher import Answer, Batcher, Job
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
-MOST_LOGPROBS = 20  # as at OpenAI
-# What changes nothing is accepted, because clients send it by default.
+MAX_LOGPROBS = 20  # OpenAI's limit
+# Values without effect are accepted, because clients send them by default.
 NEUTRAL: Mapping[str, tuple] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
     "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
@@ -35,7 +35,7 @@ IGNORED = {"user", "metadata", "parallel_tool_calls", "safety_identifier", "prom
 
 
 class Strict(BaseModel):
-    """The base: no unknown fields, no conversions; null is as good as nothing."""
+    """Base of the schemas. Unknown fields and type conversions are errors; null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -48,7 +48,7 @@ class Strict(BaseModel):
 
 
 def as_text(content: Any) -> Any:
-    """Return content parts as one text; what is no list, as it is."""
+    """Join a list of text parts into one string; return any other value unchanged."""
     if not isinstance(content, list):
         return content
     texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
@@ -58,14 +58,14 @@ def as_text(content: Any) -> Any:
 
 
 class Message(Strict):
-    """A message of a chat."""
+    """A chat message."""
 
     role: Literal["system", "user", "assistant"]
     content: Annotated[str, BeforeValidator(as_text)]
 
 
 class StreamOptions(Strict):
-    """Options of a stream."""
+    """Options for streaming."""
 
     include_usage: bool = False
 
@@ -77,8 +77,8 @@ def as_list(value: Any) -> Any:
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class Asked(Strict):
-    """What chats and completions have in common."""
+class RequestBody(Strict):
+    """The fields that chats and completions share."""
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -96,121 +96,121 @@ class Asked(Strict):
     stop: Annotated[list[StopString], BeforeValidator(as_list), Field(max_length=4)] = []
 
 
-class ChatAsked(Asked):
+class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
 
-class CompletionAsked(Asked):
+class CompletionBody(RequestBody):
     """The body of a request to /v1/completions."""
 
     prompt: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
     logprobs: Annotated[Optional[int], BeforeValidator(lambda value: None if value is False else value),
-                        Field(ge=0, le=MOST_LOGPROBS)] = None
+                        Field(ge=0, le=MAX_LOGPROBS)] = None
 
 
-AnyAsked = TypeVar("AnyAsked", bound=Asked)
+AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
-async def read(request: Request, schema: type[AnyAsked]) -> AnyAsked:
-    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
-    body = bytearray()
+async def read(request: Request, schema: type[AnyBody]) -> AnyBody:
+    """Read and parse a request body. Raises ApiError, which names the first invalid field."""
+    content = bytearray()
     try:
         if int(request.headers.get("content-length", "0")) <= BODY_BYTES:
             async for block in request.stream():
-                body += block
-                if len(body) > BODY_BYTES:
+                content += block
+                if len(content) > BODY_BYTES:
                     break
             else:
-                return parse(bytes(body), schema)
+                return parse(bytes(content), schema)
     except ClientDisconnect as error:
-        raise ApiError(499, "the client has left") from error
+        raise ApiError(499, "the client disconnected") from error
     raise ApiError(413, f"the body is larger than {BODY_BYTES} bytes")
 
 
-def parse(body: bytes, schema: type[AnyAsked]) -> AnyAsked:
-    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
+def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
+    """Parse a request body. Raises ApiError, which names the first invalid field."""
     try:
-        content = from_json(body)
+        fields = from_json(content)
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
+    if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
-    content = {name: value for name, value in content.items()
-               if name not in IGNORED and value not in NEUTRAL.get(name, ())}
+    fields = {name: value for name, value in fields.items()
+              if name not in IGNORED and value not in NEUTRAL.get(name, ())}
     try:
-        asked = schema.model_validate(content)
+        body = schema.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{field} is not supported here", field, "unsupported_parameter") from error
-        why = first["msg"].removeprefix("Value error, ")
-        why = why[:1].lower() + why[1:]
-        raise ApiError(400, f"{field}: {why}", field) from error
-    if asked.stream_options and not asked.stream:
-        raise ApiError(400, "stream_options goes with stream", "stream_options")
-    if isinstance(asked, ChatAsked) and asked.top_logprobs and not asked.logprobs:
-        raise ApiError(400, "top_logprobs goes with logprobs", "top_logprobs")
-    return asked
+            raise ApiError(400, f"{field} is not supported", field, "unsupported_parameter") from error
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ApiError(400, f"{field}: {reason[:1].lower()}{reason[1:]}", field) from error
+    if body.stream_options and not body.stream:
+        raise ApiError(400, "stream_options requires stream", "stream_options")
+    if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs", "top_logprobs")
+    return body
 
 
-class Reply(Response):
-    """The response of an answer, which is cancelled if the client leaves."""
+class AnswerResponse(Response):
+    """Sends an answer, and cancels it if the client disconnects."""
 
-    def __init__(self, answer: Answer, asked: Asked, model: str):
-        self.answer, self.asked, self.model, self.created = answer, asked, model, int(time.time())
-        self.named = {MODEL_HEADER: quote(model, safe="/@")}
-        self.is_chat = isinstance(asked, ChatAsked)
+    def __init__(self, answer: Answer, body: RequestBody, model: str):
+        self.answer, self.request_body, self.model = answer, body, model
+        self.created = int(time.time())
+        self.model_header = {MODEL_HEADER: quote(model, safe="/@")}
+        self.is_chat = isinstance(body, ChatBody)
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.answer:
-            watching = asyncio.ensure_future(self.end_with_client(receive))
+            watcher = asyncio.ensure_future(self.cancel_on_disconnect(receive))
             try:
-                if not self.asked.stream:
-                    whole = JSONResponse(await self.whole(), headers=self.named)
+                if not self.request_body.stream:
+                    whole = JSONResponse(await self.whole(), headers=self.model_header)
                     return await whole(scope, receive, send)
-                headers = Headers({"content-type": "text/event-stream; charset=utf-8", **self.named})
+                headers = Headers({"content-type": "text/event-stream; charset=utf-8", **self.model_header})
                 await send({"type": "http.response.start", "status": 200, "headers": headers.raw})
                 async for data in self.events():
                     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(),
                                 "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
             finally:
-                watching.cancel()
+                watcher.cancel()
 
-    async def end_with_client(self, receive: Receive) -> None:
+    async def cancel_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.answer.put(ApiError(499, "the client has left"))
+        self.answer.put(ApiError(499, "the client disconnected"))
 
     async def whole(self) -> dict[str, Any]:
-        """The whole answer. Raises ApiError if it cannot be finished."""
-        whole = [Part(index, "", 0, None) for index in range(len(self.answer.jobs))]
-        async for part in self.answer.parts():
-            before = whole[part.index]
-            whole[part.index] = part._replace(text=before.text + part.text,
-                                              scores=[*before.scores, *part.scores])
-        return self.object([*map(self.choice, whole)]) | {"usage": self.answer.usage(self.asked.n)}
+        """Return the complete answer. Raises ApiError if it cannot be finished."""
+        whole = [TextChunk(index, "", 0, None) for index in range(len(self.answer.jobs))]
+        async for chunk in self.answer.chunks():
+            before = whole[chunk.index]
+            whole[chunk.index] = chunk._replace(text=before.text + chunk.text,
+                                               scores=[*before.scores, *chunk.scores])
+        return self.object([*map(self.choice, whole)]) | {"usage": self.answer.usage(self.request_body.n)}
 
     async def events(self) -> AsyncIterator[str]:
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
             return json.dumps(self.object(choices) | fields, ensure_ascii=False)
 
         try:
-            for index in range(self.asked.n if self.is_chat else 0):
+            for index in range(self.request_body.n if self.is_chat else 0):
                 opening = {"role": "assistant", "content": ""}
-                yield event([self.choice(Part(index, "", 0, None)) | {"delta": opening}])
-            async for part in self.answer.parts():
-                if part.text or part.finish_reason or part.scores:
-                    yield event([self.choice(part)])
-            if self.asked.stream_options and self.asked.stream_options.include_usage:
-                yield event([], usage=self.answer.usage(self.asked.n))
+                yield event([self.choice(TextChunk(index, "", 0, None)) | {"delta": opening}])
+            async for chunk in self.answer.chunks():
+                if chunk.text or chunk.finish_reason or chunk.scores:
+                    yield event([self.choice(chunk)])
+            if self.request_body.stream_options and self.request_body.stream_options.include_usage:
+                yield event([], usage=self.answer.usage(self.request_body.n))
         except ApiError as error:
             yield json.dumps(error.body)
         else:
@@ -219,32 +219,32 @@ class Reply(Response):
     def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "text_completion"
         if self.is_chat:
-            name = "chat.completion.chunk" if self.asked.stream else "chat.completion"
+            name = "chat.completion.chunk" if self.request_body.stream else "chat.completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model,
                 "choices": choices}
 
-    def choice(self, part: Part) -> dict[str, Any]:
-        content: dict[str, Any] = {"text": (text := part.text)}
-        if self.is_chat and self.asked.stream:
+    def choice(self, chunk: TextChunk) -> dict[str, Any]:
+        content: dict[str, Any] = {"text": (text := chunk.text)}
+        if self.is_chat and self.request_body.stream:
             content = {"delta": {"content": text} if text else {}}
         elif self.is_chat:
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"index": part.index, "finish_reason": part.finish_reason,
-                "logprobs": self.logprobs(part) if part.scores else None, **content}
+        return {"index": chunk.index, "finish_reason": chunk.finish_reason,
+                "logprobs": self.logprobs(chunk) if chunk.scores else None, **content}
 
-    def logprobs(self, part: Part) -> dict[str, Any]:
-        """The log-probabilities of a part's tokens, in the format of chats or of completions."""
+    def logprobs(self, chunk: TextChunk) -> dict[str, Any]:
+        """Return the log-probabilities of a chunk in the format of the endpoint."""
         tokenizer = self.answer.batcher.model.tokenizer
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
-            # After another token: some tokenizers take the space off the first word.
+            # Decode after another token: some tokenizers drop the space before the first word.
             start = tokenizer.document_start_id
             text = tokenizer.decode([start, token])[len(tokenizer.decode([start])):]
             return {"token": text, "logprob": logprob,
                     "bytes": None if UNKNOWN in text else [*text.encode()]}
 
         entries = [entry(score.token, score.logprob) | {
-            "top_logprobs": [entry(*likely) for likely in score.likeliest]} for score in part.scores]
+            "top_logprobs": [entry(*likely) for likely in score.likeliest]} for score in chunk.scores]
         if self.is_chat:
             return {"content": entries, "refusal": None}
         return {"tokens": [each["token"] for each in entries],
@@ -253,16 +253,16 @@ class Reply(Response):
                                  for each in entries]}
 
 
-MODEL_HEADER = "x-paddock-model"  # which model answered, as one that is alone answers to any name
-LEAST_TEMPERATURE = 1e-6  # below, the most likely token is certain, and logits would overflow
+MODEL_HEADER = "x-paddock-model"  # the model that answered; a single model answers to any name
+MIN_TEMPERATURE = 1e-6  # below this, decoding is greedy; logits would overflow
 
 
 class Api:
     """The endpoints.
 
     Args:
-        max_tokens: the most that one prompt is continued by.
-        seconds: the longest time for a request.
+        max_tokens: the longest completion.
+        seconds: time limit of a request.
     """
 
     def __init__(self, batchers: Mapping[str, Batcher], max_tokens: int, seconds: float):
@@ -288,57 +288,57 @@ class Api:
                 "parameters": sum(parameter.numel() for parameter in batcher.model.model.parameters())}
 
     def find(self, name: str) -> str:
-        """The id of a model, also by the path that was given. Raises ApiError if there is no such model."""
+        """Return a model's id, given its id or the path on the command line. Raises ApiError if unknown."""
         ids = [id for id, batcher in self.batchers.items() if name in (id, batcher.model.name)]
         if not ids:
-            raise ApiError(404, f"there is no model {name!r} here, but {', '.join(map(repr, self.batchers))}",
+            raise ApiError(404, f"there is no model {name!r}; choose from {str([*self.batchers])[1:-1]}",
                            "model", "model_not_found")
         return ids[0]
 
-    def asked_model(self, asked: Asked) -> tuple[str, Batcher]:
-        """The id and the batcher of the model that answers; one that is alone answers to any name."""
-        name = next(iter(self.batchers)) if len(self.batchers) == 1 else self.find(asked.model)
+    def requested_model(self, body: RequestBody) -> tuple[str, Batcher]:
+        """Return the id and batcher of the requested model; a single model answers to any name."""
+        name = next(iter(self.batchers)) if len(self.batchers) == 1 else self.find(body.model)
         return name, self.batchers[name]
 
     async def chat(self, request: Request) -> Response:
-        asked = await read(request, ChatAsked)
-        name, batcher = self.asked_model(asked)
+        body = await read(request, ChatBody)
+        name, batcher = self.requested_model(body)
         if batcher.model.chat_format is None:
-            raise ApiError(400, f"{name} cannot answer chats: {batcher.model.why_no_chat}; use "
+            raise ApiError(400, f"{name} cannot chat: {batcher.model.no_chat_reason}; use "
                                 "/v1/completions", "model")
-        batcher.check_room(asked.n)
+        batcher.check_room(body.n)
         try:
-            messages = [message.model_dump() for message in asked.messages]
+            messages = [message.model_dump() for message in body.messages]
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
-        limit = asked.max_completion_tokens or asked.max_tokens
-        jobs = self.jobs(batcher, prompt, asked, limit, "messages")
-        return Reply(batcher.submit(jobs, self.seconds), asked, name)
+        limit = body.max_completion_tokens or body.max_tokens
+        jobs = self.jobs(batcher, prompt, body, limit, "messages")
+        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
 
     async def complete(self, request: Request) -> Response:
-        asked = await read(request, CompletionAsked)
-        name, batcher = self.asked_model(asked)
-        batcher.check_room(len(asked.prompt) * asked.n)
-        prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, asked.prompt)])
+        body = await read(request, CompletionBody)
+        name, batcher = self.requested_model(body)
+        batcher.check_room(len(body.prompt) * body.n)
+        prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, body.prompt)])
         jobs = [job for prompt in prompts
-                for job in self.jobs(batcher, prompt, asked, asked.max_tokens, "prompt")]
-        return Reply(batcher.submit(jobs, self.seconds), asked, name)
+                for job in self.jobs(batcher, prompt, body, body.max_tokens, "prompt")]
+        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
 
-    def jobs(self, batcher: Batcher, prompt: Prompt, asked: Asked, limit: Optional[int], field: str
+    def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str
              ) -> list[Job]:
-        """How to continue a prompt, `n` times with seeds that count up. Raises ApiError if it is too long."""
+        """Return `n` jobs for a prompt, with consecutive seeds. Raises ApiError if the prompt is too long."""
         room = batcher.length - len(prompt.ids)
         if room < 1:
-            raise ApiError(400, f"{field}: the prompt has {len(prompt.ids)} tokens, but the context holds "
-                                f"{batcher.length}, at least one of them for the answer", field,
+            raise ApiError(400, f"{field}: the prompt has {len(prompt.ids)} tokens; the context has room for "
+                                f"{batcher.length}, including at least one for the answer", field,
                            "context_length_exceeded")
-        seed = secrets.randbits(32) if asked.seed is None else asked.seed
-        temperature = asked.temperature if asked.temperature >= LEAST_TEMPERATURE else 0.0
-        top = asked.logprobs
-        if isinstance(asked, ChatAsked):
-            top = asked.top_logprobs if asked.logprobs else None
-        sampling = Sampling(temperature, asked.top_p, asked.top_k, asked.min_p, asked.repetition_penalty,
-                            seed, asked.presence_penalty, asked.frequency_penalty)
+        seed = secrets.randbits(32) if body.seed is None else body.seed
+        temperature = body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0
+        top_logprobs = body.logprobs
+        if isinstance(body, ChatBody):
+            top_logprobs = body.top_logprobs if body.logprobs else None
+        sampling = Sampling(temperature, body.top_p, body.top_k, body.min_p, body.repetition_penalty,
+                            seed, body.presence_penalty, body.frequency_penalty)
         return [Job(prompt, min(room, self.max_tokens, limit or room), replace(sampling, seed=seed + copy),
-                    asked.stop, top) for copy in range(asked.n)]
+                    body.stop, top_logprobs) for copy in range(body.n)]

@@ -1,5 +1,4 @@
-"""The web application of a model or several: a chat page, which asks nobody but its server, and OpenAI's API.
-"""
+"""The web application: a chat page without third-party requests, and OpenAI's API for one or more models."""
 
 import os
 import socket
@@ -31,10 +30,10 @@ from serving.guard import ApiError, Guard
 ASSETS = Path(__file__).parent / "assets"
 STYLE = join_assets("base.css", ASSETS / "chat.css")
 # marked 18.2.1 (`lib/marked.umd.js` of the npm package `marked`, unmodified, MIT): 53 kB, no dependencies.
-# Its lexer gives a tree of tokens, from which the page makes elements; its HTML renderer is not called.
+# The page builds elements from its lexer's token tree; its HTML renderer is not used.
 SCRIPT = join_assets("elements.js", *(
     ASSETS / f"{name}.js" for name in ("conversations", "markdown", "chat", "marked.umd")))
-# Trusted types forbid the page to set text as HTML, should its script ever try.
+# Trusted types prevent the page's script from inserting text as HTML.
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; script-src {csp_hash(SCRIPT)}; style-src {csp_hash(STYLE)}; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -46,16 +45,16 @@ GRACE_SECONDS = 1
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where to serve, to whom, and how much at once."""
+    """The address, API key and limits of a server."""
 
     host: str = "127.0.0.1"
-    port: int = 8000  # 0 = a free one
+    port: int = 8000  # 0 = any free port
     api_key: Optional[str] = None
-    concurrency: int = 8  # prompts that a model continues at once
-    queue: int = 64  # prompts of a model that wait; more are refused
-    context_length: int = 8192  # the most tokens of a prompt with its continuation, if the model has as many
-    max_tokens: int = 4096  # the most tokens of a continuation
-    timeout_seconds: float = 600  # the longest time for a request, waiting included
+    concurrency: int = 8  # prompts per model that run concurrently
+    queue: int = 64  # waiting prompts per model; further ones are rejected
+    context_length: int = 8192  # limit on prompt and completion together, capped by the model's context
+    max_tokens: int = 4096  # limit on a completion
+    timeout_seconds: float = 600  # time limit of a request, including its wait
 
 
 async def show_page(request: Request) -> Response:
@@ -63,9 +62,9 @@ async def show_page(request: Request) -> Response:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error: the API's, the router's, or one that nobody expected."""
+    """Convert an error of the API or the router, or an unexpected one, to a response."""
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, f"there is no {request.method} {request.url.path} here",
+        error = ApiError(error.status_code, f"there is no endpoint {request.method} {request.url.path}",
                          headers=error.headers)
     elif not isinstance(error, ApiError):
         print_traceback(type(error), error, error.__traceback__)
@@ -74,17 +73,17 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 def model_ids(names: Sequence[str]) -> list[str]:
-    """Short names for what the user named: of a path its end, and of a checkpoint RUN@STEP."""
+    """Return short, distinct names: the end of a path, or RUN@STEP for a checkpoint."""
     paths = [Path(name).expanduser().absolute() for name in names]
     return names and distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
                            if path.parent.name == "checkpoints" else path for path in paths])
 
 
 def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlette:
-    """Return the web application, with a thread for each model."""
+    """Create the web application and a thread for each model."""
     batchers: dict[str, Batcher] = {}
     if len({model.name for model in models}) < len(models):
-        raise SettingsError(f"{models[0].name} is named twice; name two different models")
+        raise SettingsError(f"{models[0].name} is named twice; name different models")
     for model, name in zip(models, model_ids([model.name for model in models])):
         length = min(model.context_length, options.context_length)
         try:
@@ -92,8 +91,8 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlett
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise SettingsError(f"too little memory for {options.concurrency} answers of {length} tokens at "
-                                f"once by {model.name}; lower --concurrency or --context-length") from error
+            raise SettingsError(f"{model.name} has too little memory for {options.concurrency} answers of "
+                                f"{length} tokens; lower --concurrency or --context-length") from error
 
     @asynccontextmanager
     async def lifespan(_) -> AsyncIterator[None]:
@@ -106,7 +105,7 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlett
               Route("/v1/models/{name:path}", api.model),
               Route("/v1/chat/completions", api.chat, methods=["POST"]),
               Route("/v1/completions", api.complete, methods=["POST"])]
-    # On loopback, another name is a site's that leads here (DNS rebinding). Elsewhere the site lacks the key.
+    # On loopback, reject other host names (DNS rebinding). Elsewhere, the API key protects the server.
     hosts = ["localhost", "127.0.0.1", "[::1]", options.host] if is_loopback(options.host) else ["*"]
     middleware = [Middleware(Guard, options.api_key),
                   Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
@@ -118,7 +117,7 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlett
 
 
 class Server(uvicorn.Server):
-    """A server whose streams end with an error event at a signal."""
+    """A server that ends open streams with an error event when a signal arrives."""
 
     def __init__(self, app: Starlette):
         # Without log_config=None, uvicorn would close the log handlers of all other packages.
@@ -134,15 +133,15 @@ class Server(uvicorn.Server):
 
 
 def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
-    """Serve models until Ctrl-C, and print where.
+    """Print the address and serve models until Ctrl-C.
 
     Args:
-        models: opened only when the address is known to be free, as that can take minutes.
+        models: opened after the address is claimed, because opening can take minutes.
     """
     key = options.api_key
     if not key and not is_loopback(options.host):
-        raise SettingsError(f"--host {options.host} lets other machines in, so it needs a key; set the "
-                            f"environment variable {KEY_VARIABLE}, which clients then send as their API key")
+        raise SettingsError(f"--host {options.host} accepts other machines and requires an API key; set "
+                            f"{KEY_VARIABLE} in the environment, and send the same key from clients")
     if key and not (key.isascii() and key.isprintable() and " " not in key):
         raise SettingsError(f"{KEY_VARIABLE} cannot be sent in a header; use letters, digits and punctuation")
     try:
@@ -154,6 +153,6 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
             show(f"http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C stops it)")
             Server(app).run(sockets=[listening])
     except KeyboardInterrupt:
-        # Python's own way to end would abort in a thread that is within torch.
+        # A normal exit would abort while a thread runs torch.
         print_safely("\nStopped.", sys.stderr)
         os._exit(130)

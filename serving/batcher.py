@@ -1,6 +1,6 @@
-"""Continues the prompts of many requests at once, in one thread per model.
+"""Completes the prompts of many requests concurrently, in one thread per model.
 
-The event loop gives requests and takes them back; the thread owns the engine, and sends text as it comes.
+The event loop submits and cancels requests. The thread owns the engine and sends text back.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import torch
 
 from common.text import print_safely, print_traceback
 from inference.engine import Engine, Request, Sampling
-from inference.generate import Part, part_of
+from inference.generate import TextChunk, next_chunk
 from inference.text import LanguageModel, Prompt, TextStream
 from serving.guard import ApiError
 
@@ -26,46 +26,47 @@ RETRY_SECONDS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to continue."""
+    """One completion to compute."""
 
     prompt: Prompt
     max_new_tokens: int
     sampling: Sampling
     stop: Sequence[str] = ()
-    top_logprobs: Optional[int] = None  # as of a `Request`
+    top_logprobs: Optional[int] = None  # as in `Request`
 
 
 class Answer:
-    """What continues the prompts of one request, part by part. Belongs to the event loop.
+    """The chunks of all completions of one HTTP request. For use in the event loop only.
 
-    What is not finished at the end of the `with` block is cancelled.
+    The end of the `with` block cancels unfinished completions.
     """
 
     def __init__(self, batcher: "Batcher", jobs: Sequence[Job]):
         self.batcher, self.jobs, self.unfinished = batcher, jobs, len(jobs)
-        self.tokens = [0] * len(jobs)  # that were written for each job
-        self._queue: asyncio.Queue[Part | ApiError] = asyncio.Queue()
+        self.tokens = [0] * len(jobs)  # length of each completion
+        self._queue: asyncio.Queue[TextChunk | ApiError] = asyncio.Queue()
 
-    def put(self, part: Part | ApiError) -> None:
-        """Take a part, or the error that ends the answer unless it is finished."""
-        self.unfinished -= isinstance(part, Part) and part.finish_reason is not None
-        self._queue.put_nowait(part)
+    def put(self, chunk: TextChunk | ApiError) -> None:
+        """Queue a chunk, or an error that ends an unfinished answer."""
+        self.unfinished -= isinstance(chunk, TextChunk) and chunk.finish_reason is not None
+        self._queue.put_nowait(chunk)
 
-    async def parts(self) -> AsyncIterator[Part]:
-        """Yield the parts up to the last one. Raises ApiError if it cannot be finished."""
+    async def chunks(self) -> AsyncIterator[TextChunk]:
+        """Yield all chunks. Raises ApiError if the answer cannot be finished."""
         left = len(self.jobs)
         while left:
-            part = await self._queue.get()
-            if isinstance(part, ApiError):
-                raise part
-            left -= part.finish_reason is not None
-            self.tokens[part.index] = part.tokens
-            yield part
+            chunk = await self._queue.get()
+            if isinstance(chunk, ApiError):
+                raise chunk
+            left -= chunk.finish_reason is not None
+            self.tokens[chunk.index] = chunk.tokens
+            yield chunk
 
     def usage(self, n: int) -> dict[str, int]:
-        """The tokens of the prompts, each of which has `n` jobs, and of the parts so far."""
-        prompts, written = sum(len(job.prompt.ids) for job in self.jobs[::n]), sum(self.tokens)
-        return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
+        """Return the token counts so far; each prompt has `n` jobs."""
+        prompts, completions = sum(len(job.prompt.ids) for job in self.jobs[::n]), sum(self.tokens)
+        total = prompts + completions
+        return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": total}
 
     def __enter__(self) -> "Answer":
         return self
@@ -75,24 +76,24 @@ class Answer:
 
 
 class Batcher:
-    """A model that continues prompts of several requests at once. Raises if it cannot continue one token.
+    """A model in a thread, which serves several requests concurrently. Raises if a first token fails.
 
     Args:
-        rows: how many prompts are continued at once.
-        waiting: how many more may wait.
-        length: the most tokens of a prompt with its continuation.
+        rows: number of prompts that run concurrently.
+        waiting: number of further prompts that may wait.
+        length: the most tokens of a prompt and its completion together.
     """
 
     def __init__(self, model: LanguageModel, rows: int, waiting: int, length: int):
-        self.model, self.rows, self.length, self.most = model, rows, length, rows + waiting
-        self.failed = False  # the last step raised an error
+        self.model, self.rows, self.length, self.capacity = model, rows, length, rows + waiting
+        self.failed = False  # True after a step that raised an error
         self._stopping = False
         self._loop: Optional[asyncio.AbstractEventLoop] = None
-        self._open: dict[Answer, asyncio.TimerHandle] = {}  # with its time limit
+        self._answers: dict[Answer, asyncio.TimerHandle] = {}  # with their time limits
         self._inbox: SimpleQueue[Optional[Callable[[], None]]] = SimpleQueue()  # None ends the thread
-        # These belong to the thread.
+        # Used by the thread only
         self._engine: Optional[Engine] = None
-        self._writing: dict[Request, tuple[Answer, int, TextStream]] = {}  # with the prompt's index
+        self._streams: dict[Request, tuple[Answer, int, TextStream]] = {}  # with the prompt's index
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), daemon=True)
         self._thread.start()
@@ -101,48 +102,48 @@ class Batcher:
     # In the event loop
 
     def check_room(self, prompts: int) -> None:
-        """Raise ApiError if a request of so many prompts is refused now."""
+        """Raise ApiError if there is no room for this many prompts."""
         if self._stopping:
             raise stopping()
-        if prompts > self.most:
-            raise ApiError(400, f"at most {self.most} prompts can be continued by one request, not {prompts}",
+        if prompts > self.capacity:
+            raise ApiError(400, f"a request may have at most {self.capacity} prompts, not {prompts}",
                            "prompt")
-        if sum(answer.unfinished for answer in self._open) + prompts > self.most:
+        if sum(answer.unfinished for answer in self._answers) + prompts > self.capacity:
             raise ApiError(429, "too many requests are waiting; try again later",
                            code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
 
     def submit(self, jobs: Sequence[Job], seconds: float) -> Answer:
-        """Begin to continue prompts, each as soon as there is room.
+        """Queue the jobs of a request.
 
         Args:
-            seconds: the longest time that it may take.
+            seconds: time limit of the request.
         """
-        def end() -> None:
+        def time_out() -> None:
             self._inbox.put(lambda: self._cancel(answer))
             answer.put(ApiError(504, f"the answer took longer than {seconds:g} s"))
 
         self.check_room(len(jobs))
         self._loop = asyncio.get_running_loop()
         answer = Answer(self, jobs)
-        self._open[answer] = self._loop.call_later(seconds, end)
+        self._answers[answer] = self._loop.call_later(seconds, time_out)
         self._inbox.put(lambda: self._add(answer))
         return answer
 
     def close(self, answer: Answer) -> None:
-        """Cancel what is not finished. Called once, by the answer itself."""
-        self._open.pop(answer).cancel()
+        """Cancel unfinished completions. The answer calls this once."""
+        self._answers.pop(answer).cancel()
         self._inbox.put(lambda: self._cancel(answer))
 
     def stop(self) -> None:
-        """End all requests with an error now, and take no more. Also for signal handlers."""
+        """End all requests with an error and refuse new ones. Safe in signal handlers."""
         self._stopping = True
         self._inbox.put(None)
-        self._send([(answer, stopping()) for answer in self._open])
+        self._send([(answer, stopping()) for answer in self._answers])
 
     # In the thread
 
     def _work(self, ready: Future) -> None:
-        try:  # a token, so that what is allocated or compiled once is, before anyone waits for it
+        try:  # generate one token first, so that no request waits for allocation or compilation
             self._engine = Engine(self.model.model, self.rows, self.length)
             self._engine.add(Request(self.model.text_prompt("").ids, 1))
             while not self._engine.idle:
@@ -156,62 +157,62 @@ class Batcher:
                     if (call := self._inbox.get()) is None:
                         return
                     call()
-                self._continue_requests()
-            except Exception as error:  # whatever it was, later requests may pass
+                self._step()
+            except Exception as error:  # later requests may succeed
                 self._fail(error)
 
-    def _continue_requests(self) -> None:
+    def _step(self) -> None:
         changed = self._engine.step()
-        self.failed, parts = False, []
+        self.failed, chunks = False, []
         for request in changed:
-            if request in self._writing:
-                answer, index, stream = self._writing[request]
-                parts.append((answer, part := part_of(index, request, stream)))
-                if part.finish_reason:
-                    del self._writing[request]
+            if request in self._streams:
+                answer, index, stream = self._streams[request]
+                chunks.append((answer, chunk := next_chunk(index, request, stream)))
+                if chunk.finish_reason:
+                    del self._streams[request]
                     self._engine.cancel(request)
-        self._send(parts)
+        self._send(chunks)
 
     def _add(self, answer: Answer) -> None:
         requests = []
         for index, job in enumerate(answer.jobs):
             request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids,
                               top_logprobs=job.top_logprobs)
-            stream = TextStream(self.model.tokenizer, job.stop, job.prompt.after)
-            self._writing[request] = answer, index, stream
+            stream = TextStream(self.model.tokenizer, job.stop, job.prompt.prefix)
+            self._streams[request] = answer, index, stream
             requests.append(request)
-        if self._engine is None:  # only now, when an error would end this answer
+        if self._engine is None:  # created here, so that an error ends this answer
             self._engine = Engine(self.model.model, self.rows, self.length)
         for request in requests:
             self._engine.add(request)
 
     def _cancel(self, answer: Answer) -> None:
-        for request in [request for request, (its, *_) in self._writing.items() if its is answer]:
-            del self._writing[request]
+        for request in [request for request, (owner, *_) in self._streams.items() if owner is answer]:
+            del self._streams[request]
             self._engine.cancel(request)
 
     def _fail(self, error: Exception) -> None:
-        """End all requests with an error, and forget the engine, whose state is unknown."""
-        print_safely(f"{self.model.name} failed; its requests are ended with an error:", sys.stderr)
+        """End all requests with an error, and discard the engine, whose state is unknown."""
+        print_safely(f"{self.model.name} failed; its requests end with an error:", sys.stderr)
         print_traceback(type(error), error, error.__traceback__)
         if is_out_of_memory(error):
             reported = ApiError(500, "the server is out of memory; a shorter prompt may fit",
                                 code="out_of_memory")
         else:
             reported = ApiError(500, f"the model failed ({type(error).__name__}); see the server's output")
-        answers = {answer for answer, *_ in self._writing.values()}
+        answers = {answer for answer, *_ in self._streams.values()}
         self.failed, self._engine = True, None
-        self._writing.clear()
+        self._streams.clear()
         self._send([(answer, reported) for answer in answers])
 
-    def _send(self, parts: Sequence[tuple[Answer, Part | ApiError]]) -> None:
-        """Give answers their parts, in the event loop."""
+    def _send(self, chunks: Sequence[tuple[Answer, TextChunk | ApiError]]) -> None:
+        """Pass chunks to their answers, in the event loop."""
         def put_all() -> None:
-            for answer, part in parts:
-                answer.put(part)
+            for answer, chunk in chunks:
+                answer.put(chunk)
 
-        if parts:
-            with suppress(RuntimeError):  # the loop is closed: the server has ended
+        if chunks:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped
                 self._loop.call_soon_threadsafe(put_all)
 
 
@@ -220,5 +221,5 @@ def stopping() -> ApiError:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out; on the CPU, torch has no error class for that."""
+    """Whether memory ran out. On the CPU, torch has no error class for that."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

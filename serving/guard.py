@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI clients expect, and the requests that are refused unread."""
+"""Errors in OpenAI's format, and the checks before a request is read."""
 
 import hmac
 from collections.abc import Mapping
@@ -12,23 +12,23 @@ from common.http_server import HEADERS
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          429: "rate_limit_error"}
-OPEN_PATHS = ("/", "/health")  # without a key
+PUBLIC_PATHS = ("/", "/health")  # no API key required
 
 
 class ApiError(Exception):
-    """A request's error, in OpenAI's schema.
+    """An error response in OpenAI's format.
 
     Args:
-        param: the field of the request that it is about.
-        code: a word for programs.
-        headers: further headers of the response.
+        param: the request field at fault.
+        code: machine-readable reason.
+        headers: additional response headers.
     """
 
     def __init__(self, status: int, message: str, param: Optional[str] = None, code: Optional[str] = None,
                  headers: Optional[Mapping[str, str]] = None):
         super().__init__(message)
         self.status = status
-        # OpenAI's client repeats what failed on the server, and this would fail again.
+        # OpenAI's client retries server errors by default; these would fail again.
         final = {"x-should-retry": "false"} if status in (500, 504) else {}
         self.headers = final | dict(headers or {})
         kind = "server_error" if status >= 500 else TYPES.get(status, "invalid_request_error")
@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 
 class Guard:
-    """The outermost layer of the application: refuses other sites' requests, and those without the key."""
+    """The outermost middleware: rejects cross-origin requests and requests without the API key."""
 
     def __init__(self, app: ASGIApp, key: Optional[str]):
         self.app, self.key = app, key
@@ -59,16 +59,16 @@ class Guard:
         await self.app(scope, receive, send_with_headers)
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse what a page of another origin asks, what has no key, and what a form can send."""
+        """Raise ApiError for other origins, a missing key, or a content type that HTML forms can send."""
         origin = headers.get("origin")
         if origin is not None and origin.lower() != f"http://{headers.get('host', '').lower()}":
-            raise ApiError(403, f"pages of {origin} may not use this server")
-        if self.key and path not in OPEN_PATHS:
+            raise ApiError(403, f"pages from {origin} may not use this server")
+        if self.key and path not in PUBLIC_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_key = hmac.compare_digest(given.strip().encode(), self.key.encode())  # in constant time
             if not is_key or scheme.lower() != "bearer":
-                raise ApiError(401, "this server needs its API key, as in 'Authorization: Bearer KEY'",
+                raise ApiError(401, "this server requires its API key: 'Authorization: Bearer KEY'",
                                code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind != "application/json":
+        content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and content_type != "application/json":
             raise ApiError(415, "the body must be JSON; set Content-Type: application/json")

@@ -1,4 +1,4 @@
-"""Opens what is named on the command line."""
+"""Opens the models named on the command line."""
 
 from pathlib import Path
 from typing import Optional
@@ -13,13 +13,13 @@ from run.adapters import base_of_adapters, load_for_use
 
 
 def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
-    """Return the model of a run, checkpoint, Hugging Face folder or name, with its adapters if it has any."""
-    of_shape = folder = find_model(name)
+    """Return a model, given a run, checkpoint, Hugging Face folder or name, with any adapters applied."""
+    shape_folder = folder = find_model(name)
     if (folder / peft.CONFIG_FILE).exists():
-        of_shape = base_of_adapters(folder, base)
-        base = str(of_shape)
+        shape_folder = base_of_adapters(folder, base)
+        base = str(shape_folder)
     model, tokenizer = load_for_use(folder, base)
-    longest = context_length(read_json(of_shape / "config.json"))
+    longest = context_length(read_json(shape_folder / "config.json"))
     settings = store.read_state(folder).get("settings", {})
     stage = settings.get("TRAINING_STAGE")
     opened = LanguageModel(name, model, tokenizer, longest, stage == "pretrain")
@@ -28,7 +28,7 @@ def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
 
 
 def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
-    """Beginnings of examples that a run was trained on, if its data is still there."""
+    """Return the beginnings of examples from a run's training data, if it still exists."""
     try:
         examples = read_json(prepared_folder(Path(data_path)) / "manifest.json")["examples"]
     except (TypeError, OSError, ValueError, KeyError, PaddockError):
@@ -37,8 +37,9 @@ def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
     if model.chat_format is None:
         start = decode([model.tokenizer.document_start_id])
         return [" ".join(text.removeprefix(start).split()[:8]) for text in examples]
-    # A user's message, if it stands alone where the chat format puts it, and is not shortened.
+    # User messages of single-turn examples that the manifest does not shorten
     before, after = decode(model.chat_prompt([{"role": "user", "content": "?"}]).ids).split("?", 1)
-    asked = [text.partition("\u27e6")[0].partition("\nchosen: ")[0].strip() for text in examples]
-    return [*dict.fromkeys(text[len(before):-len(after.strip())] for text in asked if text.startswith(before)
-                           and text.endswith(after.strip()) and " tokens ...] " not in text)]
+    first_turns = [text.partition("\u27e6")[0].partition("\nchosen: ")[0].strip() for text in examples]
+    after = after.strip()
+    return [*dict.fromkeys(text[len(before):-len(after)] for text in first_turns if text.startswith(before)
+                           and text.endswith(after) and " tokens ...] " not in text)]

@@ -68,12 +68,12 @@ def run_engine(model: Any, prompts: list[list[int]], new_tokens: list[int], rows
     for request in requests:
         engine.add(request)
     engine.step()
-    if len(requests[0].written) > 1:
+    if len(requests[0].output_ids) > 1:
         raise AssertionError("the first step writes one token")
     times.append(clocks())
     while not engine.idle:
         engine.step()
-    return timing([*times, clocks()], [request.written for request in requests])
+    return timing([*times, clocks()], [request.output_ids for request in requests])
 
 
 def run_transformers(peer: Any, prompts: list[list[int]], new_tokens: int, cache: str) -> Timing:

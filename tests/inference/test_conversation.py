@@ -23,24 +23,24 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_never_the_system_prompt(
 
     turns = [Turn(f"What is {number}?", f"It is {number}.") for number in range(3)] + [Turn("And now?")]
     model = LanguageModel("m", None, tokenizer, 10_000)
-    whole = len(prompt_of(*(text for turn in turns for text in (turn.words, turn.answer) if text)).ids)
+    whole = len(prompt_of(*(text for turn in turns for text in (turn.user_text, turn.answer) if text)).ids)
     for missing, expected in ((0, 0), (1, 1), (len(prompt_of("What is 0?", "It is 0.").ids), 2)):
         conversation = talk(tokenizer, *turns, system="Be kind.", context=whole + 20 - missing)
         prompt = conversation.prompt(20)
-        assert conversation.left_out == expected
-        kept = [text for turn in turns[expected:] for text in (turn.words, turn.answer) if text]
+        assert conversation.dropped == expected
+        kept = [text for turn in turns[expected:] for text in (turn.user_text, turn.answer) if text]
         assert prompt == prompt_of(*kept) and len(prompt.ids) + 20 <= conversation.model.context_length
     assert len(conversation.records()[0]["messages"]) == 7, "what is left out is not forgotten"
 
     conversation.turns[-1] = Turn("long " * 500)
-    with pytest.raises(DataError, match=r"too long: [\d,]+ tokens .* room for \d+ and an answer"):
+    with pytest.raises(DataError, match=r"too long: [\d,]+ tokens .* room for \d+"):
         conversation.prompt(20)
     del conversation.turns[1:]
     assert conversation.prompt(20) == prompt_of("What is 0?", "It is 0."), "what was left out comes back"
 
 
 def test_a_text_is_continued_by_both_until_the_model_ends_it(tokenizer):
-    turns = Turn("The cat", " saw "), Turn("the dog", ". It"), Turn("fed it", ""), Turn("\n", "twice.", ended=True), Turn("A fox")
+    turns = Turn("The cat", " saw "), Turn("the dog", ". It"), Turn("fed it", ""), Turn("\n", "twice.", is_complete=True), Turn("A fox")
     conversation = talk(tokenizer, *turns[:4], pretrained_only=True)
     conversation.turns.append(Turn(""))
     first = "The cat saw the dog. It fed it\ntwice."
@@ -51,4 +51,4 @@ def test_a_text_is_continued_by_both_until_the_model_ends_it(tokenizer):
     # Of a text that is too long the end is kept, behind the document's start.
     ids = conversation.model.text_prompt("A fox").ids
     conversation = talk(tokenizer, *turns, pretrained_only=True, context=len(ids) + 9)
-    assert conversation.prompt(10).ids == [ids[0], *ids[2:]] and conversation.left_out == 1
+    assert conversation.prompt(10).ids == [ids[0], *ids[2:]] and conversation.dropped == 1

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from checkpoint import huggingface
 from config import ModelConfig
 from inference import engine as engine_module
-from inference.engine import GRAIN, MOST_LIKELY, Engine, Request, Sampling, Samplings, choose, penalize
+from inference.engine import TOP_CANDIDATES, Engine, Request, Sampling, SamplingTensors, choose, penalize
 from inference.generate import generate
 from model import Transformer
 from model_utils import model_on_meta
@@ -43,7 +43,7 @@ def run(engine: Engine, *requests: Request) -> list[list[int]]:
         engine.add(request)
     while not engine.idle:
         engine.step()
-    return [request.written for request in requests]
+    return [request.output_ids for request in requests]
 
 
 def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling = Sampling()) -> list[int]:
@@ -54,21 +54,21 @@ def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling 
     with torch.no_grad():
         for draw_1 in draws.split(1):
             logits_1V, seen_1V[0, tokens] = model.logits(torch.tensor([tokens]))[:, -1], True
-            tokens.append(int(choose(penalize(logits_1V, seen_1V, penalty), draw_1, Samplings([sampling]))))
+            tokens.append(int(choose(penalize(logits_1V, seen_1V, penalty), draw_1, SamplingTensors([sampling]))))
     assert tokens[len(prompt):] == written
     return written
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("rows, read_at_once, grain", [(6, 256, 1), (3, 256, 16), (2, 5, 1), (2, 5, 16), (1, 1, 16)])
-def test_a_request_gets_what_it_gets_alone(model, sampling, rows, read_at_once, grain, monkeypatch):
+@pytest.mark.parametrize("rows, prefill_tokens, multiple", [(6, 256, 1), (3, 256, 16), (2, 5, 1), (2, 5, 16), (1, 1, 16)])
+def test_a_request_gets_what_it_gets_alone(model, sampling, rows, prefill_tokens, multiple, monkeypatch):
     """All at once or waiting for rows, with prompts that are read whole or in pieces; some end sooner.
 
-    With a grain, as on a GPU, attention reads beyond the tokens that are used.
+    With a multiple above 1, as on a GPU, attention reads beyond the tokens that are used.
     """
-    monkeypatch.setitem(GRAIN, "cpu", grain)
+    monkeypatch.setitem(engine_module.LENGTH_MULTIPLE, "cpu", multiple)
     requests = [Request(prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
-    written = run(Engine(model, rows, 60, read_at_once), *requests)
+    written = run(Engine(model, rows, 60, prefill_tokens), *requests)
     expected = [alone(model, prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
     assert written == expected
     assert {request.finish_reason for request in requests} == {"length"}
@@ -76,27 +76,27 @@ def test_a_request_gets_what_it_gets_alone(model, sampling, rows, read_at_once, 
 
 
 def test_a_request_can_come_while_others_are_written(model):
-    engine = Engine(model, 3, 60, read_at_once=8)
+    engine = Engine(model, 3, 60, prefill_tokens=8)
     requests = [Request(prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
     for request in requests:
         engine.add(request)
         for _ in range(4):
             engine.step()
     run(engine)
-    assert [request.written for request in requests] == [
+    assert [request.output_ids for request in requests] == [
         alone(model, prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
 
 
 def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
-    engine, short, long = Engine(model, 2, 60, read_at_once=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
+    engine, short, long = Engine(model, 2, 60, prefill_tokens=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
     engine.add(short)
     engine.step()
     engine.add(long)
     for written in range(2, 9):
-        assert engine.step() == [short] and len(short.written) == written
+        assert engine.step() == [short] and len(short.output_ids) == written
     assert engine.step() == [long, short]
     run(engine)
-    assert (short.written, long.written) == (alone(model, [1, 2], 30), alone(model, PROMPTS[2], 3))
+    assert (short.output_ids, long.output_ids) == (alone(model, [1, 2], 30), alone(model, PROMPTS[2], 3))
 
 
 def test_what_a_row_has_read_is_not_read_again(model):
@@ -128,19 +128,19 @@ def test_what_a_row_has_read_is_not_read_again(model):
 
 
 def test_a_cancelled_request_ends_and_leaves_no_trace(model):
-    engine = Engine(model, 2, 60, read_at_once=8)
+    engine = Engine(model, 2, 60, prefill_tokens=8)
     requests = [Request(prompt, 20) for prompt in PROMPTS[:4]]
     for request in requests:
         engine.add(request)
     engine.step()
     reading, waiting = requests[0], requests[3]
-    so_far = [*reading.written]
+    so_far = [*reading.output_ids]
     for request in (reading, waiting):
         engine.cancel(request)
     changed = [request for _ in range(60) for request in engine.step()]
     assert engine.idle and reading not in changed and waiting not in changed
-    assert reading.finish_reason == waiting.finish_reason == "cancelled" and reading.written == so_far
-    assert [request.written for request in requests[1:3]] == [alone(model, prompt, 20) for prompt in PROMPTS[1:3]]
+    assert reading.finish_reason == waiting.finish_reason == "cancelled" and reading.output_ids == so_far
+    assert [request.output_ids for request in requests[1:3]] == [alone(model, prompt, 20) for prompt in PROMPTS[1:3]]
     engine.cancel(requests[1])
     assert requests[1].finish_reason == "length", "it was done before"
 
@@ -153,7 +153,7 @@ def test_a_row_may_be_full_to_the_last_token(model):
     for _ in range(31):
         engine.step()
     run(engine, other)
-    assert [full.written, other.written] == [alone(model, PROMPTS[0], 33), alone(model, PROMPTS[2], 9)]
+    assert [full.output_ids, other.output_ids] == [alone(model, PROMPTS[0], 33), alone(model, PROMPTS[2], 9)]
 
 
 class HostTraffic(TorchDispatchMode):
@@ -177,7 +177,7 @@ class HostTraffic(TorchDispatchMode):
     ids=["greedy, even", "drawn, uneven", "tempered, even"])
 def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_tokens(sampling, prompts, monkeypatch):
     """With some requests greedy, and a free row between those that are written."""
-    vocabulary = MOST_LIKELY + 100  # on the device it cannot be asked whether the most likely tokens suffice
+    vocabulary = TOP_CANDIDATES + 100  # on the device it cannot be asked whether the most likely tokens suffice
     model = model_on_meta(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), vocabulary, torch.bfloat16)
     engine, made, tensor, reads = Engine(model, 4, 400), [], torch.tensor, []
     monkeypatch.setattr(torch, "tensor", lambda *args, **options: made.append(args) or tensor(*args, **options))
@@ -187,14 +187,14 @@ def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_toke
     requests = [Request(prompts[0], 90, sampling), short, Request(prompts[1], 90, sampling), Request([5], 90)]
     for request in requests:
         engine.add(request)
-    while short.finish_reason is None or len(requests[0].written) < 4:
+    while short.finish_reason is None or len(requests[0].output_ids) < 4:
         engine.step()
     made.clear(), reads.clear()
     with HostTraffic() as traffic:
         for _ in range(80):
             assert len(engine.step()) == 3
     assert (made, traffic.operations, len(reads)) == ([], [], 80)
-    assert requests[0].written[-80:] == [*range(1, 81)]
+    assert requests[0].output_ids[-80:] == [*range(1, 81)]
     assert engine.cache.keys.is_meta
 
 
@@ -233,7 +233,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
     huggingface.save_model_folder(folder, model.state_dict(), model.config, tokenizer, 256)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = random_prompts(5, 1, 17, 40, 3, 9, 64, 2, 25, 11, vocabulary=tokenizer.vocab_size)
-    ours = run(Engine(model, 4, 200, read_at_once=16), *[Request(prompt, 100) for prompt in prompts])
+    ours = run(Engine(model, 4, 200, prefill_tokens=16), *[Request(prompt, 100) for prompt in prompts])
     assert len({token for written in ours for token in written}) > 100
     for prompt, written in zip(prompts, ours):
         ids = torch.tensor([prompt])

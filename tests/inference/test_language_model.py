@@ -40,7 +40,7 @@ def test_a_model_that_answers_no_chats_says_why_and_continues_texts(folder, tmp_
     for name, why in ((str(without), "its tokenizer has no chat template"), (broken, "chat template cannot be read"),
                       (str(tmp_path / "pretrained"), "it was only pretrained, not trained on chats")):
         model = open_model(name)
-        assert model.chat_format is None and why in model.why_no_chat
-        with pytest.raises(DataError, match=f"continues text: .*{why}"):
+        assert model.chat_format is None and why in model.no_chat_reason
+        with pytest.raises(DataError, match=f"cannot chat: .*{why}"):
             model.chat_prompt(MESSAGES)
         assert model.text_prompt("Hi").ids

@@ -36,12 +36,12 @@ def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
 
 
 @pytest.mark.parametrize("line, reason", [
-    ("{", "is not JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
+    ("{", "not valid JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
     ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is int, expected text"),
     ({"messages": "hello"}, "messages is str, expected a list"), ({"messages": []}, "has no messages"),
     ({"messages": [{"role": "user"}]}, "has no 'content'"),
     ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's"),
-    ("[" * 100_000, "is not JSON"),
+    ("[" * 100_000, "not valid JSON"),
 ])
 def test_a_wrong_line_is_named(tmp_path, line, reason):
     name = write(tmp_path / "p.jsonl", {"prompt": "good"}, "", line)
@@ -52,7 +52,7 @@ def test_a_wrong_line_is_named(tmp_path, line, reason):
 
 def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n")
-    with pytest.raises(DataError, match=r"latin\.txt:2: is not UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.txt:2: not valid UTF-8"):
         read_prompts(str(tmp_path / "latin.txt"))
     for name, reason in ((tmp_path, "is not a plain file"), (tmp_path / "gone", "No such file"),
                          (write(tmp_path / "empty.txt", "", " "), "has no prompts")):

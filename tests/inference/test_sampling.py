@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference import engine as module
-from inference.engine import Sampling, Samplings, choose, penalize
+from inference.engine import Sampling, SamplingTensors, choose, penalize
 
 WAYS = [
     {"temperature": 0.7},
@@ -44,7 +44,7 @@ def drawn_shares(logits_V: torch.Tensor, sampling: Sampling, draws: int = 20_000
         seen_V = torch.zeros(len(logits_V), dtype=torch.bool).index_fill(0, torch.tensor(SEEN), True)
         logits_V = penalize(logits_V, seen_V, torch.tensor(sampling.repetition_penalty))
     draws_B = (torch.arange(draws) + 0.5) / draws
-    ids_B = choose(logits_V.expand(draws, -1), draws_B, Samplings([sampling] * draws))
+    ids_B = choose(logits_V.expand(draws, -1), draws_B, SamplingTensors([sampling] * draws))
     return torch.bincount(ids_B, minlength=len(logits_V)) / draws
 
 
@@ -52,7 +52,7 @@ def drawn_shares(logits_V: torch.Tensor, sampling: Sampling, draws: int = 20_000
 @pytest.mark.parametrize("looked_at_first", [4, 512])
 def test_distributions_are_those_of_transformers(way, looked_at_first, monkeypatch):
     """Also where the most likely tokens, which are looked at first, do not suffice."""
-    monkeypatch.setattr(module, "MOST_LIKELY", looked_at_first)
+    monkeypatch.setattr(module, "TOP_CANDIDATES", looked_at_first)
     sampling = Sampling(**{"temperature": 1.0, **way})
     logits_V = logits_of(61)
     torch.testing.assert_close(drawn_shares(logits_V, sampling), by_transformers(logits_V, sampling), atol=1.5e-4, rtol=0)
@@ -62,10 +62,10 @@ def test_distributions_are_those_of_transformers(way, looked_at_first, monkeypat
 def test_a_large_vocabulary_is_ordered_as_far_as_needed(way):
     """In 5,000 ids of even probability, what is drawn does not depend on how many are looked at first."""
     logits_BV = (logits_of(5000, 0.5).expand(300, -1)).clone()
-    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), Samplings([Sampling(1.0, **way)] * 300)
+    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), SamplingTensors([Sampling(1.0, **way)] * 300)
     found = choose(logits_BV, draws_B, samplings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "MOST_LIKELY", 5000)
+        patch.setattr(module, "TOP_CANDIDATES", 5000)
         whole = choose(logits_BV, draws_B, samplings)
     assert (found == whole).float().mean() > 0.98, "but for sums that are rounded otherwise"
     assert len({*found.tolist()}) > 200
@@ -75,8 +75,8 @@ def test_each_row_is_sampled_in_its_own_way():
     logits_V = logits_of(61)
     samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(0.5, top_k=3), Sampling(2.0, top_p=0.5, min_p=0.1)]
     draws_B = torch.tensor([0.1, 0.99, 0.5, 0.8, 0.9])
-    together = choose(logits_V.expand(5, -1), draws_B, Samplings(samplings))
-    alone = [choose(logits_V[None], draws_B[[row]], Samplings([sampling])) for row, sampling in enumerate(samplings)]
+    together = choose(logits_V.expand(5, -1), draws_B, SamplingTensors(samplings))
+    alone = [choose(logits_V[None], draws_B[[row]], SamplingTensors([sampling])) for row, sampling in enumerate(samplings)]
     assert torch.equal(together, torch.cat(alone))
     assert together[0] == together[2] == logits_V.argmax() and len({*together.tolist()}) > 2
 
@@ -93,6 +93,6 @@ def test_the_largest_draw_stays_in_the_nucleus():
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
     ranked = logits.argsort(descending=True)
     nucleus = (logits.softmax(-1).gather(1, ranked).cumsum(-1) < 0.5).sum(-1) + 1
-    ids = choose(logits, torch.ones(200), Samplings([Sampling(1.0, top_p=0.5)] * 200))
+    ids = choose(logits, torch.ones(200), SamplingTensors([Sampling(1.0, top_p=0.5)] * 200))
     assert torch.equal(ids, ranked.gather(1, nucleus[:, None] - 1)[:, 0])
-    assert torch.equal(choose(logits, torch.zeros(200), Samplings([Sampling(1.0, top_p=0.5)] * 200)), ranked[:, 0])
+    assert torch.equal(choose(logits, torch.zeros(200), SamplingTensors([Sampling(1.0, top_p=0.5)] * 200)), ranked[:, 0])

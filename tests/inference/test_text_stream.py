@@ -136,5 +136,5 @@ def test_the_first_complete_stop_string_ends_the_text_however_it_is_cut_into_tok
 def test_a_continuation_has_the_space_that_the_first_word_of_a_text_lacks(tokenizers, kind, before, after):
     tokenizer = tokenizers[kind]
     before, after = tokenizer.encode(before), tokenizer.encode(after)
-    told = "".join(pieces(TextStream(tokenizer, after=before), after))
+    told = "".join(pieces(TextStream(tokenizer, prefix=before), after))
     assert tokenizer.decode(before) + told == tokenizer.decode(before + after)

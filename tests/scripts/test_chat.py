@@ -86,7 +86,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     ("/rest", "/rest; the commands are /retry /undo /reset"), ("/temperature -1", "/temperature: expected a number from 0 on, not '-1'"),
     ("/temperature nan", "not 'nan'"), ("/seed x", "expected a number from 0 to 4,294,967,295, not 'x'"), ("/save", "/save needs a file name"),
     ("/save x", "no answer to save"), ("/retry", "no message to answer"), ("/undo", "no message to remove"),
-    ("word " * 4096, "that is too long: ")])
+    ("word " * 4096, "too long: ")])
 def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
     code, out, err = chat(f"{line}\nHi\n", folder)
     assert (code, out) == (3 if "word" in line else 2, "") and words in err and "Traceback" not in err

@@ -17,7 +17,7 @@ from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
 from fused import matmul
 from inference.engine import RowCache, Sampling
-from inference.generate import Writer
+from inference.generate import TextGenerator
 from model import Transformer
 from run import adapters
 from run.adapters import load_model
@@ -62,7 +62,7 @@ def texts_of(parts) -> list[str]:
 
 
 def continued(model, tokenizer, *options) -> list[str]:
-    return texts_of(script.continuations(Writer(model, tokenizer, *options[1:]), options[0]))
+    return texts_of(script.continuations(TextGenerator(model, tokenizer, *options[1:]), options[0]))
 
 
 def test_greedy_text_is_that_of_transformers(folder, tokenizer):
@@ -171,7 +171,7 @@ def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path, temp
             "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = texts_of(script.answers(Writer(*script.load(str(tmp_path / "folder")), 24), [turn], system))
+        answer, = texts_of(script.answers(TextGenerator(*script.load(str(tmp_path / "folder")), 24), [turn], system))
         assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 
@@ -183,7 +183,7 @@ def called(monkeypatch, capsys, *arguments) -> str:
 
 
 def test_the_command_prints_the_turns_of_a_chat(folder, monkeypatch, capsys):
-    replies = texts_of(script.answers(Writer(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
+    replies = texts_of(script.answers(TextGenerator(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
     assert called(monkeypatch, capsys, folder, "--chat", "--system", "Be kind.", "--temperature", 0, "--max-new-tokens", 6,
                   "--prompt", "The cat", "Why?") == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
 
@@ -208,12 +208,12 @@ def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, 
 
 def test_a_stop_text_ends_a_continuation(folder):
     model, tokenizer = script.load(str(folder))
-    whole, = texts_of(script.continuations(Writer(model, tokenizer, 24), PROMPTS[:1]))
+    whole, = texts_of(script.continuations(TextGenerator(model, tokenizer, 24), PROMPTS[:1]))
     stop = whole[5:8]
-    parts = [*script.continuations(Writer(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
+    parts = [*script.continuations(TextGenerator(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
     assert texts_of(parts) == [whole[:whole.index(stop)]]
     assert parts[-1].finish_reason == "stop" and parts[-1].tokens < 24
-    assert [part.finish_reason for part in script.continuations(Writer(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
+    assert [part.finish_reason for part in script.continuations(TextGenerator(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
 
 
 def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):

@@ -128,7 +128,7 @@ def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, refe
 
     engine, prompt, done = server[1][0]._engine, models[0].chat_prompt(HELLO).ids, []
     cancel = engine.cancel
-    monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), done.append(request.written)))
+    monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), done.append(request.output_ids)))
     asked = {"logprobs": True, "top_logprobs": 5, "temperature": 2.0, "seed": 1, "extra_body": {"repetition_penalty": 1.3},
              "presence_penalty": 0.5}
     whole = chat(client, **asked).choices[0]
@@ -222,7 +222,7 @@ def test_a_prompt_must_leave_one_token_of_the_context(client, models):
     text = "x" * (CONTEXT - 2)
     assert len(models[0].text_prompt(text).ids) == CONTEXT - 1
     assert complete(client, text).usage.completion_tokens == 1
-    with pytest.raises(openai.BadRequestError, match=f"prompt: the prompt has {CONTEXT} tokens, but the context holds {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=f"prompt: the prompt has {CONTEXT} tokens; the context has room for {CONTEXT}"):
         complete(client, text + "x")
 
 
@@ -236,7 +236,7 @@ def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, m
 
 
 REFUSED = [
-    ({"model": "none"}, 404, "model", "there is no model 'none' here, but 'tiny', 'other'"),
+    ({"model": "none"}, 404, "model", "there is no model 'none'; choose from 'tiny', 'other'"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "'system', 'user' or 'assistant'"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
@@ -245,7 +245,7 @@ REFUSED = [
     ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
     ({"top_p": 1e-300}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
-    ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "goes with logprobs"),
+    ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
@@ -253,9 +253,9 @@ REFUSED = [
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
     ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
     ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
-    ({"extra_body": {"stream_options": {}}}, 400, "stream_options", "goes with stream"),
+    ({"extra_body": {"stream_options": {}}}, 400, "stream_options", "requires stream"),
     ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages",
-     rf"messages: the prompt has 20\d\d tokens, but the context holds {CONTEXT}, at least one of them for the answer")]
+     rf"messages: the prompt has 20\d\d tokens; the context has room for {CONTEXT}, including at least one for the answer")]
 
 
 @pytest.mark.parametrize("changes, status, param, message", REFUSED, ids=[f"{row[2]}-{number}" for number, row in enumerate(REFUSED)])
@@ -292,7 +292,7 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
     model.tokenizer.special_ids = {}
     with serving([dataclasses.replace(model)]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
         assert not client.models.list().data[0].chat
-        with pytest.raises(openai.BadRequestError, match="tiny cannot answer chats: .*; use /v1/completions"):
+        with pytest.raises(openai.BadRequestError, match="tiny cannot chat: .*; use /v1/completions"):
             chat(client)
         assert complete(client).choices[0].text
 
@@ -302,8 +302,8 @@ def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):
     streams = [chat(client, stream=True, max_tokens=CONTEXT - 100) for _ in range(6)]
     for stream in streams:
         next(stream)
-    wait_until(lambda: len(ours._writing) == 6)
-    requests = [*ours._writing]
+    wait_until(lambda: len(ours._streams) == 6)
+    requests = [*ours._streams]
     for stream in streams:
         stream.close()
     wait_until(lambda: is_free(ours))

@@ -26,7 +26,7 @@ def test_the_ratio_is_printed_with_its_spread(prepared, monkeypatch, capsys):
         assert one.startswith("  1 at once: ") and four.startswith("  4 at once: ")
         assert re.fullmatch(r"ratio: \d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\] \(2 rounds\)", ratio)
         monkeypatch.setenv("PADDOCK_API_KEY", "another")
-        with pytest.raises(PaddockError, match="answered 401: .*needs its API key"):
+        with pytest.raises(PaddockError, match="answered 401: .*API key"):
             run(monkeypatch, url)
 
 

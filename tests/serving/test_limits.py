@@ -215,7 +215,7 @@ def test_a_client_that_reads_nothing_holds_no_row_and_stops_nobody(prepared):
         with connect(url) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(post(asked(max_tokens=90_000, stream=True)))
-            wait_until(lambda: batcher._writing)
+            wait_until(lambda: batcher._streams)
             assert httpx.post(url + CHAT, json=asked(), timeout=PATIENCE).status_code == 200, "when the other one's time is over"
         wait_until(lambda: is_free(batcher))
 
@@ -225,8 +225,8 @@ def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(
     batcher = server[1][0]
     with connect(server[0]) as connection:
         connection.sendall(post(asked(max_tokens=CONTEXT, stream=stream)) + (post(asked()) if stream else b""))
-        wait_until(lambda: batcher._writing)
-        request, = batcher._writing
+        wait_until(lambda: batcher._streams)
+        request, = batcher._streams
     wait_until(lambda: is_free(batcher))
     assert request.finish_reason == "cancelled"
 
@@ -241,7 +241,7 @@ def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, ser
     engine, step = batcher._engine, batcher._engine.step
 
     def fail():
-        if len(batcher._writing) == 2:
+        if len(batcher._streams) == 2:
             raise error
         return step()
 
@@ -255,7 +255,7 @@ def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, ser
         assert re.search(message, each["error"]["message"]) and each["error"]["code"] == code, each
     assert client.get("/health").status_code == 503
     assert client.post(CHAT, json=asked()).status_code == 200 == client.get("/health").status_code
-    assert "tiny failed; its requests are ended with an error:" in capfd.readouterr().err
+    assert "tiny failed; its requests end with an error:" in capfd.readouterr().err
 
 
 def test_a_fault_of_the_server_is_told_without_its_details(client, monkeypatch, capfd):

@@ -65,4 +65,4 @@ def serving(models: list[LanguageModel], send_buffer: int = 0, **options) -> Ite
 
 
 def is_free(batcher) -> bool:
-    return not batcher._open and not batcher._writing and batcher._inbox.empty() and batcher._engine.idle
+    return not batcher._answers and not batcher._streams and batcher._inbox.empty() and batcher._engine.idle
