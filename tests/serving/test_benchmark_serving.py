@@ -31,5 +31,5 @@ def test_the_ratio_is_printed_with_its_spread(prepared, monkeypatch, capsys):
 
 
 def test_a_server_that_is_not_there_is_told(monkeypatch):
-    with pytest.raises(PaddockError, match="cannot be asked: .*refused; is the server running"):
+    with pytest.raises(PaddockError, match="cannot reach .*refused"):
         run(monkeypatch, f"http://127.0.0.1:{free_port()}")
