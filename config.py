@@ -541,7 +541,8 @@ def path_rules(c: Config) -> Iterator[str]:
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or remove it (default: runs)"
     if c.run_name is not None and not PLAIN_NAME.fullmatch(c.run_name):
-        yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
+        yield (f"RUN_NAME={c.run_name!r} must be a folder name of letters, digits, '.', '_' and '-'; "
+               "OUTPUT_DIR sets the folder that holds it")
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
         yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, but may have {MAX_NAME_BYTES}; shorten it"
 

@@ -1,7 +1,9 @@
 """Command-line parsing shared by all scripts: --version, and --help in 80 columns."""
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -53,6 +55,12 @@ class CommandParser(argparse.ArgumentParser):
             if argument.startswith("-h") and argument != "-h":
                 self.error(f"{argument.partition('=')[0]}: flag names start with two dashes")
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):
+        """Suggest a flag for an unknown one, then exit as argparse does."""
+        unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
+        guess = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
+        super().error(message + "".join(f"; did you mean {flag}?" for flag in guess))
 
 
 def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

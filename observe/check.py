@@ -42,7 +42,7 @@ from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
-from settings.load import Loaded
+from settings.load import PRESETS_DIR, Loaded
 from tokenizer import load_tokenizer
 
 GIB = 2**30
@@ -293,7 +293,9 @@ def check(loaded: Loaded) -> int:
     with suppress(PaddockError):  # check_inputs reports it
         loaded = decide_by_data(loaded)
     checked = Check(loaded)
-    checked.line("settings", f"{len(loaded.sources)} set, all valid")
+    implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in loaded.sources.values())
+    by_others = f", {implied} by DEPTH or a preset" if implied else ""
+    checked.line("settings", f"{len(loaded.sources) - implied} set{by_others}, all valid")
     checked.messages("settings", loaded)
     checked.check_inputs()
     checked.check_start()
@@ -417,8 +419,8 @@ class Check:
                 left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps left"
                 text = f"from {start.folder}, {left}"
             elif start.folder:
-                text = f"weights from {start.folder}; the run's folder is {run_dir}"
-            self.line("start", text)
+                text = f"the run's folder is {run_dir}"  # the notes name the weights
+            self.line("run" if start.folder and not start.state else "start", text)
             self.start, self.config = start, start.config
 
     def check_hardware(self) -> None:

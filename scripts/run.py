@@ -107,7 +107,8 @@ def main() -> None:
         process.choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
-        show(*SAMPLE_TEXT.splitlines())
+        if values.get("training_stage", "pretrain") == "pretrain":
+            show(*SAMPLE_TEXT.splitlines())
         if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
             raise SystemExit(code)
     if to_prepare:

@@ -1,1 +1,1 @@
-"""The layers of settings, read and checked before anything else happens."""
+"""Read and check settings before anything else."""

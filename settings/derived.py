@@ -1,9 +1,9 @@
-"""Settings that nobody set, in the order in which they are decided: by the run to resume, DEPTH, the start,
-the stage, and last, when a run opens it, the training data.
+"""Values for unset settings, in order of precedence: from the run to resume, DEPTH, the start checkpoint, the
+stage, and finally the training data, once a run opens it.
 
-DEPTH is one dial for the size of a pretraining run. Parameters are those of the blocks' matrices: the
-vocabulary is not known when settings are read. The batch does not depend on the number of ranks, so that a
-run can continue on another number.
+DEPTH sets the size of a pretraining run. It counts only the parameters of the blocks' matrices, because the
+vocabulary is unknown when settings are read. The batch does not depend on the number of ranks, so a run can
+resume on a different number.
 """
 
 import math
@@ -19,46 +19,46 @@ from common.files import read_json
 from config import MODEL_SETTINGS, START_FROM, Config
 from settings.names import validate
 
-STATE = "trainer_state.json"  # of a checkpoint
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # not a file
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # a file without what is looked for
-# Settings that hold for one start: names and places, the hardware, and measurements. The model's shape, which
-# FFN_DIM and others spell in several ways, is adopted with the checkpoint itself.
+STATE = "trainer_state.json"  # in each checkpoint
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # NAME/NAME, without a file extension
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
+# Settings that apply to one start only: names, paths, hardware and measurements. The model's shape, which can
+# be set in several ways, comes with the checkpoint itself.
 FOR_ONE_START = {
     "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "epochs",
     "keep_layers", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory", "debug",
     "profile_steps", "power_steps", "memory_snapshot", *MODEL_SETTINGS}
 HEAD_DIM = 64
-RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # of full fine-tuning, as in TRL's and axolotl's recipes
+RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # full fine-tuning, as in the recipes of TRL and axolotl
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5}
-RECIPE_WIDTH = 2048  # DIM of the smallest models of these recipes; muP: a rate is as 1 / width
+RECIPE_WIDTH = 2048  # the recipes' smallest DIM; muP scales the rate by 1 / width
 EPOCHS = {"sft": 3.0, "dpo": 1.0}
-BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64}  # of a batch chosen by data
-SMALL_MODEL = 50_000_000  # weights in matrices, below which a CPU computes sooner without a compiler
+BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64}  # if data decides the batch
+SMALL_MODEL = 50_000_000  # matrix weights; below this, compiling costs a CPU more than it saves
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
-ROWS = 48  # a batch is a multiple of so many rows, which 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks can share
-ACTIVATIONS = 3e8  # tokens x DIM x N_LAYERS of a micro-batch: about 7 GiB in bf16, compiled
-MOST_ROWS = 256  # of a micro-batch
+ROWS = 48  # batches are multiples of this, to suit 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks
+ACTIVATIONS = 3e8  # most tokens x DIM x N_LAYERS in a micro-batch: 7 GiB in bf16, compiled
+MOST_ROWS = 256  # in a micro-batch
 
 
 def checkpoints_of(folder: Path) -> list[Path]:
-    """Return a folder, perhaps a model's, then the checkpoints in it if it is a run's, newest first."""
-    with suppress(OSError):  # a name that is too long
+    """Return a folder, followed by its checkpoints, newest first, if it belongs to a run."""
+    with suppress(OSError):  # the name is too long
         return [folder, *sorted(folder.glob("checkpoints/step-*"), reverse=True)]
     return [folder]
 
 
 def saved_settings(checkpoint: Path) -> dict[str, Any]:
-    """Return the settings that a checkpoint recorded, which is not verified; empty if it cannot be read."""
+    """Return the settings recorded in a checkpoint, without verifying it; empty if it cannot be read."""
     with suppress(*UNREADABLE):
         return {**read_json(checkpoint / STATE)["settings"]}
     return {}
 
 
 def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and what it recorded of settings that are not given.
+    """Return the newest checkpoint of the run to resume, and its values for settings not in `given`.
 
-    A new default of a later version therefore never changes or stops a run.
+    As a result, a default that changes in a later version never changes or stops a run.
     """
     if config.resume == "never" or config.resume == "auto" and config.run_name is None:
         return Path(), {}
@@ -78,17 +78,17 @@ def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict
     values = {name: saved[name.upper()] for name in Config.model_fields
               if name.upper() in saved and name not in given and name not in left_out}
     valid, invalid = validate({name: (value, str(checkpoint)) for name, value in values.items()})
-    # An equal value is not replaced: the run records 600 again, not 600.0.
+    # Keep equal values unchanged, so that 600 is not recorded as 600.0.
     return checkpoint, {name: value if value == getattr(valid, name) else getattr(valid, name)
                         for name, value in values.items() if name not in invalid}
 
 
 def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
-    """Return the settings that config.depth decides and their values, without those in `given`.
+    """Return the values that config.depth implies for settings not in `given`.
 
-    What is given enters the formulas of the rest: a longer row makes the batch larger, not invalid.
+    The formulas use the settings in `given`: longer rows make the batch larger instead of invalid.
     Source: Li et al. 2025 (arXiv:2503.04715) for the batch. The rate was measured at depths 1 to 4
-    (docs/log.md), and falls with the width as muP has it (Yang et al. 2022, arXiv:2203.03466).
+    (docs/log.md) and decreases with width as in muP (Yang et al. 2022, arXiv:2203.03466).
     """
     if config.depth is None:
         return {}
@@ -100,20 +100,20 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
         chosen.update(values)
         config = config.model_copy(update=values)
 
-    # The shape; of Llama 3's proportions, at every depth.
+    # The shape, with Llama 3's proportions.
     choose(n_layers=config.depth, dim=HEAD_DIM * config.depth)
     choose(n_heads=max(1, config.dim // HEAD_DIM), multiple_of=HEAD_DIM)
     choose(ffn_dim=config.hidden_dim)
     heads = config.n_heads
     choose(n_kv_heads=next(n for n in range(1, heads + 1) if heads % n == 0 and 4 * n >= heads))
-    # With 0.02 at every width a narrow model learns more slowly: 4.29 against 3.70 nats at depth 2.
+    # A constant 0.02 slows down narrow models: 4.29 instead of 3.70 nats at depth 2.
     choose(init_std=round(0.02 * math.sqrt(768 / config.dim), 4))
     choose(max_seq_len=2 ** min(11, int(math.log2(128 * config.depth))))
     if config.training_stage != "pretrain":
-        return chosen  # how long and how fast to fine-tune does not follow from the size
+        return chosen  # steps and rate of fine-tuning do not depend on the size
 
-    # How it is trained. With these rates and steps, a constant WEIGHT_DECAY forgets equally often at each
-    # depth from 6 on: rate x steps x decay is 0.9 to 2 (Wang & Aitchison 2024, arXiv:2405.13698).
+    # Batch, steps and rate. With these, rate x steps x WEIGHT_DECAY is 0.9 to 2 at every depth from 6 on, so
+    # WEIGHT_DECAY need not depend on the depth (Wang & Aitchison 2024, arXiv:2405.13698).
     tokens = TOKENS_PER_PARAMETER * config.matrix_count
     row_groups = 0.58 * tokens**0.571 / (ROWS * config.max_seq_len)
     choose(total_batch_size=max(1, round(row_groups)) * ROWS * config.max_seq_len)
@@ -128,9 +128,9 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
 
 
 def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]:
-    """Return the tokenizer of the prepared data or of the start, and the row length if the start limits it.
+    """Return the tokenizer of the prepared data or the start, and the start's row length if it is shorter.
 
-    A model that was trained on short rows is not fine-tuned on longer ones unless that is asked for.
+    Rows longer than those the model was trained on must be requested explicitly.
     """
     start, tokenizer, length = config.named_checkpoint, config.tokenizer_path, config.max_seq_len
     places = [] if start is None else [Path(start), Path(config.output_dir) / start]
@@ -146,7 +146,7 @@ def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]
 
 
 def tokenizers_of_data(data_path: Optional[str]) -> Iterator[str]:
-    """Yield the tokenizers that prepared data names, if they can be found."""
+    """Yield the tokenizers named in prepared data: existing paths and hub names."""
     data = Path(data_path or "")
     sets = [data, *data.glob("*/")] if data_path else []
     with suppress(*UNREADABLE):
@@ -159,7 +159,7 @@ def tokenizers_of_data(data_path: Optional[str]) -> Iterator[str]:
 
 
 def trained_row_length(model: Path) -> Optional[int]:
-    """Return the length of the rows that a checkpoint or model was trained on, if a file in it says it."""
+    """Return the row length that a checkpoint or model was trained with, or None if it is not recorded."""
     length = saved_settings(model).get("MAX_SEQ_LEN")
     with suppress(*UNREADABLE):
         length = length or read_json(model / "config.json")["max_position_embeddings"]
@@ -167,9 +167,9 @@ def trained_row_length(model: Path) -> Optional[int]:
 
 
 def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that the stage decides, and the names of settings that follow from data or hardware.
+    """Return the values that the stage implies, and the names of settings that depend on data or hardware.
 
-    Both without what is decided. Until the data is read, a batch that follows from it is a row on each rank.
+    Both exclude settings in `decided`. A batch that depends on the data is one row per rank until it is read.
     """
     is_tuning = config.training_stage in EPOCHS and not (config.random_init or config.distillation_enabled)
     rates = LORA_RATES if config.lora_enabled else RATES
@@ -179,7 +179,7 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
         undecided += ["total_batch_size", "micro_batch_size"]
     if is_tuning or config.epochs:
         undecided += ["warmup_steps"]
-    undecided += ["learning_rate"] * is_tuning  # a narrow model, once its shape is read, takes a higher rate
+    undecided += ["learning_rate"] * is_tuning  # narrow models get a higher rate once the shape is known
     undecided = [name for name in undecided if name not in decided]
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
@@ -193,9 +193,9 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
 
 
 def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[str, Any]:
-    """Return the settings among `names` that follow from the number of training rows.
+    """Return the settings among `names` that depend on the number of training rows.
 
-    A batch is small enough for some tens of steps in an epoch, and all ranks share it equally.
+    The batch is small enough for tens of steps per epoch, and a multiple of the number of ranks.
     """
     chosen: dict[str, Any] = {}
     stage, ranks, batch_rows = config.training_stage, config.world_size, config.rows_per_step
@@ -205,8 +205,8 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
         batch_rows = -(-2 ** int(math.log2(wanted)) // share) * share
         chosen["total_batch_size"] = batch_rows * config.max_seq_len
         if "micro_batch_size" in names:
-            own = batch_rows // ranks
-            chosen["micro_batch_size"] = next(n for n in range(min(8, own), 0, -1) if own % n == 0)
+            per_rank = batch_rows // ranks
+            chosen["micro_batch_size"] = next(n for n in range(min(8, per_rank), 0, -1) if per_rank % n == 0)
     steps = config.max_steps
     if "max_steps" in names and config.epochs is not None:
         chosen["max_steps"] = steps = max(1, math.ceil(config.epochs * rows / batch_rows))
@@ -216,15 +216,15 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
 
 
 def unequal_shares(config: Config, given: Container[str]) -> str:
-    """Return the message for a batch that config.depth chose, and the ranks cannot share equally."""
+    """Return the error for a batch from config.depth that the ranks cannot share equally."""
     rows, ranks, size = config.rows_per_step, config.world_size, config.max_seq_len
     micro_batch = config.micro_batch_size if "micro_batch_size" in given else 1
-    whole = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
-    at_once = ranks * micro_batch
-    counts = filter(None, (rows // at_once, -(-rows // at_once)))
-    sizes = " or ".join(f"TOTAL_BATCH_SIZE={count * at_once * size}" for count in counts)
+    in_micro_batches = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
+    group = ranks * micro_batch
+    counts = filter(None, (rows // group, -(-rows // group)))
+    sizes = " or ".join(f"TOTAL_BATCH_SIZE={count * group * size}" for count in counts)
     fewer = next((n for n in range(ranks, 0, -1) if rows % (n * micro_batch) == 0), 0)
-    resumed = f"; to resume a run that has steps, use {fewer} ranks" if fewer else ""
+    resumed = f"; to resume a run, use {fewer} ranks" if fewer else ""
     return (f"DEPTH={config.depth} chose TOTAL_BATCH_SIZE={config.total_batch_size}, {rows} rows of "
-            f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally{whole}; for a "
-            f"new run, set {sizes}{resumed}")
+            f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally"
+            f"{in_micro_batches}; for a new run, set {sizes}{resumed}")

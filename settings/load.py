@@ -1,4 +1,4 @@
-"""Reading settings: `load_config` shows who decides each of them. Nothing is read at import."""
+"""Read settings from all layers; start with `load_config`. Importing this module reads nothing."""
 
 import io
 import json
@@ -27,21 +27,21 @@ from settings import derived
 from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag, validate
 
 PRESETS_DIR = Path(__file__).parent / "presets"
-# Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
+# Settings with several values, and their separator. In JSON they may be lists.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
          "eval_tasks": ","}
-# Environment variables of libraries, which `.env` may contain too.
+# Environment variables for libraries, also allowed in `.env`.
 LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA"
     "|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS"
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
-# What --check may name, and what it prints then.
-FORECASTS = {"memory": "memory of a step, traced for any size without that memory, beside the forecast",
-             "scaling": "bytes exchanged, step time and efficiency on 1 to 1,024 GPUs (docs/scaling.md)"}
+# Arguments of --check, and what they print.
+FORECASTS = {"memory": "memory of a step, forecast and traced, even if it exceeds this machine's memory",
+             "scaling": "traffic, step time and efficiency on 1 to 1,024 GPUs (docs/scaling.md)"}
 
 
 class Layer(NamedTuple):
-    """Settings from one place: name -> (value, where it was found); and the libraries' keys in `.env`."""
+    """Settings from one source, name -> (value, location), and the libraries' variables in `.env`."""
 
     values: dict[str, tuple[Any, str]]
     problems: list[str]
@@ -49,11 +49,11 @@ class Layer(NamedTuple):
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
-    """Return the settings and libraries' keys of a `.env` file, each with its line. Empty values are ignored.
+    """Return the settings and library variables in a `.env` file with line numbers; skip empty values.
 
-    python-dotenv expands `${NAME}` and `${NAME:-default}`: from the environment, then from earlier lines.
+    `${NAME}` and `${NAME:-default}` are expanded from the environment, then from earlier lines.
     """
-    # Not python-dotenv's dotenv_values, which reports neither lines nor duplicates nor mistakes.
+    # dotenv_values of python-dotenv does not report line numbers, duplicates or errors.
     try:
         text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
@@ -62,15 +62,15 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     known = ChainMap(environ, earlier)
     for binding in parse_stream(io.StringIO(text)):
         key, value, source = binding.key, binding.value, binding.original.string
-        line = source.lstrip()  # a binding may begin with blank lines
+        line = source.lstrip()  # a binding may start with blank lines
         where = f"{path}:{binding.original.line + source.count(chr(10)) - line.count(chr(10))}"
         if key is None and not binding.error:
             continue
-        if binding.error or value is None:  # the line itself is not repeated: it may hold a secret
+        if binding.error or value is None:  # do not quote the line: it may contain a secret
             problems.append(f"{where}: not of the form NAME=value")
             continue
         if re.match(r"[^=]*=[^\S\n]+#", line):
-            value = ""  # a comment only, which the parser takes for the value
+            value = ""  # a comment, which the parser returns as the value
         atoms = [*parse_variables(value)]
         unset = [atom for atom in atoms
                  if isinstance(atom, Variable) and atom.default is None and atom.name not in known]
@@ -91,8 +91,8 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
 
 
 def read_json_file(path: Path) -> Layer:
-    """Return the settings of a JSON file, flat or grouped in sections of any name."""
-    try:  # objects become tuples of pairs, because a dictionary would hide duplicate names
+    """Return the settings in a JSON file, flat or grouped into sections with any names."""
+    try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
         content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=tuple)
     except OSError as error:
         return Layer({}, [f"{path}: cannot be read: {error.strerror or error}"])
@@ -130,10 +130,9 @@ class Flags(NamedTuple):
     check: bool
 
 
-def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
-    """Return the settings among the flags. `own` are a script's flags, which a misspelt one may mean."""
-    # Not by argparse: it stops at the first mistake, repeats the value of a secret in its message, and takes
-    # a value such as -1e-3 for a flag.
+def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Flags:
+    """Return the settings among the flags. `script_flags` are also suggested for unknown flags."""
+    # argparse would stop at the first error, print the values of secrets, and read -1e-3 as a flag.
     values, problems, config_files = {}, [], []
     env_file, check = None, False
     known = (*Config.model_fields, "env_file", "config", "check", "num_train_epochs")
@@ -142,10 +141,10 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
         flag, has_value, value = arguments.pop(0).partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
-            # What follows "=" is not repeated: it may be a secret.
+            # Do not quote the text after "=": it may be a secret.
             problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value")
             continue
-        # The next argument is the value, unless it is a flag or this one needs none.
+        # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and (name != "check" or arguments[0] in FORECASTS):
             value, has_value = arguments.pop(0), "="
@@ -153,10 +152,10 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
             value, has_value = "true", "="
 
         if not flag.startswith("--") or name not in known:
-            problems.append(unknown_flag(flag, (*known, *own)))
+            problems.append(unknown_flag(flag, (*known, *script_flags)))
         elif name in SECRETS:
-            problems.append(f"command line: {flag} is a secret, which everyone could read in a process list; "
-                            f"set {name.upper()} in .env or the environment")
+            problems.append(f"command line: {flag} is a secret, and every user can read flags in the process "
+                            f"list; set {name.upper()} in .env or the environment")
         elif not has_value or (value == "" and name in ("env_file", "config")):
             problems.append(f"command line: {flag} needs a value")
         elif name == "check":
@@ -171,7 +170,7 @@ def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
 
 
 def read_preset(names: str, where: str) -> Layer:
-    """Return the settings of one preset, or of several separated by commas."""
+    """Return the settings of one or several comma-separated presets."""
     values, problems = {}, []
     known = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -187,7 +186,7 @@ def read_preset(names: str, where: str) -> Layer:
 
 
 def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
-    """Return all layers, the lowest first."""
+    """Return all layers, from lowest to highest priority."""
     env_path = Path(flags.env_file or ".env")
     exists = flags.env_file or env_path.is_file()
     environment = {name: (environ[name.upper()], "environment")
@@ -198,18 +197,18 @@ def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
     if naming is not None:
         names, where = layers[naming].values["preset"]
         preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
-        # A preset on the command line is above `.env`; one that `.env` names is below it.
+        # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
     return layers
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
-    """Return the libraries' keys of all layers."""
+    """Return the library variables in all layers."""
     return {name: value for layer in layers for name, value in layer.exports.items()}
 
 
 def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the settings that are given, and the environment with `.env`'s exports; nothing is validated."""
+    """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
     layers = read_layers(read_flags(argv), os.environ)
     values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
     return values, {**exported(layers), **os.environ}
@@ -217,48 +216,48 @@ def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid configuration, where each setting that is not at its default was found, and what to report."""
+    """A valid configuration, the location of each explicit setting, and messages to print."""
 
     config: Config
     sources: dict[str, str]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     check: bool = False
-    is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
-    undecided: tuple[str, ...] = ()  # settings that follow from data or hardware, which are not looked at yet
-    exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
+    is_plan: bool = False  # for other hardware: data and tokenizer may be missing
+    undecided: tuple[str, ...] = ()  # settings to be derived from data or hardware
+    exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may contain secrets
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
-        """Return this with values for the settings that no layer sets; the rules are not checked again."""
+        """Return a copy with values for settings that no layer sets, without checking the rules again."""
         unset = {name: value for name, value in values.items() if name not in self.sources}
         return replace(self, config=self.config.model_copy(update=unset))
 
 
 def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *,
                 own_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
-    """Read all layers, decide what they leave open, and return the configuration.
+    """Read all layers, choose values for unset settings, and return the configuration.
 
     Args:
         argv: flags, without the program's name.
         environ: the process environment; None = os.environ.
-        own_flags: names of a script's own flags, which a misspelt one may mean.
+        own_flags: a script's flags, which are also suggested for unknown flags.
         complete: also check the rules between settings; scripts that need only a few settings pass False.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
 
-    # What somebody set.
+    # Explicit settings.
     layers = read_layers(flags, environ)
     given = {name: pair for layer in layers for name, pair in layer.values.items()}
     config, invalid = validate(given)
 
-    # What nobody set. Each decides only what is still open: the run to resume, DEPTH, the start, the stage.
+    # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, the stage.
     checkpoint, recorded = derived.recorded_settings(config, given)
     config = config.model_copy(update=recorded)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
     config = config.model_copy(update=by_depth)
-    by_start = derived.settings_of_start(config, decided)  # whose rows limit DEPTH's
+    by_start = derived.settings_of_start(config, decided)  # its row length limits DEPTH's
     config = config.model_copy(update=by_start)
     by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
     config = config.model_copy(update=by_stage)
@@ -268,50 +267,51 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
 
-    # All mistakes. A plan for other GPUs or ranks needs neither data nor a tokenizer.
+    # Errors. A plan for other hardware needs neither data nor a tokenizer.
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
-        found = (*launch_problems(config, environ, flags.check), *unused_teacher(config, layers),
-                 *conflicts(config, given, by_depth))
-        # What names a setting that is invalid in itself would only confuse.
-        confusing = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
-        problems += (message for message in found if message not in missing and not confusing.search(message))
+        messages = (*launch_problems(config, environ, flags.check), *unused_teacher(config, layers),
+                    *conflicts(config, given, by_depth))
+        # Omit conflicts with a setting whose value is invalid.
+        names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
+        problems += (message for message in messages if message not in missing and not names.search(message))
     if problems:
         raise SettingsError(*problems)
 
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
     by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
-    notes = decisions(config, checkpoint, recorded, by_depth, by_start, by_stage)
+    kept = [f"Kept from {checkpoint}: {text}" for text in [assigned(recorded)] if text]
+    places = dict.fromkeys(recorded, str(checkpoint)) | sources
+    notes = [*kept, *decisions(config, places, by_depth, by_start, by_stage)]
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
     return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),
                   flags.check, is_plan, tuple(undecided), exported(layers))
 
 
-def decisions(config: Config, checkpoint: Path, recorded: Mapping[str, Any], by_depth: Mapping[str, Any],
+def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, Any],
               by_start: Mapping[str, Any], by_stage: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was decided for settings that nobody set, in the order of `load_config`."""
-    if text := assigned(recorded):
-        yield f"Kept from {checkpoint}: {text}"
+    """Yield the values chosen for unset settings. `places` are the locations of all other settings."""
     if by_depth:
-        others = [name.upper() for name in derived.settings_of_depth(config, ()) if name not in by_depth]
-        text = f"; not {', '.join(others)}, which are set elsewhere" if others else ""
+        others = [f"{name.upper()} ({places.get(name, 'EPOCHS')})"
+                  for name in derived.settings_of_depth(config, ()) if name not in by_depth]
+        text = f"; set elsewhere: {', '.join(others)}" if others else ""
         yield f"DEPTH={config.depth} sets {assigned(by_depth, also_defaults=True)}{text}"
     if text := assigned(by_stage):
         with_lora = " with LoRA" if config.lora_enabled else ""
         yield f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}"
     if text := assigned(by_start, also_defaults=True):
-        yield f"From the prepared data or the start: {text}"
+        yield f"From the prepared data or the start checkpoint: {text}"
     if len(config.start_settings) > 1:
         first, *others = map(str.upper, config.start_settings)
         yield f"TRAINING_STAGE={config.training_stage} starts from {first}, not from {' or '.join(others)}"
 
 
 def assigned(values: Mapping[str, Any], also_defaults: bool = False) -> str:
-    """Return values, or those that are not the defaults, as NAME=value, NAME=value."""
+    """Return the values as NAME=value, NAME=value; values equal to the default only if `also_defaults`."""
     return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
                      for name, value in values.items()
                      if also_defaults or value != Config.model_fields[name].default)
@@ -322,13 +322,13 @@ def conflicts(config: Config, given: Mapping[str, Any], by_depth: Mapping[str, A
     if config.epochs and "max_steps" in given:
         yield f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one"
     for message in rules(config):
-        is_of_depth = message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in by_depth
-        yield derived.unequal_shares(config, given) if is_of_depth else message
+        depth_chose = message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in by_depth
+        yield derived.unequal_shares(config, given) if depth_chose else message
 
 
 def surprises(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
               environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what a preset overrides, what the environment sets, and which variables libraries get."""
+    """Yield the settings that a preset overrides or the environment sets, and the libraries' variables."""
     overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
                   if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
     if overridden:
@@ -346,13 +346,13 @@ def surprises(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
 
 
 def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield a message if TEACHER_MODEL would be ignored, and nobody who knew of it wrote so."""
+    """Yield an error if TEACHER_MODEL has no effect, unless distillation was switched off deliberately."""
     if config.teacher_model is None or config.distillation_enabled:
         return
     named, off = (max((number for number, layer in enumerate(layers) if name in layer.values), default=-1)
                   for name in ("teacher_model", "distillation_enabled"))
     where = layers[named].values["teacher_model"][1]
-    # A preset that switches distillation off knows only of the layers below it.
+    # A preset does not know about a teacher in a layer above it.
     by_preset = off >= 0 and layers[off].values["distillation_enabled"][1].startswith(str(PRESETS_DIR))
     if off < 0 or (by_preset and off < named):
         yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
@@ -365,7 +365,7 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
         if config.world_size > 1 and not check:
             yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use "
                    f"{command('scripts/launch.py', '--nproc-per-node', str(config.world_size))} (or torchrun)"
-                   ", or leave it out")
+                   ", or remove it")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
@@ -377,7 +377,7 @@ class SettingLine(NamedTuple):
 
     section: str
     name: str
-    default: str  # empty = none
+    default: str  # empty: none
     meaning: str
     on_resume: str  # safe | curve | fixed
 
@@ -395,18 +395,18 @@ def describe_settings() -> Iterator[SettingLine]:
 
 
 def help_text(usage: str) -> str:
-    """Return what --help prints: every setting with its default and meaning."""
+    """Return the text of --help: every setting with its default and meaning."""
     lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
-             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset named in .env "
-                     "has lower priority than .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
+             *filled("Priority: defaults < .env < preset < JSON < environment < flags. A preset named in "
+                     ".env has lower priority than .env. The flag for MAX_STEPS is --max-steps."), ""]
 
     def add(flag: str, meaning: str) -> None:
         lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
 
     presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
-    add("--config FILE.json", "settings from a JSON file, flat or in sections")
-    add("--env-file FILE", "settings from this file instead of .env")
-    add("--check", "report everything that can be known before the run, and exit")
+    add("--config FILE.json", "read settings from a JSON file, flat or in sections")
+    add("--env-file FILE", "read this file instead of .env")
+    add("--check", "check settings, data, memory and time without training, and exit")
     for name, meaning in FORECASTS.items():
         add(f"--check {name}", f"{meaning}; --check {name} --help lists its options")
     add("--version", "show the version and exit")
@@ -432,7 +432,7 @@ def find_run(name: str) -> Path:
 
 
 def split_forecast(argv: Sequence[str]) -> tuple[Optional[str], list[str]]:
-    """Return which of FORECASTS --check names, or None, and the other flags."""
+    """Return the argument of --check if it is in FORECASTS, else None, and the other flags."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--check", nargs="?")
     named, others = parser.parse_known_args(argv)
@@ -441,14 +441,14 @@ def split_forecast(argv: Sequence[str]) -> tuple[Optional[str], list[str]]:
 
 def load_or_exit(argv: Sequence[str], usage: str,
                  forecasts: Mapping[str, Callable[[Sequence[str]], None]] = {}) -> Loaded:
-    """Return the configuration with `.env`'s exports exported; exits after --help, --version or mistakes.
+    """Return the configuration and export `.env`'s variables; exits after --help, --version and errors.
 
     Args:
-        forecasts: what prints each of FORECASTS, given the other flags; afterwards the process exits.
+        forecasts: functions that print each of FORECASTS, given the other flags. The process then exits.
     """
     name, others = split_forecast(argv)
     if name in forecasts:
-        if os.environ.get("RANK", "0") == "0":  # one process reports for all
+        if os.environ.get("RANK", "0") == "0":  # one rank prints
             run_script(partial(forecasts[name], others))
         raise SystemExit(0)
     if {"--help", "-h", "--version"} & set(argv):
@@ -465,7 +465,7 @@ def load_or_exit(argv: Sequence[str], usage: str,
 
 
 def exit_with(error: SettingsError) -> NoReturn:
-    """Print the mistakes, once on each machine, and exit with code 2."""
+    """Print the errors, once per machine, and exit with code 2."""
     lines = str(error).splitlines()
     with first_on_machine() as first:
         if first:
@@ -475,7 +475,7 @@ def exit_with(error: SettingsError) -> NoReturn:
 
 
 def export(loaded: Loaded) -> None:
-    """Put `.env`'s secrets and libraries' keys into the environment, before the libraries are imported."""
+    """Export `.env`'s secrets and library variables, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)
     configure_allocator()

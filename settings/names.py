@@ -1,4 +1,4 @@
-"""Names and values of settings: which are valid, and which setting a wrong name probably means."""
+"""Validate the names and values of settings, and suggest a setting for an unknown name."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from config import SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-# What other trainers call these settings.
+# Names of these settings in other trainers.
 FOREIGN_NAMES = {foreign: name for name, names in {
     "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
     "micro_batch_size": "batch_size max_batch_size train_batch_size local_batch_size per_device_batch_size "
@@ -63,7 +63,7 @@ FOREIGN_NAMES = {foreign: name for name, names in {
 
 
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
-    """Return the known name that a misspelt one most likely means, or None."""
+    """Return the known name most similar to an unknown one, or None."""
     name, known = name.lower().replace("-", "_")[:60], [*known]
     if FOREIGN_NAMES.get(name) in known:
         return FOREIGN_NAMES[name]
@@ -71,7 +71,7 @@ def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[s
     def words(name: str) -> set[str]:
         return {word.removesuffix("s") for word in name.split("_")}
 
-    # A whole word says more than letters, and the more the fewer settings have it: `log` more than `steps`.
+    # A shared word weighs more than shared letters, and a rare word such as `log` more than `steps`.
     frequency = Counter(chain.from_iterable(map(words, known)))
     scores = {}
     for candidate in known:
@@ -90,16 +90,16 @@ def unknown(where: str, name: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return a user's text on one line of at most 80 characters."""
+    """Return the text on one line, shortened to 80 characters."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def misspelt(key: str) -> Optional[str]:
-    """Return the setting that an environment variable seems to mean, or None.
+    """Return the setting that an environment variable probably misspells, or None.
 
-    Stricter than `nearest`, because the environment holds other programs' variables: COMPILER, DEVICES and
-    LOCAL_WORLD_SIZE are no mistakes.
+    Stricter than `nearest`, because the environment contains other programs' variables, such as COMPILER,
+    DEVICES and LOCAL_WORLD_SIZE.
     """
     name = key.lower()
     if key != key.upper():
@@ -123,7 +123,7 @@ def unknown_flag(flag: str, known: Sequence[str]) -> str:
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
-    """Return the configuration, with defaults in place of invalid values, and a message for each of those."""
+    """Return the configuration, with defaults instead of invalid values, and an error for each of them."""
     nothing = ("", "none", "null")
     values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing
               else value for name, (value, _) in merged.items()}
@@ -131,10 +131,10 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     for name, value in values.items():
         if isinstance(value, list):
             invalid[name] = "expected one value, not a list"
-        elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which Python counts as 1
+        elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which equals 1 in Python
             invalid[name] = "expected a number or text"
         elif isinstance(value, str) and re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", value):
-            # No file name: of surrogates, os.fsencode takes only those that stand for undecodable bytes.
+            # os.fsencode fails: it accepts only surrogates that stand for undecodable bytes.
             invalid[name] = "contains a NUL or an invalid character; remove it"
 
     def build() -> Config:

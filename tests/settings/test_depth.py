@@ -122,7 +122,8 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
     assert loaded.sources["dim"] == "DEPTH=4" and loaded.sources["max_seq_len"] == ".env:2"
     assert loaded.notes[0] == (
         "DEPTH=4 sets N_LAYERS=4, DIM=256, N_HEADS=4, FFN_DIM=704, N_KV_HEADS=1, TOTAL_BATCH_SIZE=14400, MICRO_BATCH_SIZE=144, "
-        "WARMUP_STEPS=50; not MULTIPLE_OF, INIT_STD, MAX_SEQ_LEN, MAX_STEPS, LEARNING_RATE, which are set elsewhere")
+        "WARMUP_STEPS=50; set elsewhere: MULTIPLE_OF (.env:3), INIT_STD (environment), MAX_SEQ_LEN (.env:2), "
+        "MAX_STEPS (run.json: max_steps), LEARNING_RATE (command line)")
     assert sized(4, "--dim", "512").n_heads == 8
     theirs = load("--preset", "1.3b").config
     assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
