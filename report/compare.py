@@ -1,7 +1,4 @@
-"""Several runs side by side: settings that differ, results with standard errors, and paired tests.
-
-Is B better than A? The tests on the same evaluation items need no library of statistics.
-"""
+"""Compare runs: settings that differ, results with standard errors, and paired tests on shared items."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +13,7 @@ from report.curves import Curve, task_names
 from report.data import NOT_COMPARED, RunReader, spelt
 
 SIGNIFICANT = 0.05
-MOST_TESTED = 8  # runs, each against each
+MOST_TESTED = 8  # runs in pairwise tests
 SEEDS = ("SEED", "DATA_SEED")
 
 
@@ -28,11 +25,11 @@ class Paired(NamedTuple):
     b: float
     difference: float  # b - a
     stderr: float  # of the difference
-    p: float  # two-sided, that the difference is chance
+    p: float  # two-sided p-value
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> Paired:
-    """Compare two models that were right or wrong on the same items: the exact McNemar test.
+    """Compare two models on items answered correctly or not: the exact McNemar test.
 
     Args:
         a, b: (n,) bool, whether each item was answered correctly.
@@ -47,7 +44,7 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> Paired:
 
 
 def sign_test(a: int, b: int) -> float:
-    """The two-sided p-value of so many heads and tails of a fair coin, exactly."""
+    """Return the exact two-sided p-value for `a` heads and `b` tails of a fair coin."""
     n, fewer = a + b, min(a, b)
     logs = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
             for k in range(fewer + 1)]
@@ -59,7 +56,7 @@ def paired_t(a: np.ndarray, b: np.ndarray, weights: Optional[np.ndarray] = None)
 
     Args:
         a, b: (n,) values of the items.
-        weights: (n,) of the items, such as the targets of each block; the means are weighted by them.
+        weights: (n,) weights of the items, such as each block's number of targets.
     """
     n = len(a)
     weights = np.ones(n) if weights is None else weights
@@ -67,13 +64,13 @@ def paired_t(a: np.ndarray, b: np.ndarray, weights: Optional[np.ndarray] = None)
     difference, stderr = mean_b - mean_a, ratio_error(b - a, weights) or 0.0
     if stderr > 1e-12 * abs(difference):
         p = 1 - t_probability(difference / stderr, n - 1)
-    else:  # the same difference on all items, as between a model and itself; of one item nothing is known
+    else:  # the same difference on all items, or a single item
         p = 1.0 if n < 2 or difference == 0 else 0.0
     return Paired(n, mean_a, mean_b, difference, stderr, p)
 
 
 def t_probability(t: float, degrees: int) -> float:
-    """The probability that |T| < |t| under Student's t with a whole number of degrees of freedom.
+    """Return the probability that |T| < |t| under Student's t with `degrees` degrees of freedom.
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
     """
@@ -88,32 +85,32 @@ def t_probability(t: float, degrees: int) -> float:
     return (2 / math.pi * (theta + math.sin(theta) * total)) if is_odd else math.sin(theta) * total
 
 
-class Kind(NamedTuple):
-    """How the scores of a metric are compared, and told."""
+class ScoreKind(NamedTuple):
+    """A metric with one score per item, and its test."""
 
-    label: str  # after the name of the evaluation
+    label: str  # follows the name of the evaluation
     test: Callable[..., Paired]
-    items: str  # what is scored, in the plural
-    percent: bool = True  # the values are shares, told in points
+    items: str  # plural noun for the scored items
+    percent: bool = True  # print values in percentage points
     lower: bool = False  # lower values are better
 
 
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
-KINDS = {"correct": Kind("accuracy", mcnemar, "items"),
-         "correct_norm": Kind("accuracy by length", mcnemar, "items"),
-         "loss": Kind("loss", paired_t, "blocks", percent=False, lower=True),
-         "exact": Kind("exact match", mcnemar, "chats"),
-         "rouge_l": Kind("ROUGE-L", paired_t, "chats")}
+KINDS = {"correct": ScoreKind("accuracy", mcnemar, "items"),
+         "correct_norm": ScoreKind("length-normalized accuracy", mcnemar, "items"),
+         "loss": ScoreKind("loss", paired_t, "blocks", percent=False, lower=True),
+         "exact": ScoreKind("exact match", mcnemar, "chats"),
+         "rouge_l": ScoreKind("ROUGE-L", paired_t, "chats")}
 
 
 def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
-    """The comparison as in the page's data; None of a single run."""
+    """Return the comparison for the page's data, or None for a single run."""
     if len(runs) < 2:
         return None
     settings = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
-        # None in a run whose version did not have the setting
+        # None if the run's version lacks the setting
         values = [spelt(run.settings[name]) if name in run.settings else None for run in runs]
         if len(set(values)) > 1 and name not in NOT_COMPARED:
             settings.append({"name": name, "values": values})
@@ -127,11 +124,11 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
 
 
 def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Runs that differ only in their seeds as one configuration: mean and standard error of the first row.
+    """Return the mean and standard error of the first row for each group of runs that differ only in seeds.
 
-    Each is tested against the first one. The list is empty if no two runs have the same other settings.
+    Each group is tested against the first one. The list is empty if every group has one run.
     """
-    groups: dict[tuple, dict[tuple, int]] = {}  # values of the settings: seeds: place of the run
+    groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
     names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
     for place, run in enumerate(runs):
         key, seeds = (tuple(spelt(run.settings.get(name)) for name in each) for each in (names, SEEDS))
@@ -161,9 +158,9 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each result, at the last step that all runs have, and validation also at its best.
+    """Yield a row for each result at the last step shared by all runs, and one for the best validation loss.
 
-    Without a common step each run has its own last one, which the page names.
+    If the runs share no step, the row shows each run's last value and its step.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
     tasks = task_names(names, runs[0].settings.get("HELLASWAG_NAME", "HellaSwag"))
@@ -193,10 +190,9 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 
 
 def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
-    """A paired test of each two runs on each evaluation, at the last step after which both scored it.
+    """Return a paired test for each pair of runs and evaluation, at the last step that both evaluated.
 
-    Returns:
-        The tests, and a sentence for each evaluation without such a step.
+    Evaluations without such a step are explained in the second list.
     """
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
     pairs, refused = [], []
@@ -208,8 +204,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
                 continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
-            refused.append(f"{title_of(name, runs[a])}: {last[0]} and {last[1]} scored no items in common at "
-                           "the same step, and are not compared")
+            refused.append(f"{title_of(name, runs[a])}: {last[0]} and {last[1]} did not score the same items "
+                           "at the same step, so there is no test")
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
@@ -230,8 +226,8 @@ def title_of(name: str, run: RunReader) -> str:
     return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
-def corrected(label: str, kind: Kind, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
-    """The tests (a, b, step, test) of one measure as in the page's data, with Holm's correction (1979)."""
+def corrected(label: str, kind: ScoreKind, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
+    """Return the tests (a, b, step, test) of a metric for the page's data, with Holm's correction (1979)."""
     made, least = {}, 0.0
     for place, (a, b, step, test) in enumerate(sorted(family, key=lambda each: each[3].p)):
         least = max(least, min(1.0, (len(family) - place) * test.p))

@@ -1,25 +1,25 @@
-"""Which curves stand in one chart, under which title and unit.
+"""Group curves into charts, and store curves of any length in bounded memory.
 
-Curves of any length in bounded memory: a long one keeps mean, minimum and maximum of buckets of steps."""
+A long curve keeps the mean, minimum and maximum of buckets of steps."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-# Id, title, unit, what holds of "log", "falling", "percent" and "stacked", and the curves with their labels.
+# Id, title, unit, styles ("log", "falling", "percent", "stacked"), and curves with their labels.
 KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("loss", "Loss", "nats", ("falling",), {"train_loss": "training", "val_loss": "validation"}),
     ("bits-per-byte", "Bits per byte", "bits", ("falling",), {"val_bits_per_byte": "validation"}),
-    ("accuracy", "Accuracy", "%", ("percent",), {}),  # of the tasks, see below
+    ("accuracy", "Accuracy", "%", ("percent",), {}),  # curves come from `task_names`
     ("generation", "Generated answers", "%", ("percent",), {
         "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
     ("learning-rate", "Learning rate", "", (), {"learning_rate": "learning rate"}),
     ("grad-norm", "Gradient norm", "", ("log",), {"grad_norm": "gradient norm"}),
     ("throughput", "Tokens per second", "tokens/s", (), {"tokens_per_second": "tokens per second"}),
     ("utilization", "FLOPs utilization", "%", ("percent",), {
-        "mfu": "MFU (what the model needs)", "hfu": "HFU (what is computed)"}),
-    ("phases", "Time of a step by phase", "s", ("stacked",), {
+        "mfu": "MFU (FLOPs the model needs)", "hfu": "HFU (with recomputation)"}),
+    ("phases", "Step time by phase", "s", ("stacked",), {
         "data_seconds": "data", "forward_seconds": "forward", "backward_seconds": "backward",
         "optimizer_seconds": "optimizer", "communication_seconds": "waiting for other ranks"}),
     ("pauses", "Evaluation and saving", "s", (), {
@@ -32,24 +32,24 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("temperature", "GPU temperature", "°C", (), {"gpu_temperature_celsius": "hottest GPU"}),
     ("clock", "SM clock", "MHz", (), {"gpu_clock_mhz": "slowest GPU"}),
     ("throttling", "Time with a throttle reason", "%", ("percent",), {"gpu_throttled": "throttled"}))
-# What is not drawn: times and counts that other curves rest on, and bands and references of other curves.
+# Not drawn: x axes, derived values, and the error bands and reference lines of other curves.
 HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 ACCURACIES = {"_acc": "", "_acc_norm": " (by length)"}
 
 
 def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
-    """The labels of the accuracies among these curves."""
+    """Return the labels of the accuracy curves among these names."""
     return {name: (hellaswag if name.startswith("hellaswag_") else name.removesuffix(end)) + text
             for name in names for end, text in ACCURACIES.items() if name.endswith(end)}
 
 
 def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
-    """The charts of these curves as in the page's data, those of unknown ones last.
+    """Return the charts for the page's data; charts of unknown curves come last.
 
     Args:
-        last: the last value of each curve, of which the chances are taken.
-        hellaswag: the name of HellaSwag's items, HELLASWAG_NAME.
+        last: the last value of each curve; `_chance` curves give the reference lines.
+        hellaswag: HELLASWAG_NAME.
     """
     left = [name for name in last if name not in HIDDEN and not name.endswith(SUFFIXES)]
     tasks, made = task_names(left, hellaswag), []
@@ -80,9 +80,9 @@ def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, A
     return made
 
 
-MOST_POINTS = 4096  # that a curve keeps; a page shows fewer
-FEWEST_POINTS = 50  # that a page shows of a long one
-RECENT_LINES = 21  # whose median is the recent value
+MOST_POINTS = 4096  # kept per curve; a page shows fewer
+FEWEST_POINTS = 50  # shown per long curve
+RECENT_LINES = 21  # the recent value is their median
 
 
 class Points(NamedTuple):
@@ -96,10 +96,10 @@ class Points(NamedTuple):
 
 
 class Curve:
-    """The points of a metric, given in order. Beyond twice MOST_POINTS they are merged into buckets of steps.
+    """The points of a metric, added in order. Beyond twice MOST_POINTS, points are merged into buckets.
 
-    Buckets hold 1, 2, 4, ... steps, so that a wider one holds whole buckets of a narrower one, and mean and
-    range are exact however often they are merged. The first and the last point are never in a bucket.
+    Bucket widths are powers of two, so each bucket contains whole smaller buckets, and mean and range remain
+    exact after any number of merges. The first and last points are never merged.
     """
 
     def __init__(self):
@@ -110,7 +110,7 @@ class Curve:
         self.newest: Optional[tuple[float, int]] = None  # the newest value, and its step
 
     def add(self, x: Iterable[int], y: np.ndarray) -> None:
-        """Add points that lie behind the last one, in their order; a value that is not finite is a gap."""
+        """Append points in order; a non-finite value is a gap."""
         x, y = np.array(x, np.float64), np.where(np.isfinite(y), y, np.nan)
         is_known = ~np.isnan(y)
         if is_known.any():
@@ -128,21 +128,21 @@ class Curve:
         return len(self.kept.x)
 
     def steps(self) -> np.ndarray:
-        """The steps whose own value is kept, ascending."""
+        """Return the steps with an unmerged value, ascending."""
         return self.kept.x[self.kept.count == 1].astype(np.int64)
 
     def at(self, step: int) -> Optional[float]:
-        """The value of a step; None if it has none, or shares a bucket with others."""
+        """Return the value of a step, or None if it has none or is merged with others."""
         values = self.kept.y[(self.kept.x == step) & (self.kept.count == 1)]
         return values[0].item() if len(values) else None
 
     def points(self, most: int) -> Points:
-        """At most so many points; the first and the last are single values."""
+        """Return at most `most` points; the first and last are single values."""
         kept = bucketed(self.kept, self.width) if self.width > 1 else self.kept
         return merged(kept, most, self.width)[1]
 
     def as_json(self, most: int) -> dict[str, Any]:
-        """At most so many points as JSON; of a longer curve, half of them are `fine`: the last tenth."""
+        """Return at most `most` points as JSON. Of a long curve, half show the last tenth: `fine`."""
         if len(self) <= most:
             return as_json(self.points(most))
         is_late = self.kept.x >= self.kept.x[-1] - np.ptp(self.kept.x) / 10
@@ -151,10 +151,10 @@ class Curve:
 
 
 def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:
-    """Merge points in ever wider buckets; returns the width, and at most `most` points or very few buckets.
+    """Double the bucket width until at most `most` points or few buckets remain; return width and points.
 
     Args:
-        width: of the buckets that the points come from, a power of two.
+        width: current bucket width, a power of two.
     """
     while len(points.x) > most:
         points = bucketed(points, width)
@@ -165,7 +165,7 @@ def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:
 
 
 def bucketed(points: Points, width: int) -> Points:
-    """Merge the points of each bucket of so many steps, but not the first and the last point of all."""
+    """Merge the points in each bucket of `width` steps, except the first and last points of the curve."""
     if len(points.x) <= 2:
         return points
     bucket = points.x // width
@@ -174,7 +174,7 @@ def bucketed(points: Points, width: int) -> Points:
     starts = np.flatnonzero(is_start)
     sizes = np.diff(starts, append=len(bucket))
     count = np.add.reduceat(points.count, starts)
-    # The weight of each point in its bucket; equal weights in a bucket of gaps alone.
+    # Weight of each point in its bucket; equal weights if the bucket contains only gaps.
     weight = np.where(np.repeat(count, sizes) > 0, points.count, 1)
     share = weight / np.repeat(np.where(count > 0, count, sizes), sizes)
     y = np.add.reduceat(np.nan_to_num(points.y) * share, starts)
@@ -183,7 +183,7 @@ def bucketed(points: Points, width: int) -> Points:
 
 
 def rounded(value: Optional[float], digits: int = 6) -> Optional[float]:
-    """The value with so many digits, as an int where it is one; None if it is not finite."""
+    """Return the value with `digits` significant digits, as an int if possible; None if it is not finite."""
     if value is None or not np.isfinite(value):
         return None
     value = float(f"{value:.{digits}g}")
@@ -191,9 +191,9 @@ def rounded(value: Optional[float], digits: int = 6) -> Optional[float]:
 
 
 def as_json(points: Points) -> dict[str, list]:
-    """A curve's points as JSON: steps, and values with six digits, null for a gap.
+    """Return points as JSON: steps, and values with six digits, null for a gap.
 
-    `low` and `high`, with four digits, are there if some points stand for several values.
+    `low` and `high`, with four digits, are included if some points are merged.
     """
     curve = {"x": np.rint(points.x).astype(int).tolist(),
              "y": [rounded(value) for value in points.y.tolist()]}
@@ -204,7 +204,7 @@ def as_json(points: Points) -> dict[str, list]:
 
 
 def points_per_curve(lengths: list[int], budget: int) -> int:
-    """How many points a curve may have so that all together have at most `budget`, short ones being whole."""
+    """Return the limit of points per curve that keeps the sum within `budget`; short curves need fewer."""
     waiting = sorted(lengths)
     while waiting and waiting[0] <= budget // len(waiting):
         budget -= waiting.pop(0)

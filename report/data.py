@@ -1,4 +1,4 @@
-"""A run's folder, read as it grows, and as the part of the page's data that describes this run."""
+"""Read a run's folder incrementally, and build its part of the page's data."""
 
 import math
 import os
@@ -46,7 +46,7 @@ TENSORS = TypeAdapter(dict[str, Tensor])  # the header of a safetensors file
 
 
 def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
-    """Return the valid fields of a run's JSON file, if it exists, and count the others in `aside`."""
+    """Return the valid fields of a run's JSON file, and count the others in `aside`. It may be missing."""
     try:
         content = read_json(path)
     except FileNotFoundError:
@@ -64,24 +64,24 @@ def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dic
 
 
 def spelt(value: Any) -> str:
-    """A setting's value as `.env` spells it; empty for none."""
+    """Return a setting's value as in `.env`; empty for none."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every setting that the run's version had, with its default of today and its meaning."""
+    """Return every recorded setting with its current default and meaning."""
     known = {line.name: line for line in describe_settings()}
     lines = []
     for name in [*filter(settings.__contains__, known), *sorted(settings.keys() - known.keys())]:
         default = Config.model_fields[name.lower()].default if name in known else None
         lines.append({"name": name, "value": spelt(settings[name]), "default": spelt(default),
                       "changed": name in known and settings[name] != default,
-                      "meaning": known[name].meaning if name in known else "of another version of Paddock"})
+                      "meaning": known[name].meaning if name in known else "from another version of Paddock"})
     return lines
 
 
 def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
-    """Yield each part of a run: its first step, its ranks, and which settings changed there."""
+    """Yield the first step, number of ranks and changed settings of each start of a run."""
     before: dict[str, Any] = {}
     for first, path in segment_files(folder):
         settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
@@ -93,7 +93,7 @@ def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dic
 
 
 def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list[dict[str, Any]]:
-    """What a run reads: the table of a mixture, else one line."""
+    """Return the sources of a mixture, or a single source."""
     fields = {"label": "source", "share": "share", "tokens": "tokens", "documents": "documents",
               "epochs": "passes"}
     table = read_fields(folder / "data.json", RunData, aside).get("sources")
@@ -104,7 +104,7 @@ def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list
 
 
 def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
-    """The parameters in a checkpoint's weight files, from their headers alone; None if it has none.
+    """Return the number of parameters in a checkpoint, from its safetensors headers; None without files.
 
     Source: the format of safetensors: the header's length as 8 bytes, then the header in JSON.
     """
@@ -114,7 +114,7 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
             with open(path, "rb", opener=plain) as file:
                 size = int.from_bytes(file.read(8), "little")
                 header = TENSORS.validate_json(file.read(min(LARGEST_TEXT, size)))
-        except (OSError, ValueError):  # pruned meanwhile, or damaged
+        except (OSError, ValueError):  # deleted while reading, or damaged
             return None
         total += sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
     return total or None
@@ -122,7 +122,7 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
 
 # ------------------------------------------------------------------------------------------- the run
 
-LOGS = ("events", "metrics", "ledger", "samples")  # in this order: the starts divide the metrics
+LOGS = ("events", "metrics", "ledger", "samples")  # events first: starts divide the metrics
 FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
@@ -131,11 +131,11 @@ SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"step", "counted"}
 STEP = re.compile(rb'{"step": ?(\d{1,15}),')
-RECENT_LINES = 50  # from which the time that is left is estimated
+RECENT_LINES = 50  # for the estimate of the remaining time
 
 
 class RunReader:
-    """A run's folder; `read` reads what is new, `data` gives it."""
+    """A run's folder; `read` reads new lines, `data` returns the page's data."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
@@ -144,15 +144,15 @@ class RunReader:
         self._read_settings()
         if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
             bad = ", ".join(self.aside)
-            raise CheckpointError(f"{folder} is not a run: it has neither a metrics.jsonl nor a config.json "
-                                  f"with the settings of a run{bad and f'; these are not valid: {bad}'}")
+            raise CheckpointError(f"{folder} is not a run: it has neither metrics.jsonl nor a config.json "
+                                  f"with a run's settings{bad and f'; invalid: {bad}'}")
         self._restart()
 
     def _read_settings(self) -> None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"there is no run {str(self.folder)!r}: name the folder of a run, or a run "
-                                  "in OUTPUT_DIR")
-        self.aside: Counter[str] = Counter()  # what is not valid in files other than logs
+            raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder, or a run in "
+                                  "OUTPUT_DIR")
+        self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
@@ -163,13 +163,13 @@ class RunReader:
         # events.jsonl
         self.events: list[dict[str, Any]] = []
         self.processes: list[Process] = []
-        self.resumed: list[tuple[int, int]] = []  # (step, number) of the starts from which lines may be left
+        self.resumed: list[tuple[int, int]] = []  # (step, process) of starts whose lines remain
         # metrics.jsonl
         self.curves: dict[str, Curve] = {}
         self.newest = -1  # step
         self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
-        self.waiting: list[dict[str, Any]] = []  # lines that are not in the curves yet
-        self.bad_values: Counter[str] = Counter()  # by the metric's name
+        self.waiting: list[dict[str, Any]] = []  # lines not yet added to the curves
+        self.bad_values: Counter[str] = Counter()  # by metric name
         self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
         # ledger.jsonl and samples.jsonl
         self.bad_steps: deque[LedgerLine] = deque(maxlen=MOST_ALARMS)
@@ -177,7 +177,7 @@ class RunReader:
         self.samples: list[dict[str, Any]] = []
 
     def read(self) -> None:
-        """Read what is new; everything again if a resumed run has replaced a log."""
+        """Read new lines, or everything again if a resumed run replaced a log."""
         self._read_settings()
         try:
             if any(file.is_replaced() for file in self.logs.values()):
@@ -193,7 +193,7 @@ class RunReader:
                                   f"{error.strerror or error}; check this path") from error
 
     def range(self, low: int, high: int, most: int) -> dict[str, Any]:
-        """The curves of these steps alone, as JSON with at most so many points each."""
+        """Return the curves for steps `low` to `high` as JSON, with at most `most` points each."""
         part = RunReader(self.folder, self.name)
         log = part.logs["metrics"]
         for line in log.new_lines():
@@ -204,7 +204,7 @@ class RunReader:
         return {name: as_json(curve.points(most)) for name, curve in part.curves.items()}
 
     def signature(self) -> tuple:
-        """What differs when the run has written something, or has ended."""
+        """Return a value that changes when the run writes something or ends."""
         found = []
         for path in (*(self.folder / name for name in (*SCHEMAS, "config.json", "data.json")),
                      *self.power.paths()):
@@ -216,12 +216,12 @@ class RunReader:
         return holder_runs(self.folder / "run.lock"), found
 
     def item_scores(self) -> Iterator[ItemScores]:
-        """Yield the run's evaluations item by item."""
+        """Yield the item scores of the run's evaluations."""
         self.bad_scores = Counter()
         return read_item_scores(self.folder / "evaluations.jsonl", self.bad_scores)
 
     def set_aside(self) -> list[str]:
-        """What was not valid in the run's files and is left out, each with its count."""
+        """Return descriptions of the invalid entries that were left out, with counts."""
         files = [*self.logs.values(), *self.power.files]
         lines = {file.path.name: file.invalid for file in files} | self.bad_scores
         return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
@@ -269,14 +269,14 @@ class RunReader:
         self.waiting = []
 
     def _measure(self, step: int, at: float, step_seconds: float) -> None:
-        """Count a line for the process that wrote it: the last one that began before its step.
+        """Add a line to the process that wrote it: the last one that started before its step.
 
-        The order of the lines decides, because the clock may have been set back.
+        Steps decide, not times, because the clock may have been set back.
         """
         self.recent.append((step, self.clock[1]))
         place = bisect_left(self.resumed, (step, -1)) - 1
         if place < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
-            return  # of a version without events
+            return  # from a version without events
         process = self.processes[self.resumed[max(0, place)][1]]
         if process.last_time is None:
             self.recent = deque([self.recent[-1]], maxlen=RECENT_LINES)
@@ -294,12 +294,12 @@ class RunReader:
     # ------------------------------------------------------------------------------ the page's data
 
     def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
-        """The run as in the page's data.
+        """Return the run for the page's data.
 
         Args:
-            most_points: of each curve.
-            share: of the samples, alarms and power values that a page may have.
-            all_settings: list also those at their defaults.
+            most_points: points per curve.
+            share: share of the page's samples, alarms and power values.
+            all_settings: also list settings at their defaults.
         """
         step, max_steps, eta = max(0, self.newest), self.settings.get("MAX_STEPS") or 0, None
         state, sentence = self.state(step, max_steps)
@@ -322,12 +322,12 @@ class RunReader:
                 "alarms": alarms[-max(10, round(MOST_ALARMS * share)):], "power": self.power.data(share)}
 
     def value(self, name: str) -> Optional[float]:
-        """The newest value of a curve; None if there is none."""
+        """Return the newest value of a curve, if any."""
         newest = self.curves[name].newest if name in self.curves else None
         return newest and newest[0]
 
     def state(self, step: int, max_steps: int) -> tuple[str, str]:
-        """The run's state, and the sentence that describes it."""
+        """Return the run's state and a sentence that describes it."""
         reason, last_sign, log = None, None, self.folder / "metrics.jsonl"
         if self.processes:
             reason, last_sign = self.processes[-1].end.get("reason"), self.processes[-1].last_sign
@@ -336,13 +336,13 @@ class RunReader:
         done = f"{step:,} of {max_steps:,} steps"
         running = holder_runs(self.folder / "run.lock") if reason is None else False
         if running:
-            return "running", f"running: {done} are done"
+            return "running", f"running: {done} done"
         if reason is None and running is None and last_sign:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
-                return "running", f"running on another machine: {done} are done"
-            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it ran on another "
-                               "machine, where it may still be running")
+                return "running", f"running on another machine: {done} done"
+            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
+                               "running on another machine")
         if reason == "finished" or (reason is None and step >= max_steps > 0):
             return "finished", f"finished after {done}"
         if reason == "early stopping":
@@ -353,10 +353,10 @@ class RunReader:
             return "failed", f"failed after {done}: {reason}"
         if self.processes:
             return "failed", f"{KILLED} after {done}"
-        return "stopped", f"not running; {done} are done"
+        return "stopped", f"not running; {done} done"
 
     def failure(self) -> dict[str, Any]:
-        """What ended the run, what is saved, and the command that takes the step again."""
+        """Return why the run failed, what it saved, and the command that repeats the step."""
         newest, end = self.newest_checkpoint(), self.processes[-1].end if self.processes else {}
         step = end["step"] if end else max(0, self.newest, self.ledger_step)
         where, command = f"after step {step:,}", None
@@ -367,7 +367,7 @@ class RunReader:
         return {"where": where, "reason": end.get("reason") or KILLED, "saved": saved, "command": command}
 
     def facts(self) -> Iterator[list[str]]:
-        """Yield what describes the run in a word each: label and text."""
+        """Yield facts about the run as [label, text]."""
         settings, checkpoint = self.settings, self.newest_checkpoint()
         adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
         distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""
@@ -388,22 +388,22 @@ class RunReader:
         if checkpoint:
             yield ["newest checkpoint", checkpoint.name]
         if bad := self.set_aside():
-            yield ["not valid, left out", ", ".join(bad)]
+            yield ["invalid, left out", ", ".join(bad)]
 
     def newest_checkpoint(self) -> Optional[Path]:
-        """The newest checkpoint; None if there is none."""
+        """Return the newest checkpoint, if any."""
         found = (self.folder / "checkpoints").glob("step-*")
         return max((path for path in found if path.name[5:].isdecimal()), default=None)
 
     def chosen_samples(self, most: int) -> list[dict[str, Any]]:
-        """At most so many samples, of evenly distributed steps, those of the last one among them."""
+        """Return at most `most` samples from evenly spaced steps, including the last step."""
         steps = sorted({sample["step"] for sample in self.samples}, reverse=True)
         most_steps = max(1, most * len(steps) // max(1, len(self.samples)))
         chosen = {*steps[::-(-len(steps) // most_steps) or 1]}
         return [sample for sample in self.samples if sample["step"] in chosen][-most:]
 
     def alarms(self) -> list[dict[str, Any]]:
-        """What went wrong, in the order of the steps."""
+        """Return alarms in order of steps."""
         alarms = []
         for line in self.bad_steps:
             left_out = "" if line.updated else "; its update was skipped"
@@ -421,10 +421,10 @@ class RunReader:
                 continue
             rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
             if kind == "slow rank" and event.get("ratio") is not None:
-                text = (f"{rank} takes {event['ratio']:.2f} times as long as the others in "
+                text = (f"{rank} takes {event['ratio']:.2f} times as long as other ranks in "
                         f"{event.get('phase')}")
             elif kind == "slow rank ended":
-                text = f"{rank} is as fast as the others again in {event.get('phase')}"
+                text = f"{rank} is as fast as other ranks again in {event.get('phase')}"
             else:
                 facts = [f"{name}: {value}" for name, value in event.items()
                          if name not in ("time", "step", "event")]
@@ -432,5 +432,5 @@ class RunReader:
             alarms.append({"step": event["step"], "kind": kind, "text": str(text)})
         for step, seconds in clock_steps(self.processes):
             alarms.append({"step": step, "kind": "clock", "text": f"the clock stepped back by "
-                           f"{time_text(seconds)}, and the time that passed meanwhile is not known"})
+                           f"{time_text(seconds)}; the elapsed time is unknown"})
         return sorted(alarms, key=lambda alarm: alarm["step"])

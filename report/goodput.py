@@ -1,23 +1,23 @@
-"""Goodput: the share of the time since a run's first start that went into steps which count.
+"""Goodput: the share of a run's total time spent on steps that count.
 
-In events.jsonl, each `start` begins a process. Its last sign of life is its `end` event; after a kill, it is
-the latest of its other events, its lines in metrics.jsonl and the `previous_time` of the next start. All time
-is the time from the first `start` to the last sign of life, without the time between a run that had finished
-and its continuation. It is divided into:
+In events.jsonl, each `start` begins a process. Its last sign of life is its `end` event. After a kill, it is
+the latest of its other events, its lines in metrics.jsonl and the `previous_time` of the next start. The
+total time runs from the first `start` to the last sign of life, except the time between a finished run and
+its continuation. It is divided into:
 
-- steps: the sum over the logged lines of `step_seconds` * steps since the line before, of the same process;
+- steps: the sum of `step_seconds` * steps since the previous line, over all lines of a process;
 - evaluation, saving: the `seconds` of these events;
-- repeated steps: if the next process resumes from an older step than the last logged one, the time from the
-  save of that step (or the last line that was kept) to the last sign of life;
-- start-up: from the `start` event to the first step, and the `seconds` of the event, if it has them: the time
-  before it (imports, reading and verifying, building the model);
-- away: from the last sign of life of a process to the start of the next one;
+- repeated steps: if the next process resumes from a step before the last logged one, the time from the save
+  of that step (or the last kept line) to the last sign of life;
+- start-up: the time from the `start` event to the first step, plus the event's `seconds`, the time before it
+  (imports, verification, building the model);
+- away: the time from a process's last sign of life to the next start;
 - other: the rest.
 
-goodput = steps / all time.
+goodput = steps / total time.
 
-Clocks can be set back, and those of two machines differ. So the order of lines and steps decides what came
-first, and a negative time counts as zero; `clock_steps` lists these places.
+Clocks can be set back and differ between machines, so the order of lines and steps determines what came
+first. Negative times count as zero; `clock_steps` lists them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,20 +26,20 @@ from itertools import pairwise
 from typing import Any, Optional
 
 Event = dict[str, Any]
-CLOCK_SECONDS = 1.0  # a smaller step back of the clock is not reported
+CLOCK_SECONDS = 1.0  # smaller backward steps of the clock are not reported
 KILLED = "exited without reporting a reason (killed, or machine failure)"
 PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
 
 
 @dataclass
 class Process:
-    """The events of a process, its start first, and the sums of its lines in metrics.jsonl."""
+    """The events of a process, starting with `start`, and totals of its lines in metrics.jsonl."""
 
     events: list[Event]
     following: Optional[Event] = None  # the start of the next process
     steps_seconds: float = 0.0
-    first_time: Optional[float] = None  # of the first line with steps
-    first_seconds: float = 0.0  # of the steps before that line
+    first_time: Optional[float] = None  # time of the first line with steps
+    first_seconds: float = 0.0  # duration of the steps up to that line
     last_time: Optional[float] = None
     last_step: int = 0
     clock_steps: list[tuple[int, float]] = field(default_factory=list)
@@ -62,20 +62,19 @@ class Process:
 
     @property
     def end(self) -> Event:
-        """The event that says why it ended; empty if it was killed, or runs."""
+        """The `end` event; empty if the process was killed or is running."""
         return next((event for event in self.events if event["event"] == "end"), {})
 
     @property
     def last_sign(self) -> float:
-        """The time of its last sign of life."""
         if self.end:
             return self.end["time"]
         previous = (self.following or {}).get("previous_time") or 0.0
         return max([event["time"] for event in self.events] + [self.last_time or 0.0, previous])
 
     def parts(self) -> dict[str, float]:
-        """Return how it spent its time, in seconds."""
-        # What comes after the step from which the next process resumed is lost.
+        """Return the seconds spent on each of PARTS except `away`."""
+        # Work after the step from which the next process resumed is lost.
         last_sign, kept, kept_until = self.last_sign, self.events, self.last_sign
         previous = (self.following or {}).get("previous_step")
         if previous is not None and self.following["step"] < previous:
@@ -103,7 +102,7 @@ class Process:
 
 
 def set_up_from(start: Event) -> float:
-    """Return when a process began: before its start event, if that has the seconds of its set-up."""
+    """Return when a process started: `seconds` before its start event, if the event has them."""
     return start["time"] - max(0.0, start.get("seconds") or 0.0)
 
 
@@ -114,7 +113,7 @@ def elapsed(processes: Sequence[Process]) -> float:
 
 
 def clock_steps(processes: Sequence[Process]) -> Iterator[tuple[int, float]]:
-    """Yield where the clock stepped back: the step that followed, and by how many seconds at least."""
+    """Yield (next step, seconds at least) for each time the clock stepped back."""
     for process in processes:
         between = [(after["step"], before["time"] - after["time"])
                    for before, after in pairwise(process.events)]
@@ -126,7 +125,7 @@ def clock_steps(processes: Sequence[Process]) -> Iterator[tuple[int, float]]:
 
 
 def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
-    """Return the goodput of a run as in the page's data; None if nothing is known of its time."""
+    """Return the goodput for the page's data, or None without timed steps."""
     if not any(process.steps_seconds for process in processes):
         return None
     parts = dict.fromkeys(PARTS, 0.0)

@@ -1,8 +1,8 @@
-"""A report: its data, of one or several runs, and the one HTML page that shows them.
+"""The report: data of one or several runs, and a single HTML page that shows it.
 
-No request leaves the page, and no text of a run is read as HTML or code. uPlot 1.6.32 draws the charts
-(`assets/uPlot.*`: `dist/` and LICENSE of the npm package `uplot`, unmodified, MIT) on a canvas; what
-keyboards and screen readers need (a slider, a sentence and a table for each chart) is in `assets/chart.js`.
+The page makes no external requests, and never interprets a run's text as HTML or code. uPlot 1.6.32 draws the
+charts on a canvas (`assets/uPlot.*`: unmodified `dist/` and LICENSE of the npm package `uplot`, MIT). For
+keyboards and screen readers, `assets/chart.js` adds a slider, a sentence and a table to each chart.
 """
 
 import base64
@@ -21,13 +21,13 @@ from report.data import RunReader
 
 ASSETS = Path(__file__).parent / "assets"
 FORMAT = 1
-MOST_BYTES = 800_000  # of the million that a page may have
-MOST_POINTS = 40_000  # of all curves together
-MOST_RUNS = 4  # of which all settings are listed
+MOST_BYTES = 800_000  # of data; the page is limited to 1 MB
+MOST_POINTS = 40_000  # over all curves
+MOST_RUNS = 4  # with more, list only changed settings
 
 
 class Report:
-    """One or several runs; `read` reads what is new, `data` gives the page's data."""
+    """One or several runs; `read` reads new lines, `data` returns the page's data."""
 
     def __init__(self, folders: Sequence[Path]):
         self.runs = [RunReader(folder, name) for folder, name in zip(folders, distinct_names(folders))]
@@ -37,7 +37,7 @@ class Report:
             run.read()
 
     def signature(self) -> tuple:
-        """What differs when a run has written something, or has ended."""
+        """Return a value that changes when a run writes something or ends."""
         return tuple(run.signature() for run in self.runs)
 
     def data(self, live: bool = False) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Report:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The names of the folders, with as many parents as make them distinct."""
+    """Return the folders' names, with as many parent folders as are needed to make them distinct."""
     parts = [Path(folder).absolute().parts for folder in folders]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-count:]) for part in parts]
@@ -69,16 +69,16 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """The page's data as JSON, in which everything is finite and Unicode."""
+    """Return the page's data as JSON with finite numbers and valid Unicode."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode()  # a folder's name may not be Unicode
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """Return the whole page of a report's data.
+    """Return the HTML page for a report's data.
 
     Args:
-        live: the page also listens to server-sent events at `events`, and redraws at each event `data`.
+        live: also listen to server-sent events at `events`, and redraw after each `data` event.
     """
     style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
     script = join_assets("elements.js", "chart.js", "export.js", "page.js", *["live.js"] * live)
@@ -86,7 +86,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
               f"style-src {csp_hash(style)}; img-src data:; "
               f"connect-src '{'self' if live else 'none'}'; base-uri 'none'; form-action 'none'")
 
-    # What is left without JavaScript: how each run stands, and the last value of each curve.
+    # Without JavaScript, show each run's state and the last value of each curve.
     runs = data["runs"]
     rows = [["", *(run["name"] for run in runs)], ["state", *(run["sentence"] for run in runs)]]
     for chart in data["charts"]:
@@ -98,7 +98,7 @@ def render(data: dict[str, Any], live: bool = False) -> str:
     cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     table = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
-    # JSON that cannot end the element that it stands in.
+    # Escape the JSON, so that it cannot close its script element.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     text = text.translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
     parts = {"policy": policy, "title": html.escape(data["title"]), "style": style, "library": library,
@@ -107,15 +107,15 @@ def render(data: dict[str, Any], live: bool = False) -> str:
 
 
 def join_assets(*paths: str | Path) -> str:
-    """Return the texts of these files one after another; a relative path lies in `assets/`."""
+    """Return the concatenated texts of files; relative paths are in `assets/`."""
     return "".join((ASSETS / path).read_text(encoding="utf-8") for path in paths)
 
 
 def fill_template(template: str, parts: dict[str, str]) -> str:
-    """Return the template with each `{name}` replaced by its part."""
+    """Return the template with each `{name}` replaced by parts[name]."""
     return re.sub(r"\{(\w+)\}", lambda name: parts[name[1]], template)
 
 
 def csp_hash(text: str) -> str:
-    """Return what a Content-Security-Policy says to allow this inline script or style."""
+    """Return the Content-Security-Policy source that allows this inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

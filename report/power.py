@@ -1,4 +1,4 @@
-"""The power files of a run as one trace: all GPUs on one axis of time, sharp where the samples are dense."""
+"""Merge a run's power files into one trace of all GPUs, with more detail where samples are dense."""
 
 from collections import deque
 from pathlib import Path
@@ -9,17 +9,17 @@ import numpy as np
 from checkpoint.schema import MOST_SECONDS, LogFile
 from report.curves import Curve, rounded
 
-MOST_VALUES = 12_000  # of all GPUs together
+MOST_VALUES = 12_000  # over all GPUs
 MOST_WATTS = 1e9
-MOST_MARKS = 1000  # the newest
+MOST_MARKS = 1000  # newest phase marks
 COLUMNS = {"time", "gpu", "watts", "phase", "step"}
-FAST_SECONDS = 0.3  # samples that are closer than this belong to a window of POWER_HZ
+FAST_SECONDS = 0.3  # samples closer than this come from a POWER_STEPS window
 
 
 class PowerTrace:
-    """The power files of a run, read as they grow; of a long trace, each bucket of time keeps its extremes.
+    """The power files of a run, read incrementally. Long traces keep the extremes of each time bucket.
 
-    Windows of fast samples have separate buckets, so that they stay sharp in a trace of days.
+    Fast samples have separate buckets, so they keep their detail in a trace of several days.
     """
 
     def __init__(self, folder: Path):
@@ -28,14 +28,14 @@ class PowerTrace:
 
     def _restart(self, paths: list[Path]) -> None:
         self.files = [LogFile(path) for path in paths]
-        self.columns: dict[Path, list[str]] = {}  # of each file, from its header
+        self.columns: dict[Path, list[str]] = {}  # from each file's header
         self.start: Optional[float] = None
         self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
-        self.before: dict[str, float] = {}  # the time of each GPU's last sample
+        self.before: dict[str, float] = {}  # time of each GPU's previous sample
         self.marks: deque = deque(maxlen=MOST_MARKS)
 
     def paths(self) -> list[Path]:
-        """The power files, oldest first: ..., power.1.csv, power.csv, then those of other ranks."""
+        """Return the power files: ..., power.1.csv, power.csv, then other ranks' files."""
         def order(path: Path) -> tuple[str, int]:
             stem, _, number = path.stem.partition(".")
             return stem, -int(number) if number.isdecimal() else 0
@@ -43,7 +43,7 @@ class PowerTrace:
         return sorted(self.folder.glob("power*.csv"), key=order)
 
     def read(self) -> None:
-        """Read what is new; everything again if a file was rotated."""
+        """Read new lines, or all files again if one was rotated."""
         paths = self.paths()
         if [file.path for file in self.files] != paths or any(file.is_replaced() for file in self.files):
             self._restart(paths)
@@ -60,7 +60,7 @@ class PowerTrace:
 
     def _add(self, path: Path, values: list[str],
              samples: dict[tuple[str, bool], list[tuple[int, float]]]) -> None:
-        """Add a line: a header, a mark, or a sample, which goes into `samples`."""
+        """Process a header, mark or sample line; append a sample to `samples`."""
         if values[0] == "time":
             self.columns[path] = values
             return
@@ -85,7 +85,7 @@ class PowerTrace:
         samples.setdefault((gpu, is_fast), []).append(point)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
-        """The trace as in the page's data, with this share of its values and marks; None without a sample."""
+        """Return the trace for the page's data, within this share of the limits; None without samples."""
         if not self.gpus:
             return None
         most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))
@@ -96,7 +96,7 @@ class PowerTrace:
                 "marks": [*self.marks][-round(share * MOST_MARKS):]}
 
     def _rows(self, fast: bool, most: int) -> list[list[float]]:
-        """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""
+        """Return (ms, watts of each GPU) for slow or fast samples, with one or two rows per bucket."""
         points = [pair[fast].points(most) for pair in self.gpus.values()]
         width = max([1.0, *(2 * np.ptp(each.x) / most for each in points if len(each.x))])
         buckets: dict[int, list[list[tuple[float, float]]]] = {}  # (ms, watts) of each GPU
@@ -115,7 +115,7 @@ class PowerTrace:
         if not rows:
             return []
 
-        # Interpolate where only other GPUs have a sample, unless this one was not sampled for longer.
+        # Interpolate where only other GPUs have a sample, except in long gaps.
         table = np.array(sorted(rows))
         time = table[:, 0]
         for watts in table.T[1:]:
@@ -131,7 +131,7 @@ class PowerTrace:
 
 
 def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """The lowest and the highest value in the order of time, twice the same of one, NaN of none."""
+    """Return the lowest and highest value in chronological order, or NaN without finite values."""
     finite = [(x, y) for x, y in points if y == y]
     if not finite:
         return np.nan, np.nan

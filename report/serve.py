@@ -1,4 +1,4 @@
-"""The live page of a run: on loopback only, read only, brought up to date by server-sent events."""
+"""Serve a live report on loopback, read-only, updated by server-sent events."""
 
 import asyncio
 import threading
@@ -18,21 +18,21 @@ from common.text import show
 from report.page import Report, as_text, render
 
 HOST = "127.0.0.1"
-HOSTS = [HOST, "localhost"]  # any other name may be a site's that leads here (DNS rebinding)
+HOSTS = [HOST, "localhost"]  # reject other names, because of DNS rebinding
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
-MOST_RAW = 2000  # points of each curve for a part of the axis
+MOST_RAW = 2000  # points per curve in a zoomed range
 
 
 class Live:
-    """The newest data of a report, made again only when a file of its runs has changed."""
+    """The latest data of a report, rebuilt only when a run's file changes."""
 
     def __init__(self, report: Report):
         self.report, self.lock = report, threading.Lock()
         self.data, self.signature, self.version = report.data(live=True), report.signature(), 1
 
     def current(self) -> tuple[int, dict]:
-        """A number that grows with each change, and the data."""
+        """Return a version number that grows with each change, and the data."""
         with self.lock:
             signature = self.report.signature()
             if signature != self.signature:
@@ -40,17 +40,17 @@ class Live:
                 try:
                     self.report.read()
                     self.data, self.version = self.report.data(live=True), self.version + 1
-                except CheckpointError:  # a file is moved or locked; the page keeps what it has
+                except CheckpointError:  # a file is moved or locked: keep the previous data
                     self.signature = ()
             return self.version, self.data
 
     async def page(self, request: Request) -> Response:
-        """Answer with the page."""
+        """Return the page."""
         _, data = await asyncio.to_thread(self.current)
         return HTMLResponse(render(data, live=True), headers=HEADERS)
 
     async def points(self, request: Request) -> Response:
-        """Answer with the curves of some steps of a run, in more detail than the page has."""
+        """Return the curves for a range of steps, in more detail than the page contains."""
         try:
             run, low, high = (int(request.query_params[name]) for name in ("run", "low", "high"))
             reader = self.report.runs[run]
@@ -60,7 +60,7 @@ class Live:
         return JSONResponse(curves, headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """Answer with the page's data, now and whenever it changes."""
+        """Stream the page's data now and after every change."""
         async def stream() -> AsyncIterator[str]:
             sent, quiet = 0, 0.0
             while True:
@@ -86,7 +86,7 @@ def serve(report: Report, port: int) -> None:
                             Route("/points", live.points)], middleware=[hosts])
     app.router.redirect_slashes = False
     with listen(HOST, port) as listening:
-        # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
+        # No graceful shutdown: an open event stream would delay Ctrl-C.
         server = uvicorn.Server(uvicorn.Config(
             app, log_config=None, log_level="critical", timeout_graceful_shutdown=0))
         show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C stops it)")

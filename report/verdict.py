@@ -1,4 +1,4 @@
-"""The verdict on a run, in words: has it learned, and is it healthy?"""
+"""Sentences that say whether a run learned and is healthy."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -8,13 +8,13 @@ import numpy as np
 
 from report.curves import Curve, task_names
 
-Verdict = tuple[Optional[bool], str]  # good, bad or neither, and the sentence
+Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-STOPPED_LEARNING = {"divergence", "no gradient"}  # alarms of a run whose loss says nothing any more
+STOPPED_LEARNING = {"divergence", "no gradient"}  # after these alarms, the loss is meaningless
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
+    """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
     place = next((place for place, (_, size) in enumerate(UNITS) if seconds >= size), 3)
     unit, size = UNITS[place]
     smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[place + 1:place + 2]]
@@ -27,11 +27,11 @@ def value_text(value: float) -> str:
 
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
              hellaswag: str) -> Iterator[Verdict]:
-    """Yield whether the last loss is below the first one by more than twice its error, and the accuracies.
+    """Yield whether the last loss is more than two standard errors below the first, with the accuracies.
 
     Args:
-        kinds: those of the run's alarms.
-        hellaswag: the name of HellaSwag's items, HELLASWAG_NAME.
+        kinds: kinds of the run's alarms.
+        hellaswag: HELLASWAG_NAME.
     """
     def newest(name: str) -> Optional[float]:
         return curves[name].newest[0] if name in curves and curves[name].newest else None
@@ -62,7 +62,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
 
 
 def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]]) -> Verdict:
-    """Alarms by kind, and what interruptions cost."""
+    """Return the number of alarms of each kind and the time lost to interruptions."""
     away = time_text(sum(each["away_seconds"] or 0.0 for each in interruptions))
     number = len(interruptions)
     lost = f"{number} interruption{'s' * (number > 1)} ({away} away)" if number else "no interruptions"

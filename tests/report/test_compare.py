@@ -95,7 +95,7 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
     b = write_run(tmp_path / "b", {}, [{"step": 16, "val_loss": 3.0}], scored(16, right[1]))
     found = comparison([a, b])
     assert found["tests"] == [] and found["refused"] == [
-        f"{title}: a (last at step 24) and b (last at step 16) scored no items in common at the same step, and are not compared"
+        f"{title}: a (last at step 24) and b (last at step 16) did not score the same items at the same step, so there is no test"
         for title in ("HellaSwag", "validation")]
     row = found["results"][0]
     assert (row["name"], row["better"]) == ("validation loss (last)", None), "no winner between different steps"

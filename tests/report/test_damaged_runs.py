@@ -137,7 +137,7 @@ def test_each_damage_leaves_a_page_and_lines_that_are_left_out_are_counted(every
             if count % 10 == 0 or "ud800" in what:
                 render(data)
             if what.startswith("line"):
-                assert f"1 line of {file}" in dict(data["runs"][0]["facts"])["not valid, left out"]
+                assert f"1 line of {file}" in dict(data["runs"][0]["facts"])["invalid, left out"]
         except Exception as error:
             failed.append(f"{file}, {what}: {type(error).__name__}: {str(error)[:150]}")
         shutil.copy(intact / file, damaged / file)

@@ -109,8 +109,7 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
     found = data["goodput"]
     assert parts(found) == {"steps": 60, "start-up": 1, "other": 1} and found["share"] == pytest.approx(60 / 62)
     assert dict(data["facts"])["time"] == "1 min 02 s" and found["interruptions"][0]["away_seconds"] is None
-    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59 min 50 s, and the time that passed meanwhile "
-                               "is not known"}]
+    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59 min 50 s; the elapsed time is unknown"}]
     times = data["curves"]["time"]["y"]
     assert times == sorted(times), "the page's axis of time"
 

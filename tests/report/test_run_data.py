@@ -98,7 +98,7 @@ def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder)
         assert lock.take() == ""
         before = (folder / "run.lock").stat()
         run, = read(folder).data()["runs"]
-        assert (run["state"], run["sentence"]) == ("running", "running: 5 of 10 steps are done")
+        assert (run["state"], run["sentence"]) == ("running", "running: 5 of 10 steps done")
         assert (folder / "run.lock").stat() == before
     assert read(folder).data()["runs"][0]["state"] == "stopped"
 
@@ -111,7 +111,7 @@ def test_the_number_of_a_killed_process_may_be_another_ones(folder):
 
 def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
     (folder / "run.lock").write_text("process 1 on elsewhere")
-    assert read(folder).data()["runs"][0]["sentence"] == "running on another machine: 5 of 10 steps are done"
+    assert read(folder).data()["runs"][0]["sentence"] == "running on another machine: 5 of 10 steps done"
     os.utime(folder / "metrics.jsonl", (time.time() - 7200, time.time() - 7200))
     run, = read(folder).data()["runs"]
     assert run["state"] == "unknown" and "no sign of life for 2 h 00 min" in run["sentence"]
@@ -137,8 +137,8 @@ def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
         (1, "drift", "rank: 2"),
         (2, "loss spike", "the loss was 9.0, 12.3 robust standard deviations above the recent ones; its update was skipped"),
         (3, "update left out", "the gradient was not finite; its update was skipped"),
-        (4, "slow rank", "rank 5 on a takes 1.40 times as long as the others in data"),
-        (6, "slow rank ended", "rank 5 is as fast as the others again in data")]
+        (4, "slow rank", "rank 5 on a takes 1.40 times as long as other ranks in data"),
+        (6, "slow rank ended", "rank 5 is as fast as other ranks again in data")]
 
 
 def test_a_mixture_shows_its_sources(folder):
@@ -167,7 +167,7 @@ def test_only_the_value_that_is_not_a_number_is_left_out_and_counted(folder, val
     loss = run["curves"]["train_loss"]
     assert loss["x"] == [step for step in range(1, 1502) if step != 500] and loss["y"][-1] is None
     assert len(run["curves"]["grad_norm"]["x"]) == 1500
-    assert dict(run["facts"])["not valid, left out"] == "2 lines of metrics.jsonl, 1 value of train_loss"
+    assert dict(run["facts"])["invalid, left out"] == "2 lines of metrics.jsonl, 1 value of train_loss"
 
 
 def test_a_failed_run_tells_what_failed_what_is_saved_and_how_to_examine_it(folder):
@@ -195,7 +195,7 @@ def test_what_is_no_run_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="is not a run"):
         Report([tmp_path])
     (tmp_path / "config.json").write_text("nonsense")
-    with pytest.raises(CheckpointError, match="these are not valid: config.json"):
+    with pytest.raises(CheckpointError, match="invalid: config.json"):
         Report([tmp_path])
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import types
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -65,17 +64,6 @@ def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_pa
     assert shown.out == "[GPU0] hello\n[GPU0] Sample: Once upon\n" and shown.err == "[GPU0] warning: careful\n"
     assert (tmp_path / "log" / "rank-1.txt").read_text() == "[GPU1] hello\n[GPU1] warning: careful\n[GPU1] Sample: Once upon\n"
     assert len(written(tmp_path / "metrics.jsonl")) == len(written(tmp_path / "samples.jsonl")) == 1
-
-
-def test_a_terminal_shows_the_lines_of_a_sample_and_the_file_has_one(monkeypatch, tmp_path):
-    screen = StringIO()
-    screen.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", screen)
-    log = make_log(tmp_path, 0)
-    log.sample(3, "Once", " upon\n\na\x1b time")
-    log.close()
-    assert screen.getvalue() == "Sample: Once upon\n\n  a\\x1b time\n"
-    assert (tmp_path / "log" / "rank-0.txt").read_text() == "[CPU0] Sample: Once upon\\n\\na\\x1b time\n"
 
 
 def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):

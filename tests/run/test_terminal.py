@@ -141,13 +141,14 @@ def test_several_ranks_keep_their_prefix_and_the_file_has_the_whole_line(world_s
     log.open(tmp_path)
     log.info(console_line(5, 6, USUAL, 5), step_columns(5, 6, USUAL, 5, WIDTH - len(log.shown_prefix)))
     log.info("in the file alone", shown="")
+    log.sample(5, "Once", " upon\na\x1b")
     log.warn("careful")
     log.ending = ["result   r", "report   p"]
     log.close()
     assert screen.getvalue() == (f"{prefix}  5/6{'' if prefix else '   83%'}  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:05 left\n"
-                                 f"{prefix}warning: careful\n{prefix}result   r\n{prefix}report   p\n")
+                                 f"{prefix}Sample: Once upon\n{prefix}  a\\x1b\n{prefix}warning: careful\n{prefix}result   r\n{prefix}report   p\n")
     assert (tmp_path / "log" / "rank-0.txt").read_text() == (
-        f"[CPU0] {console_line(5, 6, USUAL, 5)}\n[CPU0] in the file alone\n[CPU0] warning: careful\n")
+        f"[CPU0] {console_line(5, 6, USUAL, 5)}\n[CPU0] in the file alone\n[CPU0] Sample: Once upon\\na\\x1b\n[CPU0] warning: careful\n")
 
 
 # A run

@@ -111,12 +111,6 @@ def test_one_dash_is_no_call_for_help(capsys):
         error = capsys.readouterr().err
         assert ended.value.code == 2 and "-hf-token: flag names start with two dashes" in error and "canary" not in error
     assert CommandParser("").parse_known_args(["--", "-hot"])[1][-1] == "-hot"
-
-
-@pytest.mark.parametrize("flag, nearest", [("--max-tokens=5", "--max-new-tokens?"), ("--vresion", "--version?"), ("--far-away", "")])
-def test_a_misspelt_flag_gets_the_nearest_one(flag, nearest, capsys):
-    parser = CommandParser("")
-    parser.add_argument("--max-new-tokens")
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args([flag])
-    assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"{nearest or flag}\n")
+    with pytest.raises(SystemExit):
+        CommandParser("").parse_args(["--vresion=5"])
+    assert capsys.readouterr().err.endswith("; did you mean --version?\n")

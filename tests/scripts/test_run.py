@@ -148,10 +148,8 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path(".env").unlink()
     assert project.command("--device", "cpu") == ["train.py", "--device", "cpu", "--preset", "sample"]
     assert project.made == ["scripts/make_sample.py"] and "made-up world" in capsys.readouterr().out
-    assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"]
-    capsys.readouterr()
-    project.command("--preset", "sample,sample-sft", "--device=cpu", "--pretrain-checkpoint", "runs/a")
-    assert "random weights" not in capsys.readouterr().out
+    assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()
+    assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
     flags = ["--run-name", "first", "--output-dir", "results"]
     assert "sample" in project.script.with_sample(flags, False)
     Path("results/first/checkpoints").mkdir(parents=True)
