@@ -85,8 +85,8 @@ def t_probability(t: float, degrees: int) -> float:
     return (2 / math.pi * (theta + math.sin(theta) * total)) if is_odd else math.sin(theta) * total
 
 
-class ScoreKind(NamedTuple):
-    """A metric with one score per item, and its test."""
+class Metric(NamedTuple):
+    """A metric with one score per item (or seed), and its test."""
 
     label: str  # follows the name of the evaluation
     test: Callable[..., Paired]
@@ -97,11 +97,11 @@ class ScoreKind(NamedTuple):
 
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
-KINDS = {"correct": ScoreKind("accuracy", mcnemar, "items"),
-         "correct_norm": ScoreKind("length-normalized accuracy", mcnemar, "items"),
-         "loss": ScoreKind("loss", paired_t, "blocks", percent=False, lower=True),
-         "exact": ScoreKind("exact match", mcnemar, "chats"),
-         "rouge_l": ScoreKind("ROUGE-L", paired_t, "chats")}
+METRICS = {"correct": Metric("accuracy", mcnemar, "items"),
+           "correct_norm": Metric("length-normalized accuracy", mcnemar, "items"),
+           "loss": Metric("loss", paired_t, "blocks", percent=False, lower=True),
+           "exact": Metric("exact match", mcnemar, "chats"),
+           "rouge_l": Metric("ROUGE-L", paired_t, "chats")}
 
 
 def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
@@ -152,7 +152,7 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
             pair = (np.array([each[seeds]["value"] for seeds in common]) for each in (first[1], cells))
             family.append((first[0], name, cells[common[0]]["step"], paired_t(*pair)))
     label = row["name"].partition(" at step ")[0]
-    kind = Kind("", paired_t, "seeds", percent="accuracy" in label, lower=row["better"] == "lower")
+    kind = Metric("", paired_t, "seeds", percent="accuracy" in label, lower=row["better"] == "lower")
     test_of = {test["b"]: test for test in corrected(label, kind, family)}
     return [each | {"test": test_of.get(each["name"])} for each in found]
 
@@ -209,9 +209,9 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
-    families: dict[tuple[str, Kind], list[tuple[str, str, int, Paired]]] = {}
+    families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
     for a, b, key in pairs:
-        for metric, kind in KINDS.items():
+        for metric, kind in METRICS.items():
             scores = [lines[place][key].get(metric) for place in (a, b)]
             if scores[0] is None or scores[1] is None:
                 continue
@@ -226,7 +226,7 @@ def title_of(name: str, run: RunReader) -> str:
     return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
-def corrected(label: str, kind: ScoreKind, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
+def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:
     """Return the tests (a, b, step, test) of a metric for the page's data, with Holm's correction (1979)."""
     made, least = {}, 0.0
     for place, (a, b, step, test) in enumerate(sorted(family, key=lambda each: each[3].p)):
