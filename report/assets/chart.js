@@ -24,15 +24,20 @@ const swatch = (color, shape = "square") => h("span", {class: `swatch ${shape}`,
 
 // --------------------------------------------------------------------------------------------------- numbers
 
-/** A value as text; `how.percent` says that it is a share. */
+/** A value as text; `how.percent` says that it is a share, `how.places` gives a fixed number of decimals. */
 function format(value, how = {}, digits = 4) {
   if (value === null || value === undefined) return "–";
-  if (how.percent) return `${format(100 * value, {}, digits)} %`;
+  if (how.percent) return `${format(100 * value, {places: how.places}, digits)} %`;
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(digits - 2);
-  const precision = size >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits};
-  return value.toLocaleString("en", precision);
+  const fixed = {minimumFractionDigits: how.places, maximumFractionDigits: how.places};
+  const usual = size >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits};
+  return value.toLocaleString("en", how.places === undefined ? usual : fixed);
 }
+
+/** The decimals of a column of values that give the last one four digits. */
+const placesOf = (values) =>
+  Math.max(0, Math.min(6, 3 - Math.floor(Math.log10(Math.abs(last(values)) || 1))));
 
 const whole = (value) => format(Math.round(value));
 
@@ -199,6 +204,12 @@ class Chart {
       saveChart(this, target.value);
       target.value = "save";
     });
+    for (const type of ["pointerover", "focusin", "pointerleave", "focusout"]) {
+      this.legend.addEventListener(type, ({target}) => {  // the line of a single GPU shows meanwhile
+        this.hovered = /(over|in)$/.test(type) ? target.closest("[data-do]")?.dataset.do : null;
+        if (this.lines.some(({isSingle}) => isSingle)) this.draw();
+      });
+    }
     this.details.addEventListener("toggle", () => this.fillTable());
     this.area.addEventListener("keydown", (event) => this.pressed(event));
     this.listenToTouch();
@@ -223,6 +234,7 @@ class Chart {
     const key = chart.isFloating && shapes.size > 1 && [...shapes].map(([name, shape]) => [" ", shape, name]);
     fill(this.title, `${chart.title} `, h("small", {}, chart.unit, key));
     fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
+      chart.id && this.button("pin", pins.has(chart.id), ["pin", aside(" chart")]),
       this.button("wide", this.isWide, ["wide", aside(" chart")]),
       h("select", {"aria-label": `Save ${chart.title}`}, ["save", "csv", "png", "svg"].map((kind) =>
         h("option", {value: kind}, kind))));
@@ -261,6 +273,7 @@ class Chart {
     if (!button) return;
     const action = button.dataset.do;
     if (action === "log") this.isTurned = !this.isTurned;
+    else if (action === "pin") return pin(this);
     else if (action === "wide") this.isWide = !this.isWide;
     else if (!this.off.delete(action)) this.off.add(action);
     this.update(this.chart, this.lines);
@@ -300,7 +313,8 @@ class Chart {
   /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
   columns() {
     const found = [], [start, end] = this.group.extent;
-    for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
+    const isShown = ({key, isSingle}) => !this.off.has(key) || (isSingle && key === this.hovered);
+    for (const line of this.lines.filter(isShown)) {
       const {x, y, low, high, error, span} = line;
       const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
       const push = (role, values) => found.push({line, x, y: values.map((each) => this.onAxis(each)), role});

@@ -14,6 +14,18 @@ const charts = new Map();
 const details = new Map();  // name of a run: {low, high, curves}, fetched by a live page
 let report = null;
 
+/** The names that the browser keeps under `key`; these instead, if given. A browser may forbid it. */
+function kept(key, names) {
+  try {
+    if (names) localStorage.setItem(key, JSON.stringify(names));
+    return JSON.parse(localStorage.getItem(key) ?? "[]");
+  } catch {
+    return [];
+  }
+}
+
+const pins = new Set(kept("paddock-pins"));
+
 // ------------------------------------------------------------------------------------------------------ runs
 
 const isSeveral = () => report.runs.length > 1;
@@ -105,7 +117,8 @@ function linesOf(chart, runs) {
       error: errorAt ? steps.map((step) => errorAt.get(step) ?? null) : null,
       color: isByRun ? runColor(run) : color(i), dash, sparse, span: (view.smoothing / 100) ** 2 / 10,
       shape: chart.stacked ? "square" : `${shape} ${sparse ? "point" : ""}`,
-      reference: series.reference, letter: isByRun ? letter(run) : "", how: {percent: chart.percent},
+      reference: series.reference, letter: isByRun ? letter(run) : "",
+      how: {percent: chart.percent, places: chart.percent ? 1 : placesOf(scaled(y))},
     };
   });
 }
@@ -138,17 +151,35 @@ function drawChart(key, groupName, place, chart, lines) {
   if (lines.length) charts.get(key).update(chart, lines);
 }
 
+/** The charts, those that the reader has pinned first. */
+const inOrder = () => [...report.charts].sort((a, b) => pins.has(b.id) - pins.has(a.id));
+
+const isFound = ({title, series}) => [title, ...series.flatMap(({label, curve}) => [label, curve])]
+  .some((words) => words.toLowerCase().includes(byId("find").value.trim().toLowerCase()));
+
+/** Pin a chart above the others, or put it back. */
+function pin({chart: {id}, figure, tools}) {
+  if (!pins.delete(id)) pins.add(id);
+  kept("paddock-pins", [...pins]);
+  for (const {id: next} of inOrder()) {
+    for (const each of charts.values()) if (each.chart?.id === next) figure.parentNode.append(each.figure);
+  }
+  drawCharts();
+  tools.querySelector("[data-do=pin]").focus();
+}
+
 function drawCharts() {
   const group = Object.assign(groupOf("steps"), {extent: extent(), marks: marks()});
   const place = document.querySelector("#charts .charts");
   const axis = {seconds: view.axis === "time", axis: view.axis === "step" ? "step" : "tokens"};
-  for (const chart of report.charts) {
+  for (const chart of inOrder()) {
     const bytes = chart.unit === "bytes" ? {divisor: 2 ** 30, unit: "GiB"} : chart.percent ? {unit: ""} : {};
     const full = {...chart, ...axis, ...bytes, isFloating: isMany()};
-    if (!chart.stacked) drawChart(chart.id, "steps", place, full, groupLines(linesOf(full, shown())));
+    const runs = isFound(chart) ? shown() : [];
+    if (!chart.stacked) drawChart(chart.id, "steps", place, full, groupLines(linesOf(full, runs)));
     else if (!isMany()) for (const [i, run] of report.runs.entries()) {
       const title = isSeveral() ? `${chart.title}: ${named(run)}` : chart.title;
-      const lines = linesOf(full, shown().filter((each) => each === run));
+      const lines = linesOf(full, runs.filter((each) => each === run));
       drawChart(`${chart.id}-${i}`, "steps", place, {...full, title}, lines);
     }
   }
@@ -173,22 +204,34 @@ function phasesOf(turns) {
   };
 }
 
-/** The watts of each GPU over the phases of the steps, on the clock of both. */
+/** The median of many GPUs, with a band from lowest to highest. */
+function medianOf(lines) {
+  const columns = lines[0].x.map((_, i) => known(lines.map(({y}) => y[i])).sort((a, b) => a - b));
+  const each = (pick) => columns.map((some) => (some.length ? pick(some) : null));
+  const middle = (some) => (some[(some.length - 1) >> 1] + some[some.length >> 1]) / 2;
+  return {...lines[0], key: "median", isSingle: false, label: `median of ${lines.length} GPUs`, group: lines,
+    y: each(middle), low: each(([first]) => first), high: each(last)};
+}
+
+/** The watts of each GPU, or of many their median, over the phases of the steps, on the clock of both. */
 function drawPower() {
   for (const [index, run] of report.runs.entries()) {
     const {time, gpus, marks: turns, start} = run.power || {time: []}, key = `power-${index}`;
     if (!time.length) continue;
+    const isMedian = Object.keys(gpus).length > 4;
     const lines = Object.entries(gpus).map(([gpu, y], i) => ({
       key: gpu, label: /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu, steps: time, x: time, y, color: color(i),
-      ...STYLES[i % 4], how: {},
+      ...STYLES[i % 4], how: {places: 0}, isSingle: isMedian,
     }));
+    const drawn = isMedian ? [medianOf(lines), ...lines] : lines;
     const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean), isNew = !charts.has(key);
     const chart = {
       title: isSeveral() ? named(run) : "Power of the GPUs", unit: `watts, from ${date(start)}`,
       seconds: true, phaseAt: phasesOf(turns), phases: names.map((name, i) => [name, color(i + 2)]),
     };
     groupOf(key).extent = [time[0], Math.max(last(time), time[0] + 1e-3)];
-    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? lines : []);
+    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? drawn : []);
+    if (isNew && isMedian) lines.forEach((line) => charts.get(key).off.add(line.key));
     if (isNew) charts.get(key).clicked({dataset: {do: "wide"}});
   }
   byId("power").hidden = ![...document.querySelectorAll("#power figure")].some(({hidden}) => !hidden);
@@ -579,6 +622,7 @@ function setTheme(theme) {
 
 addEventListener("input", ({target}) => {
   if (target.id === "theme") return setTheme(target.value);
+  if (target.id === "find") return drawCharts();
   if (target.id === "group") view.isGrouped = target.checked;
   else if (target.id === "smoothing") view.smoothing = Number(target.value);
   else if (target.id === "axis") [view.axis, groupOf("steps").zoom] = [target.value, null];
@@ -586,6 +630,7 @@ addEventListener("input", ({target}) => {
   else if (!view.away.delete(target.dataset.run)) view.away.add(target.dataset.run);
   refresh();
 });
+byId("controls").addEventListener("submit", (event) => event.preventDefault());
 byId("reset").addEventListener("click", () => groups.forEach((group) => zoom(group, null)));
 byId("sample").addEventListener("input", ({target}) => {
   view.sample = target.value === target.max ? null : Number(target.value);

@@ -195,7 +195,7 @@ def test_everything_of_the_data_is_said(show):
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     text = page.inner_text("body")
     for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "Learned a lot.", "as of 2023-11-", "device", "8 x a GPU", "first is better by one", "2.50 ± 0.10", "SEED",
-                  "± 2.0", "chance 25 %", "45 % ± 2 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
+                  "± 2.0", "chance 25 %", "45.0 % ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GPU 0", "GiB"):
         assert words in text, words
 
@@ -245,7 +245,7 @@ def test_a_logarithmic_axis_survives_zeros(show):
     assert min(drawn) > 0 and drawn[-1] == pytest.approx(page.evaluate("charts.get('norm').floor"))
     low, high = page.evaluate("[charts.get('norm').plot.scales.y.min, charts.get('norm').plot.scales.y.max]")
     assert 0 < low < drawn[-1] and high > 200
-    assert spoken(page, "norm") == "last: gradient norm 0", "what is said is the value itself"
+    assert spoken(page, "norm") == "last: gradient norm 0.000", "what is said is the value itself"
 
 
 def test_smoothing_does_not_bend_the_ends_of_a_line(show):
@@ -340,6 +340,49 @@ def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):
     assert rows[0] == "step,training,validation" and rows[1] == "10,2.6," and rows[10] == "100,2.15,2.06" and len(rows) == 101
     assert saved["svg"].startswith(b"<svg xmlns=") and b">Loss</text>" in saved["svg"] and saved["svg"].count(b"<path") > 5
     assert saved["png"].startswith(b"\x89PNG") and len(saved["png"]) > 10_000
+
+
+def test_charts_are_found_by_name_and_pinned_first_also_at_the_next_visit(show):
+    page = show(report(run()))
+    seen = page.locator("#charts figure:visible h3")
+    page.fill("#find", "HellaSwag")
+    page.press("#find", "Enter")
+    assert seen.all_inner_texts() == ["Accuracy"]
+    page.fill("#find", "tokens_PER")
+    assert seen.all_inner_texts() == ["Tokens per second"], "by the name of a curve"
+    page.fill("#find", "")
+    page.locator("#chart-memory [data-do=pin]").click()
+    page.reload()
+    assert [text.split()[0] for text in seen.all_inner_texts()] == ["Peak", "Loss", "Accuracy", "Tokens", "Time"]
+    page.locator("#chart-memory [data-do=pin]").click()
+    assert seen.first.inner_text() == "Loss" and page.evaluate("localStorage.getItem('paddock-pins')") == "[]"
+
+
+def test_many_gpus_are_a_median_with_a_band_and_single_ones_show_under_the_pointer(show):
+    data = report(run())
+    data["runs"][0]["power"]["gpus"] = {str(gpu): [100 + 10 * gpu, 200, 150, None] for gpu in range(8)}
+    page = show(data)
+    drawn = "charts.get('power-0').slots.map(({role, line, y}) => [role, line.label, y[0]])"
+    bands = [["high", "median of 8 GPUs", 170], ["low", "median of 8 GPUs", 100], ["main", "median of 8 GPUs", 135]]
+    assert page.evaluate(drawn) == bands
+    button = page.locator("#power .legend button", has_text="GPU 3")
+    button.hover()
+    assert page.evaluate(drawn) == [*bands, ["main", "GPU 3", 130]]
+    page.mouse.move(0, 0)
+    assert page.evaluate(drawn) == bands
+    button.click()
+    page.mouse.move(0, 0)
+    page.locator("h1").focus()
+    assert page.evaluate(drawn)[-1] == ["main", "GPU 3", 130], "chosen"
+
+
+def test_the_values_of_a_legend_have_the_same_number_of_decimals(show):
+    page = show(report(run()))
+    said = set()
+    for step in (100, 500, 1000):
+        page.evaluate(f"charts.get('loss').moveTo({step})")
+        said.add(page.locator("#chart-loss .legend b").first.inner_text())
+    assert said == {"2.150", "2.210", "2.105"}
 
 
 def test_a_link_brings_back_the_view(show):
