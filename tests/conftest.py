@@ -107,6 +107,19 @@ def browser():
 
 
 @pytest.fixture(scope="session")
+def violations():
+    """A function that returns what axe-core finds wrong with a page, and where."""
+    package = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed (requirements-dev.txt)")
+    source = (Path(package.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+    def find(page) -> list:
+        page.evaluate(source)
+        return page.evaluate("async () => (await axe.run()).violations.map(({id, nodes}) => [id, nodes.map(({target}) => target.join(' '))])")
+
+    return find
+
+
+@pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data sets; without it, tests that need it are skipped."""
     folder = Path(os.environ.get("PADDOCK_TEST_DATA", ROOT.parent / "shared" / "data"))

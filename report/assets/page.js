@@ -384,7 +384,7 @@ function matrices(tests) {
   };
   return [...new Set(tests.map(({name}) => name))].map((measure) => table(
     `${measure}: difference of the row from the column, ± standard error; ✓ is significantly better`,
-    ["", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
+    ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
 
 /** A row of the results; the best cell is marked. */

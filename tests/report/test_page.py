@@ -435,6 +435,18 @@ def test_a_point_of_a_long_curve_shows_the_range_of_its_values(show):
     assert page.evaluate("charts.get('loss').summary(charts.get('loss').lines[0])").split(", highest ")[1].startswith("3.")
 
 
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+def test_axe_finds_nothing_on_a_report(show, four, violations, width, scheme):
+    failed = {"state": "failed", "failure": {"where": "in step 9", "reason": "it was not finite", "saved": "step-00000008", "command": "./paddock replay x"}}
+    power = run()["power"] | {"gpus": {str(gpu): [100, 200, 150, None] for gpu in range(8)}}
+    for data in (report(run() | {"power": power}), report(run() | failed), report(run(), run("second")), four):
+        page = show(data, width, scheme=scheme)
+        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        if width == 390:
+            page.locator("#display").click()
+        assert violations(page) == [], data["title"]
+
+
 def test_a_hostile_run_is_only_text(show):
     data = report(run(HOSTILE), run("second"))
     data["runs"][0]["samples"] = [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}]

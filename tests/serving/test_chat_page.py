@@ -747,3 +747,15 @@ def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
         page.toggle("panel")
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
     assert dark == (scheme == "dark")
+
+
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+def test_axe_finds_nothing_on_the_chat_page(chat, stub, violations, width, scheme):
+    page = chat(width, scheme)
+    page.locator("#text").wait_for()
+    assert violations(page.page) == [], "empty"
+    page.asks("Hello", "Again")
+    for part in ("panel", "drawer"):
+        assert violations(page.page) == [], f"before {part}"
+        page.toggle(part)
+    assert violations(page.page) == []
