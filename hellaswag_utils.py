@@ -1,8 +1,7 @@
-"""HellaSwag: which of four endings is most likely? Scored like lm-evaluation-harness's `hellaswag`, 0-shot.
+"""HellaSwag and other multiple-choice sets, scored like lm-evaluation-harness's `hellaswag` task, 0-shot.
 
-Other multiple-choice sets (EVAL_TASKS) have the same schema, with any number of endings.
-
-Percent on the 10,042 items of the validation set:
+HellaSwag asks which of four endings is most likely. Other sets (EVAL_TASKS) have the same schema with 2 to
+16 endings. Percent correct on the 10,042 items of HellaSwag's validation set:
 
     model          acc    acc_norm
     guessing       25.0   25.0
@@ -11,10 +10,10 @@ Percent on the 10,042 items of the validation set:
     Llama 3.2 1B          64.3       Source: an evaluation after pytorch/torchtitan#1210
     Llama 3.1 8B   60.1   78.9       Source: PsycheFoundation/psyche, shared/eval/src/tasks/hellaswag.rs
 
-acc takes the ending with the highest log-probability, acc_norm the highest per character. The harness reads
-`ctx_a` and `ctx_b` and capitalizes the latter; `ctx` alone is read unchanged, so the score differs a little.
+acc picks the ending with the highest log-probability, acc_norm the highest per character. The harness joins
+`ctx_a` and a capitalized `ctx_b`; an item with only `ctx` is used unchanged, which changes scores slightly.
 
-Shape suffixes: N items, B of a batch, E endings, T tokens of an item, M tokens of all endings in a batch.
+Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """
 
 import gzip
@@ -42,12 +41,12 @@ from fused.head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer
 
 MOST_ENDINGS = 16
-LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
-HELLASWAG = "HELLASWAG_PATH="  # names its file; other sets are checked less strictly
+LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits after decompression; HellaSwag has 3 kB and 13 MB
+HELLASWAG = "HELLASWAG_PATH="  # its items are checked more strictly than those of other sets
 
 
 class Item(NamedTuple):
-    """A question in the harness's wording."""
+    """A question as the harness words it."""
 
     where: str  # file:line
     context: str
@@ -56,7 +55,7 @@ class Item(NamedTuple):
 
 
 class Task(NamedTuple):
-    """An item in tokens: the context once, then each ending as a document that attends to it."""
+    """A tokenized item: a shared context, then each ending as a document that attends to it."""
 
     tokens_T: Tensor
     documents_T: Tensor
@@ -69,14 +68,14 @@ class Task(NamedTuple):
 class ChoiceSet(NamedTuple):
     """A multiple-choice set, ready for scoring."""
 
-    name: str  # prefix of its metrics
-    title: str  # on the console
+    name: str  # metric prefix
+    title: str  # console name
     tasks: list[Task]
-    chance: float  # the expected share of correct guesses
-    sha256: str  # of the items' wording and order
+    chance: float  # expected accuracy of random guessing
+    sha256: str  # hash of the items' wording and order
 
     def metrics(self, correct_N2: np.ndarray) -> dict[str, float]:
-        """Return the metrics of all answers; the standard error is that of acc."""
+        """Return the metrics of all answers. The standard error is for acc."""
         n = len(correct_N2)
         acc, acc_norm = (int(right) / n for right in correct_N2.sum(axis=0))
         error = error_of_share(acc, n)
@@ -85,7 +84,7 @@ class ChoiceSet(NamedTuple):
 
 
 def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
-    """Return the first HELLASWAG_EXAMPLES items of a file, in tokens."""
+    """Return the first HELLASWAG_EXAMPLES items of a file, tokenized."""
     items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
     wording = json.dumps([item[1:] for item in items]).encode()
@@ -94,18 +93,22 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
-    """Return all items of a .jsonl or .jsonl.gz file in HellaSwag's schema, which `setting` names."""
-    items, left, advice = [], FILE_BYTES, "name a file in HellaSwag's schema"
+    """Read all items of a .jsonl or .jsonl.gz file in HellaSwag's schema.
+
+    Args:
+        setting: the setting that names the file, for errors.
+    """
+    items, bytes_left, advice = [], FILE_BYTES, "name a file in HellaSwag's schema"
     if setting == HELLASWAG:
         advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
     try:
         with open(path, "rb", opener=plain) as file:
             lines = gzip.open(file) if str(path).endswith(".gz") else file
             for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), start=1):
-                left -= len(line)
-                if len(line) > LINE_BYTES or left < 0:
-                    what = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
-                    raise DataError(f"{path}:{number}: it holds {what}, so it is not HellaSwag; {advice}")
+                bytes_left -= len(line)
+                if len(line) > LINE_BYTES or bytes_left < 0:
+                    excess = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
+                    raise DataError(f"{path}:{number}: this is not HellaSwag: {excess}; {advice}")
                 if line.strip():
                     items.append(parse_item(line, f"{path}:{number}", setting == HELLASWAG))
     except (OSError, EOFError, zlib.error) as error:
@@ -115,13 +118,13 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     return items
 
 
-def parse_item(line: bytes, where: str, of_hellaswag: bool = True) -> Item:
-    """Return a line of the file as an item, worded as the harness does.
+def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
+    """Parse a line of the file into an item, worded as in the harness.
 
-    HellaSwag's have four endings and an activity; those of other sets have 2 to 16, and may have none.
+    HellaSwag's items have 4 endings and an activity. In other sets, 2 to 16 endings suffice.
     """
-    def invalid(what: str) -> DataError:
-        return DataError(f"{where}: {what}; correct the line, or remove it")
+    def invalid(problem: str) -> DataError:
+        return DataError(f"{where}: {problem}; correct the line, or remove it")
 
     def text(key: str, default: Any = None) -> str:
         value = record.get(key, default)
@@ -131,35 +134,35 @@ def parse_item(line: bytes, where: str, of_hellaswag: bool = True) -> Item:
 
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
-        raise invalid(f"not a line of JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
+        raise invalid(f"not valid JSON: {error}") from error
     if not isinstance(record, dict):
         raise invalid(f"expected an object in HellaSwag's schema, got {type(record).__name__}")
 
     context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}" if "ctx_a" in record else text("ctx")
     endings, label = record.get("endings"), record.get("label")
-    counts, wanted = (range(4, 5), "4") if of_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
+    counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
     if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be {wanted} texts, got {endings!r:.60}")
+        raise invalid(f"'endings' must be {expected} texts, got {endings!r:.60}")
     if str(label) not in map(str, range(len(endings))):
         raise DataError(f"{where}: 'label' must be 0 to {len(endings) - 1}, got {label!r:.60}; use the "
                         "validation split, as the test split has no labels")
     endings = [clean(ending) for ending in endings]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    if of_hellaswag or "activity_label" in record:
+    if is_hellaswag or "activity_label" in record:
         context = f"{text('activity_label')}: {context}"
     return Item(where, clean(context), endings, int(label))
 
 
 def clean(text: str) -> str:
-    """Remove WikiHow's bracketed marks. Source: lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py."""
-    without_marks = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return without_marks.replace("  ", " ")
+    """Remove WikiHow's bracketed markup. Source: lm-evaluation-harness, lm_eval/tasks/hellaswag/utils.py."""
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
 
 
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
-    """Return an item in tokens. A context that is too long loses its beginning."""
+    """Tokenize an item. A context that is too long loses its beginning."""
     # A token that spans the border belongs to the ending. Source: lm-evaluation-harness, `_encode_pair`.
     context_ids = tokenizer.encode(item.context.rstrip())
     endings = [tokenizer.encode(f"{item.context} {ending}")[len(context_ids):] for ending in item.endings]
@@ -169,11 +172,11 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
                         f"MAX_SEQ_LEN={max_seq_len}; raise it, or remove the item")
     if not all(endings):
         raise DataError(f"{item.where}: ending {endings.index([])} has no tokens; remove the item")
-    # The context's last token predicts each ending's first, so it begins each ending's document.
+    # The context's last token predicts each ending's first token, so each ending's document starts with it.
     context = [tokenizer.document_start_id, *context_ids]
     prefix, heads = context[:-1], [context[-1:]] * len(endings)
     if len(context) + longest - 1 > max_seq_len:
-        # Each ending keeps as much of the context as fits beside it, so they share nothing.
+        # Each ending keeps as much context as fits, so there is no shared prefix.
         prefix, heads = [], [context[-(max_seq_len + 1 - len(ending)):] for ending in endings]
 
     # The row: the shared prefix, then the endings
@@ -187,7 +190,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
-    """Return all indices, longest task first, in batches of one task or of at most `batch_tokens` padded."""
+    """Group task indices, longest first, into batches of one task or at most `batch_tokens` padded tokens."""
     lengths = [len(task.tokens_T) for task in tasks]
     batches: list[list[int]] = []
     for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):
@@ -200,11 +203,11 @@ def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
 
 @torch.no_grad()
 def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.device) -> np.ndarray:
-    """Return the summed log-probability of each ending in nats, (B, E) float64; -inf after an item's last."""
+    """Return the log-probability of each ending in nats, (B, E) float64, padded with -inf."""
     pad = partial(pad_sequence, batch_first=True)
     tokens_BT = pad([task.tokens_T for task in batch]).long().to(device)
     targets_BT = pad([task.targets_T for task in batch], padding_value=IGNORE_INDEX).long()
-    # On the CPU, where the model can look for a shared prefix without waiting for the device.
+    # On the CPU, so that the model can look for a shared prefix without a device sync
     document_ids_BT = pad([task.documents_T for task in batch], padding_value=MOST_ENDINGS + 1)
     is_target_BT = targets_BT != IGNORE_INDEX
     hidden_MD = model.hidden(tokens_BT, document_ids_BT)[is_target_BT.to(device)]
@@ -214,7 +217,7 @@ def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.dev
 
 
 def by_item(values: np.ndarray | list, batch: Sequence[Task], fill: float) -> np.ndarray:
-    """Return values of all endings, item after item, as (B, E), padded where an item has fewer endings."""
+    """Reshape a flat list of values per ending to (B, E), padded with `fill`."""
     counts_B = np.array([len(task.ending_tokens) for task in batch])
     values_BE = np.full((len(batch), counts_B.max()), fill)
     values_BE[np.arange(counts_B.max()) < counts_B[:, None]] = values
@@ -223,11 +226,11 @@ def by_item(values: np.ndarray | list, batch: Sequence[Task], fill: float) -> np
 
 def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0, world_size: int = 1,
                      device: torch.device, batch_tokens: int) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield one rank's batches: the indices of the tasks, and (B, 2) bool: which are answered right by
-    log-probability, and by log-probability per character. These do not depend on the number of ranks.
+    """Yield one rank's batches: task indices, and (B, 2) bool: whether each answer is correct by
+    log-probability, and by log-probability per character. Results do not depend on the number of ranks.
 
     Every rank yields equally often, so the caller may communicate in between. If the batches do not divide
-    evenly, some ranks score the last one again, and yield nothing of it.
+    evenly, some ranks score the last batch again and yield an empty result for it.
     """
     batches = batches_of(tasks, batch_tokens)
     was_training = model.training

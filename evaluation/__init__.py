@@ -1,1 +1,1 @@
-"""Evaluation, in a run and outside of one."""
+"""Evaluation during a run and of a saved model."""

@@ -1,4 +1,4 @@
-"""Evaluation by all ranks together: validation, multiple choice, generated answers and samples."""
+"""Distributed evaluation: validation, multiple choice, generated answers and samples."""
 
 import hashlib
 import json
@@ -32,12 +32,12 @@ from parallel.ranks import RunContext, collective
 from run.life import Run
 from run.log import evaluation_columns
 
-ANSWERS_AT_ONCE = 16  # in one batch, whatever the number of ranks: sums of other batches round otherwise
-TEXTS_KEPT = 4  # in a line of evaluations.jsonl
+GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
+RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
 
 
 class Row(NamedTuple):
-    """A line of the table of results."""
+    """A row of the results table."""
 
     name: str
     metric: str
@@ -48,26 +48,26 @@ class Row(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What an evaluation found."""
+    """The results of an evaluation."""
 
-    metrics: dict[str, float]  # as in metrics.jsonl
-    line: dict[str, Any]  # item by item, for evaluations.jsonl
-    summary: str  # for the console
+    metrics: dict[str, float]  # for metrics.jsonl
+    line: dict[str, Any]  # per-item results for evaluations.jsonl
+    summary: str  # console output
     table: list[Row]
 
 
 class Evaluation(NamedTuple):
-    """An evaluation that the settings name."""
+    """A configured evaluation."""
 
     title: str
-    phase: str  # of the heartbeat
-    every: int  # steps
-    metric: str  # that it always finds
+    phase: str  # name in the heartbeat
+    every: int  # interval in steps
+    metric: str  # a metric that is always present
     measure: Callable[[], Result]  # collective
 
 
 def evaluations(run: Run) -> Iterator[Evaluation]:
-    """Yield the evaluations of a run, or of a model that `standalone.open_model` opened."""
+    """Yield the evaluations of a run, or of a model from `standalone.open_model`."""
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
         yield Evaluation("Validation", "validation", config.validate_every, "val_loss",
@@ -82,16 +82,16 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
 
 
 def due(every: int, step: int, last: bool = False) -> bool:
-    """Whether something is due after this step that is done every so many steps and at the end; 0: never."""
+    """Return True after every `every`-th step and after the last; never if `every` is 0."""
     return every > 0 and (step % every == 0 or last)
 
 
 @collective
 def evaluate(run: Run) -> None:
-    """Add what is due after the last step to `progress.pending_metrics`; nothing is evaluated twice."""
+    """Run the evaluations that are due, once each, and add them to `progress.pending_metrics`."""
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     for title, phase, every, metric, measure in evaluations(run):
-        # All but validation take long: before the first step only if the run will do them on its way.
+        # Only validation is fast: run others before the first step only if the run repeats them.
         worthwhile = metric == "val_loss" or progress.step > 0 or run.finished or every < config.max_steps
         if metric in metrics or not (worthwhile and due(every, progress.step, run.finished)):
             continue
@@ -108,8 +108,8 @@ def evaluate(run: Run) -> None:
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
                      evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
         if not math.isfinite(result.metrics.get("val_loss", 0)):
-            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be the "
-                         "best")
+            run.log.warn(f"the validation loss after step {progress.step} is not finite, so it cannot be "
+                         "the best")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
@@ -124,14 +124,15 @@ def evaluate(run: Run) -> None:
 def validation_loss(model: Transformer, objective: Objective, batches: Iterable, context: RunContext,
                     byte_lengths: Optional[Sequence[int]] = None
                     ) -> tuple[float, dict[str, float], np.ndarray]:
-    """The mean loss over the batches, equally many on each rank; perplexity, bits per byte and the
-    objective's metrics; and (blocks, 2): the mean loss and the units of each batch, in the order of the rows.
+    """Return the mean loss, further metrics, and (batches, 2): mean loss and units by batch, in row order.
 
-    Bits per byte compares models of different tokenizers: the cross-entropy of all targets in bits, divided
-    by the UTF-8 bytes of their text. A control token counts no bytes, but its cross-entropy counts.
+    The further metrics are perplexity, bits per byte and those of the objective. Bits per byte is the
+    cross-entropy of all targets in bits, divided by the UTF-8 bytes of their text, so it is comparable across
+    tokenizers. Control tokens have no bytes, but their cross-entropy counts.
 
     Args:
-        byte_lengths: of each token id (`Tokenizer.byte_lengths`); None: no bits per byte.
+        batches: the same number on each rank.
+        byte_lengths: bytes of each token id (`Tokenizer.byte_lengths`); None: no bits per byte.
     Source: Gao et al. 2020 (arXiv:2101.00027), section 3.1, as in lm-evaluation-harness.
     """
     model.eval()
@@ -156,17 +157,17 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
         text["bits_per_byte"] = nats / math.log(2) / n_bytes
     metrics = text | {name: total / count for name, total in zip(names, others)}
 
-    # The units and sums of the blocks of all ranks, without padding
-    own_B2 = torch.stack(blocks)
-    every_RB2 = own_B2.new_zeros(ranks.world_size, *own_B2.shape)
-    every_RB2[ranks.rank] = own_B2
+    # Units and sums of the batches of all ranks, without padding
+    local_B2 = torch.stack(blocks)
+    every_RB2 = local_B2.new_zeros(ranks.world_size, *local_B2.shape)
+    every_RB2[ranks.rank] = local_B2
     units, sums = ranks.all_reduce_sum(every_RB2).cpu().reshape(-1, 2).numpy().T
     return loss / count, metrics, np.stack([sums[units > 0] / units[units > 0], units[units > 0]], axis=1)
 
 
 @collective
 def validation(run: Run) -> Result:
-    """The validation loss with its standard error, and what comes with it."""
+    """Return the validation loss with its standard error, and further metrics."""
     config, inputs = run.config, run.inputs
     rows = min(config.validation_rows, len(inputs.validation_rows))
     per_rank = -(-rows // (config.micro_batch_size * run.ranks.world_size))
@@ -193,7 +194,7 @@ def validation(run: Run) -> Result:
 
 
 def sha256_of(value: Any) -> str:
-    """The hash of a JSON-like value."""
+    """Return the hash of a JSON-like value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -202,7 +203,7 @@ def sha256_of(value: Any) -> str:
 
 @collective
 def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
-    """acc, acc_norm, n, the standard error of acc, and chance."""
+    """Return acc, acc_norm, n, the standard error of acc, and chance."""
     config, ranks, tasks, n = run.config, run.ranks, choices.tasks, len(choices.tasks)
     correct_N2 = np.zeros((n, 2), np.uint8)
     batches = evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size,
@@ -226,30 +227,30 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
 
 @collective
 def generation(run: Run) -> Result:
-    """How the answers to held-out prompts compare with those of the data.
+    """Compare generated answers to held-out prompts with the reference answers.
 
-    The scores are of the texts of all ranks together, so they do not depend on the number of ranks.
+    Texts are gathered before scoring, so the scores do not depend on the number of ranks.
     """
     config, ranks, held_out, tokenizer = run.config, run.ranks, run.inputs.held_out, run.inputs.tokenizer
     order = sorted(range(len(held_out)), key=lambda index: len(held_out[index].prompt))
-    batches = [order[first:first + ANSWERS_AT_ONCE] for first in range(0, len(order), ANSWERS_AT_ONCE)]
-    # The ranks of a sharded model generate everything together.
+    batches = [order[first:first + GENERATION_BATCH] for first in range(0, len(order), GENERATION_BATCH)]
+    # With a sharded model, all ranks generate every batch together.
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
-    stop_ids, written = load_chat_format(tokenizer).stop_ids, []
+    stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
     with torch.compiler.set_stance("force_eager"):
         for number in run.context.progress(range(rounds), rounds, "Generation"):
-            own = [*batches, *[[]] * world_size][number * world_size + rank]
-            prompts = [held_out[index].prompt for index in own]
+            local = [*batches, *[[]] * world_size][number * world_size + rank]
+            prompts = [held_out[index].prompt for index in local]
             answers = generate(run.model, prompts, config.generation_eval_tokens, stop_ids=stop_ids)
-            written += zip(own, map(tokenizer.decode, answers))
-    gathered = dict(pair for pairs in ranks.all_gather_json(written) for pair in pairs)
+            completions += zip(local, map(tokenizer.decode, answers))
+    gathered = dict(pair for pairs in ranks.all_gather_json(completions) for pair in pairs)
     prompts, references = ([tokenizer.decode(ids) for ids in column] for column in zip(*held_out))
     answers = [gathered[index] for index in range(len(held_out))]
-    # By one rank, because the packages take seconds to import.
+    # Score on one rank, because importing the packages takes seconds.
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
-             for prompt, reference, answer in zip(prompts[:TEXTS_KEPT], references, answers)]
+             for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": GENERATION, "items": sha256_of([prompts, references]), "n": len(answers), **scores,
             "texts": texts}
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
@@ -263,20 +264,20 @@ def generation(run: Run) -> Result:
 
 
 def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics of answers with one reference each, and the scores of each answer for
-    evaluations.jsonl: whether it is equal but for white space at the ends, and ROUGE-L, 0 to 1.
+    """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
-    By rouge-score and sacrebleu with their defaults. ROUGE-L compares lower-case Latin letters and digits
-    only, so in other scripts it is 0. BLEU is of all answers together, so it has no standard error.
+    Exact match ignores surrounding white space. ROUGE-L (0 to 1) and BLEU come from rouge-score and sacrebleu
+    with their defaults. ROUGE-L compares only lower-case Latin letters and digits, so it is 0 in other
+    scripts. BLEU is computed over the whole corpus, so it has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
     rouge = RougeScorer(["rougeL"])
-    exact_N = np.array([answer.strip() == wanted.strip() for answer, wanted in zip(answers, references)])
-    rouge_l_N = np.array([rouge.score(wanted, answer)["rougeL"].fmeasure
-                          for answer, wanted in zip(answers, references)])
+    pairs = [*zip(answers, references)]
+    exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
+    rouge_l_N = np.array([rouge.score(reference, answer)["rougeL"].fmeasure for answer, reference in pairs])
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
               "exact_match_stderr": standard_error(exact_N.astype(float)), "rouge_l": float(rouge_l_N.mean()),
               "rouge_l_stderr": standard_error(rouge_l_N),
@@ -286,7 +287,7 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
-    """(prompt, continuation) pairs, the same on every rank and at every call for the same step."""
+    """Return (prompt, completion) pairs; they depend on the step, but not on the rank."""
     prompts = config.sample_prompts.split("|")
     if config.training_stage == "pretrain":
         prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
@@ -297,5 +298,5 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
         stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
-        written = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
-    return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
+        completions = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
+    return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions)]

@@ -1,4 +1,4 @@
-"""Evaluates a model outside of training: a checkpoint with the settings of its run, or any Llama."""
+"""Evaluates a saved model: a checkpoint with the settings of its run, or any Llama model."""
 
 import os
 import tempfile
@@ -28,11 +28,10 @@ from tokenizer import load_tokenizer
 
 
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
-    """Return the settings of the run that saved a checkpoint, or the defaults for a model from elsewhere,
-    changed by flags, for this process.
+    """Return a checkpoint's settings, or the defaults for other models, overridden by flags.
 
     Args:
-        data: prepared data to validate on, instead of the run's.
+        data: prepared data to validate on instead of the run's.
     """
     saved = store.read_state(folder).get("settings", {})
     merged = {name.lower(): (value, str(folder)) for name, value in saved.items()
@@ -42,15 +41,15 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     if not saved:
         merged["tokenizer_path"] = (str(folder), "")
     if data is not None:
-        stage, of_run = stage_of(Path(data)), saved.get("TRAINING_STAGE")
-        if stage == "dpo" != of_run:
-            raise SettingsError(f"--data {data} holds preference pairs, whose loss depends on settings of "
-                                "a DPO run; name a checkpoint of one, or name chats or text")
+        stage, saved_stage = stage_of(Path(data)), saved.get("TRAINING_STAGE")
+        if stage == "dpo" != saved_stage:
+            raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
+                                "settings of a DPO run; use a DPO checkpoint, or text or chats")
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
                    "validate_every": (1, "")}
-        if stage != of_run:  # text or chats, by cross-entropy
+        if stage != saved_stage:  # cross-entropy on text or chats
             merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, "")}
-    # What flags name is evaluated, even if the run never did.
+    # Flags that name a set enable it, even if the run did not evaluate it.
     if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
         merged["hellaswag_every"] = (1, "")
     config, invalid = validate(merged | flags.values)
@@ -60,7 +59,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 
 
 def stage_of(data: Path) -> str:
-    """Return the stage that reads this prepared data. Raises DataError if its manifest is invalid."""
+    """Return the training stage that uses this prepared data."""
     if is_mixture(data):
         data = Path(os.path.normpath(data / read_mixture(data).sources[0].set))
     try:
@@ -73,14 +72,14 @@ def stage_of(data: Path) -> str:
 
 @collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext) -> Run:
-    """Return the model of a folder with what the settings evaluate, as a run that takes no step."""
+    """Return a model and its evaluation data as a run that takes no steps."""
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
     model, _ = ranks.raise_on_all(lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer))
     if tokenizer.vocab_size > model.vocab_size:
-        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids and the "
-                        f"model {model.vocab_size:,}; name the model's own tokenizer")
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids, but the "
+                        f"model has {model.vocab_size:,}; use the model's tokenizer")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
     needs_rows = config.validate_every and (config.training_stage == "dpo" or config.distillation_enabled)
@@ -104,64 +103,63 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
 
 @dataclass
 class Harness:
-    """Tasks of lm-evaluation-harness, and how they are asked."""
+    """Tasks of lm-evaluation-harness and their options."""
 
     tasks: Sequence[str]
-    include_path: Optional[str] = None  # a folder of further tasks
-    num_fewshot: Optional[int] = None  # None: as the task says
-    limit: Optional[int] = None  # items of each task; None: all
-    own_tokenizer: bool = True  # the model's own; else TOKENIZER_PATH's
+    include_path: Optional[str] = None  # folder of additional tasks
+    num_fewshot: Optional[int] = None  # None: the task's default
+    limit: Optional[int] = None  # items per task; None: all
+    use_model_tokenizer: bool = True  # False: TOKENIZER_PATH
 
     def evaluate(self, folder: Path, base: Optional[str], config: Config,
                  device: torch.device) -> tuple[dict[str, float], list[Row]]:
-        """Return the metrics `<task>_<metric>` and the rows of a model; adapters are merged into their base.
-        """
-        manager, simple_evaluate, model_class = self.opened
-        of_run = bool(store.read_state(folder))
+        """Return the metrics `<task>_<metric>` and table rows. Adapters are merged into their base."""
+        manager, simple_evaluate, model_class = self.task_classes
+        is_checkpoint = bool(store.read_state(folder))
         with tempfile.TemporaryDirectory() as temporary:
             if (folder / peft.CONFIG_FILE).exists():
                 merge(folder, Path(temporary) / "merged", base)
                 folder = Path(temporary) / "merged"
             tokenizer = None
-            if not self.own_tokenizer:
+            if not self.use_model_tokenizer:
                 tokenizer = tempfile.mkdtemp(dir=temporary)
                 load_tokenizer(config.tokenizer_path, config.tokenizer_backend).save_huggingface(tokenizer)
             model = model_class(str(folder), tokenizer=tokenizer, device=str(device),
                                 dtype=choose_dtype(config, device.type),
                                 batch_size=config.micro_batch_size, use_safetensors=True,
-                                max_length=config.max_seq_len if of_run else None)
+                                max_length=config.max_seq_len if is_checkpoint else None)
             try:
-                found = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
-                                        limit=self.limit, task_manager=manager, log_samples=False)
+                output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
+                                         limit=self.limit, task_manager=manager, log_samples=False)
             except (OSError, ValueError) as error:  # what `datasets` raises
-                raise DataError(f"--tasks {','.join(self.tasks)}: {error}; their data are downloaded from "
-                                "the hub, once") from error
+                raise DataError(f"--tasks {','.join(self.tasks)}: {error}; the first use downloads "
+                                "their data from the hub") from error
         metrics, rows = {}, []
-        for task, results in found["results"].items():
+        for task, results in output["results"].items():
             for key, value in results.items():
-                metric, _, of_filter = key.partition(",")
-                if not of_filter or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                metric, _, filter_name = key.partition(",")
+                if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                     continue
-                name = metric if of_filter == "none" else f"{metric} ({of_filter})"
-                stderr = results.get(f"{metric}_stderr,{of_filter}")
+                name = metric if filter_name == "none" else f"{metric} ({filter_name})"
+                stderr = results.get(f"{metric}_stderr,{filter_name}")
                 stderr = stderr if isinstance(stderr, (int, float)) else None
-                n = found["n-samples"].get(task, {}).get("effective")
+                n = output["n-samples"].get(task, {}).get("effective")
                 metrics |= {f"{task}_{name}": value, f"{task}_{name}_stderr": stderr, f"{task}_n": n}
                 rows.append(Row(task, name, value, stderr, None, n))
         return metrics, rows
 
     @cached_property
-    def opened(self) -> tuple[Any, Any, Any]:
-        """lm_eval's tasks, its function and its class of models. Raises SettingsError if one is missing."""
+    def task_classes(self) -> tuple[Any, Any, Any]:
+        """lm_eval's task manager, evaluation function and model class. Unknown tasks raise SettingsError."""
         with requires_package("lm_eval", "--tasks"):
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
-        # Its own tasks are thousands of files, which take long to look through.
-        for with_its_own in (False, True) if self.include_path else (True,):
-            manager = TaskManager(include_path=self.include_path, include_defaults=with_its_own)
+        # Scanning the thousands of built-in tasks is slow.
+        for include_defaults in (False, True) if self.include_path else (True,):
+            manager = TaskManager(include_path=self.include_path, include_defaults=include_defaults)
             unknown = [task for task in self.tasks if not manager.match_tasks([task])]
             if not unknown:
                 return manager, simple_evaluate, HFLM
         raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls "
-                            "tasks` lists them, and --include-path names a folder with others")
+                            "tasks` lists its tasks, and --include-path adds a folder of tasks")

@@ -85,7 +85,7 @@ def main() -> None:
     if harness:
         if config.world_size > 1:
             raise SettingsError("--tasks runs in a single process; start it without a launcher")
-        _ = harness.opened  # report a misspelt task before anything slow starts
+        _ = harness.task_classes  # report a misspelt task before anything slow starts
     device, results, rows = prepare_device(config), {}, []
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None

@@ -111,8 +111,8 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
 
 
 @pytest.mark.parametrize("line, word", [
-    ("{not json", "not a line of JSON"),
-    (b"\xff\xfe{}", "not a line of JSON"),
+    ("{not json", "not valid JSON"),
+    (b"\xff\xfe{}", "not valid JSON"),
     ("[1, 2]", "expected an object"),
     ({**GOOD, "label": 4}, "'label' must be 0 to 3, got 4"),
     ({**GOOD, "label": True}, "'label' must be 0 to 3"),

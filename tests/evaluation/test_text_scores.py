@@ -51,7 +51,7 @@ def test_a_package_that_is_missing_is_named_before_the_run(stages, tmp_path, mon
 
 def plant() -> None:
     """Several batches, which do not divide evenly over the ranks."""
-    during_run.ANSWERS_AT_ONCE = 3
+    during_run.GENERATION_BATCH = 3
 
 
 @pytest.mark.parametrize("mode", ["sft", "orpo"])
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(stages, t
     alone, *others = (stages.run("sft", tmp_path, RUN_NAME=f"{ranks}-{sharding}", SHARDING=sharding, **GENERATION)
                       for ranks, sharding in ((1, "none"), (3, "none"), (2, "full")))
     jobs = [run.start(ranks, plant) for ranks, run in zip((3, 2), others)]
-    monkeypatch.setattr(during_run, "ANSWERS_AT_ONCE", 3)
+    monkeypatch.setattr(during_run, "GENERATION_BATCH", 3)
     assert alone.train() == 0 and alone.lines("evaluations")[0]["name"] == "generation"
     for job, run in zip(jobs, others):
         assert set(job.wait()) == {0}, job.text()
