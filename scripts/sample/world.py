@@ -1,8 +1,8 @@
-"""The embedded sample: a small world, and stories, items, questions and pairs about it.
+"""The embedded sample: a small world, with stories, items, questions and preference pairs about it.
 
-A story consists of *facts* (who, which colour, what thing, where ...) and a *plot* that tells them. A hash
-splits the facts: held-out items, questions and pairs are about facts that are in no training text.
-The same seed gives the same bytes on every machine and Python: of `random.Random` only `random()` is used.
+A story combines *facts* (hero, colour, thing, place ...) with a *plot*. A hash splits the facts: held-out
+items, questions and pairs use facts that no training text contains. A seed gives the same bytes on every
+machine and Python version, because only `random()` of `random.Random` is used.
 """
 
 import itertools
@@ -14,27 +14,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# In a template {hero}, {colour} ... are replaced by the facts of a story, {she} {her} {them} by the hero's
-# pronouns (subject, possessive, object). Every word that may follow an article begins with a consonant. An
-# ending has no pronoun, which would reveal its person, and uses only facts that every version of its plot
-# has told. One scene follows the first sentence with the place: a fact that is mentioned only once is
-# learned late.
+# Templates have slots for the facts of a story, such as {hero} and {colour}, and for the hero's pronouns:
+# {she}, {her} (possessive) and {them} (object). Every word that may follow an article begins with a consonant.
+# An ending has no pronoun, because it would reveal the person, and uses only facts that every version of its
+# plot mentions. A scene after the first sentence with the place repeats it: a fact that is mentioned only once
+# is learned late.
 TEXTS = json.loads(Path(__file__).with_name("plots.json").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in TEXTS["words"].items()}
 PEOPLE = WORDS["girls"] + WORDS["boys"]
 KIND, UNKIND, QUESTIONS, WHAT_THEN = (TEXTS[name] for name in ("kind", "unkind", "questions", "what_then"))
-# One in this many combinations of facts is held out.
-HELD_OUT_SHARE = 10
+HELD_OUT_MODULUS = 10  # one in this many combinations of facts is held out
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One course of events; for each beat, and for the ending, one of several sentences is chosen."""
+    """A sequence of events, with alternative sentences for each beat and for the ending."""
 
     titles: Sequence[str]
     beats: Sequence[Sequence[str]]
     endings: Sequence[str]
-    questions: Sequence[Sequence[str]]  # and their answers
+    questions: Sequence[Sequence[str]]  # (question, answer) templates
 
 
 PLOTS = [Plot(**plot) for plot in TEXTS["plots"]]
@@ -42,7 +41,7 @@ PLOTS = [Plot(**plot) for plot in TEXTS["plots"]]
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one story; the other_* are distractors."""
+    """The facts of a story. The other_* facts are distractors."""
 
     hero: str
     friend: str
@@ -58,14 +57,14 @@ class Facts:
 
     @property
     def held_out(self) -> bool:
-        """Whether these facts are held out; depends only on hero, colour, thing and place."""
+        """Whether these facts are held out, determined by hero, colour, thing and place."""
         key = " ".join((self.hero, self.colour, self.thing, self.place))
-        return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
+        return zlib.crc32(key.encode()) % HELD_OUT_MODULUS == 0
 
 
 @dataclass(frozen=True)
 class Story:
-    """One story: a title, sentences, and an ending that follows from them."""
+    """A story: a title, sentences, and an ending that follows from them."""
 
     plot: Plot
     facts: Facts
@@ -79,7 +78,7 @@ class Story:
 
     @property
     def body(self) -> str:
-        """Everything but title and ending."""
+        """The sentences between title and ending."""
         return " ".join(self.sentences)
 
     @property
@@ -88,7 +87,7 @@ class Story:
         return f"{self.title}: {self.body} {self.ending}"
 
 
-# The values of each slot, and the fact that is most easily confused with it.
+# The values of each slot, and the slot that it is most easily confused with
 POOLS = {"hero": PEOPLE, "friend": PEOPLE, "animal": WORDS["animals"], "weather": WORDS["weathers"],
          "time": WORDS["times"], **{f"{prefix}{name}": WORDS[f"{name}s"]
                                     for name in ("colour", "thing", "place") for prefix in ("", "other_")}}
@@ -99,7 +98,7 @@ PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
 
 
 class Dice:
-    """Random choices that are the same on every Python: only the sequence of `random()` is guaranteed."""
+    """Random choices that are stable across Python versions, which guarantee only `random()`."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed).random
@@ -108,7 +107,7 @@ class Dice:
         return values[int(self.random() * len(values))]
 
     def several(self, values: Sequence, count: int) -> list:
-        """Return `count` different values, in the order of drawing."""
+        """Draw `count` different values."""
         left = list(values)
         return [left.pop(int(self.random() * len(left))) for _ in range(count)]
 
@@ -122,7 +121,7 @@ def tell(template: str, facts: Facts) -> str:
 
 
 def draw_facts(dice: Dice, held_out: bool) -> Facts:
-    """Draw facts until they are held out, or not, as requested."""
+    """Draw facts that are held out, or facts that are not."""
     while True:
         hero, friend = dice.several(PEOPLE, 2)
         colour, other_colour = dice.several(POOLS["colour"], 2)
@@ -135,25 +134,25 @@ def draw_facts(dice: Dice, held_out: bool) -> Facts:
 
 
 def draw_story(dice: Dice, held_out: bool) -> Story:
-    """Draw facts and a plot, and return the story."""
+    """Draw a story: facts, a plot, and its sentences."""
     facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
     title = tell(dice.choose(plot.titles), facts)
     templates = [dice.choose(beat) for beat in plot.beats]
     scene = dice.choose(TEXTS["scenes"])
-    place_told = next((index for index, template in enumerate(templates) if "{place}" in template), None)
-    if place_told is not None:
-        templates.insert(place_told + 1, scene)
+    first_place = next((index for index, template in enumerate(templates) if "{place}" in template), None)
+    if first_place is not None:
+        templates.insert(first_place + 1, scene)
     sentences = tuple(tell(template, facts) for template in templates)
     return Story(plot, facts, title, sentences, dice.choose(plot.endings))
 
 
 def draw_epilogue(dice: Dice, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
-    """Return what happened after the story; each of the kinds is equally probable."""
+    """Draw an epilogue of the story; each entry of `kinds` is equally probable."""
     return tell(dice.choose(dice.choose(kinds)), facts)
 
 
 def documents(count: int, seed: int) -> Iterator[str]:
-    """Yield training texts: title, colon, story; half of them have an epilogue."""
+    """Yield training texts: title, colon, story, and in half of them an epilogue."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out=False)
@@ -161,13 +160,13 @@ def documents(count: int, seed: int) -> Iterator[str]:
 
 
 def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
-    """Return three endings with another value of one slot, each from the slot's own pool.
+    """Return three endings, each with a different wrong value of one slot.
 
-    One has the rival if the story mentions it and the ending does not: knowing the names is not enough.
+    One uses the rival if the story mentions it and the ending does not: knowing the names is not enough.
     """
-    named = {getattr(story.facts, other) for other in slots_of(story.ending_template)
+    mentioned = {getattr(story.facts, other) for other in slots_of(story.ending_template)
              if POOLS[other] is POOLS[slot]}
-    others = [value for value in POOLS[slot] if value not in named]
+    others = [value for value in POOLS[slot] if value not in mentioned]
     rival = getattr(story.facts, RIVALS[slot])
     values = [rival] if rival in others and re.search(rf"\b{rival}\b", story.body) else []
     values += dice.several([value for value in others if value not in values], 3 - len(values))
@@ -175,7 +174,7 @@ def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
 
 
 def items(count: int, seed: int) -> Iterator[dict]:
-    """Yield items in HellaSwag's schema; their endings differ in a person, colour, thing or place."""
+    """Yield items in HellaSwag's schema, whose endings differ in a person, colour, thing or place."""
     dice = Dice(seed)
     for index in range(count):
         story = draw_story(dice, held_out=True)
@@ -191,7 +190,7 @@ def chat(prompt: str, answer: str) -> dict:
 
 
 def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
-    """Yield chats: a story and a question about it, and the one right answer."""
+    """Yield chats: a story with a question, and the only correct answer."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out)
@@ -200,7 +199,7 @@ def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
 
 
 def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
-    """Yield chats: a story and what happened then, kind or unkind, so that a model learns both."""
+    """Yield chats: a story, and a kind or unkind epilogue, so that a model learns both."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out=False)
@@ -212,12 +211,12 @@ def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out)
-        chosen, rejected = (tell(dice.choose(ways), story.facts) for ways in (KIND, UNKIND))
+        chosen, rejected = (tell(dice.choose(epilogue), story.facts) for epilogue in (KIND, UNKIND))
         yield {"prompt": f"{story.text}\n\n{WHAT_THEN}", "chosen": chosen, "rejected": rejected}
 
 
 def texts() -> Iterator[str]:
-    """Yield every kind of text in turn, without end, for the training of the tokenizer."""
+    """Yield an endless mix of all kinds of text for tokenizer training."""
     for number in itertools.count(100):
         yield from documents(10, number)
         for record in (*questions(5, number, held_out=False), *epilogues(5, number)):
@@ -225,18 +224,19 @@ def texts() -> Iterator[str]:
 
 
 def parts(stories: int) -> dict[str, Iterable[dict]]:
-    """Return the records of each file of the sample, by its name; no `held-out` file is trained on.
+    """Return the records of each file of the sample by name. Training uses no `held-out` file.
 
     Args:
-        stories: the number of training texts; the other numbers follow from it.
+        stories: number of training texts, which determines the other counts.
     """
     chats, held_out = stories // 5, min(500, stories // 8)
     # Most epilogues are unkind, so that DPO has something to change.
-    asked, told = questions(chats, 3, held_out=False), epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))
+    question_chats = questions(chats, 3, held_out=False)
+    epilogue_chats = epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))
     return {
         "stories.jsonl": ({"text": text} for text in documents(stories, seed=1)),
         "items.jsonl": items(held_out, seed=2),
-        "questions.jsonl": (record for pair in zip(asked, told) for record in pair),
+        "questions.jsonl": (record for pair in zip(question_chats, epilogue_chats) for record in pair),
         "questions-held-out.jsonl": questions(held_out, 5, held_out=True),
         "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
         "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),

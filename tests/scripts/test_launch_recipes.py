@@ -154,7 +154,7 @@ def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(mon
 
 def test_a_job_outside_slurm_or_of_another_folder_is_told_how_to_be_submitted(tmp_path):
     job = Job(tmp_path, SLURM_JOB_ID="")
-    assert job.wait() == 2 and "error: submit this in Paddock's folder" in job.text()
+    assert job.wait() == 2 and "error: submit this from Paddock's folder" in job.text()
 
 
 @pytest.mark.slow
