@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 # Templates have slots for the facts of a story, such as {hero} and {colour}, and for the hero's pronouns:
-# {she}, {her} (possessive) and {them} (object). Every word that may follow an article begins with a consonant.
-# An ending has no pronoun, because it would reveal the person, and uses only facts that every version of its
-# plot mentions. A scene after the first sentence with the place repeats it: a fact that is mentioned only once
-# is learned late.
+# {she}, {her} (possessive) and {them} (object). Words that may follow an article begin with a consonant. An
+# ending has no pronoun, which would reveal the person, and uses only facts that every version of its plot
+# mentions. A scene after the first sentence with the place repeats it: a fact mentioned once is learned late.
 TEXTS = json.loads(Path(__file__).with_name("plots.json").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in TEXTS["words"].items()}
 PEOPLE = WORDS["girls"] + WORDS["boys"]
