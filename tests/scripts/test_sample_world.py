@@ -141,7 +141,7 @@ def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypat
     assert not made
     provide_sample(sample, may_write=True)
     assert [command[1:] for command in made] == [[str(ROOT / "scripts" / "make_sample.py"), "--folder", "data/sample"]]
-    with pytest.raises(DataError, match="could not be made in data/sample; see above why"):
+    with pytest.raises(DataError, match="sample data in data/sample"):
         provide_sample(sample, may_write=True)
     monkeypatch.setenv("LOCAL_RANK", "1")
     provide_sample(sample, may_write=True)
