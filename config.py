@@ -28,9 +28,9 @@ def setting(on_resume: str, default, meaning: str, **limits):
     return Field(default, description=meaning, json_schema_extra={"on_resume": on_resume}, **limits)
 
 
-# If the value differs between a checkpoint and the resuming run, a safe setting is only noted, a curve
-# setting causes a warning that the training curve changes, and a fixed one an error, unless
-# ALLOW_RESUME_MISMATCH has it.
+# If a resuming run differs from its checkpoint in a safe setting, a note reports it; in a curve setting, a
+# warning says that the training curve changes; in a fixed setting, it is an error, unless
+# ALLOW_RESUME_MISMATCH lists the setting.
 safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
 
 
@@ -42,31 +42,31 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    """The stage, the run's folder, its start checkpoint, and the hardware."""
+    """Stage, run folder, start checkpoint and hardware."""
 
-    preset: str = safe("", "named settings (settings/presets/), above .env; the last of several wins")
+    preset: str = safe("", "named settings (settings/presets/) that override .env; the last one wins")
     training_stage: Literal["pretrain", "sft", "dpo"] = fixed(
         "pretrain", "kind of training data: pretrain = text, sft = chats, dpo = preference pairs")
     output_dir: str = safe("runs", "folder that holds all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
     pretrain_checkpoint: Optional[str] = safe(
-        None, "start from this pretrained model: a step, run, checkpoint, Hugging Face folder or hub name")
+        None, "start from this pretrained model: run, checkpoint, Hugging Face folder or hub name")
     instruct_checkpoint: Optional[str] = safe(None, "start from this SFT model (same forms)")
     dpo_checkpoint: Optional[str] = safe(None, "start from this DPO model (same forms)")
     random_init: bool = safe(False, "allow sft without a start checkpoint, from random weights")
-    reset_optimizer: bool = safe(False, "load only the checkpoint's weights, not optimizer and step")
+    reset_optimizer: bool = safe(False, "load only the checkpoint's weights, without its optimizer and step")
     start_step: Optional[int] = safe(None, "step number to start from, instead of the checkpoint's", ge=0)
     allow_resume_mismatch: str = safe("", "comma-separated settings that may differ from the checkpoint's")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
     data_seed: Optional[int] = fixed(None, "random seed for the row order alone; none = SEED", ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = safe("auto", "auto = cuda if available")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
-        "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware is fast at it")
-    tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
+        "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware runs it fast")
+    tf32: bool = curve(True, "allow TensorFloat-32 in fp32 matmuls on CUDA")
     deterministic: bool = safe(False, "use deterministic CUDA kernels: exact resume, but slower")
     compile: bool = safe(
-        True, "use torch.compile if a compiler is there; not set: not for small models on a CPU")
+        True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
     drift_check_every: int = safe(
@@ -75,37 +75,37 @@ class RunConfig(Section):
     device_memory: Optional[float] = safe(
         None, "memory of each GPU in GB (10^9 bytes) for --check; none = this machine's GPUs", gt=0)
     sharding: Literal["none", "full", "hybrid"] = safe(
-        "none", "split the model over no ranks, over all, or over each SHARD_DEGREE ranks (hybrid)")
-    shard_degree: int = safe(0, "ranks that share a copy with SHARDING=hybrid; 0 = one machine's", ge=0)
-    cpu_offload: bool = safe(False, "keep sharded weights and optimizer state in the host's memory; slow")
+        "none", "shard the model: not, over all ranks, or within groups of SHARD_DEGREE ranks")
+    shard_degree: int = safe(0, "ranks per model copy with SHARDING=hybrid; 0 = one machine's ranks", ge=0)
+    cpu_offload: bool = safe(False, "keep sharded weights and optimizer state in host memory; slow")
 
 
 class DataConfig(Section):
     """Input files and rows."""
 
     pretrain_data_path: Optional[str] = safe(
-        None, "prepared text, a mixture, or token files (also a glob); train prepares text and hub names")
+        None, "prepared text, mixture, or token files; ./paddock train also prepares text and hub datasets")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(
-        None, "folder for results computed once from data; none = beside it, or OUTPUT_DIR if read-only")
-    hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
+        None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
+    hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
     eval_tasks: Optional[str] = safe(
-        None, "more multiple-choice sets in HellaSwag's format, evaluated with it: name:file,name:file,...")
-    tokenizer_path: Optional[str] = safe(None, "a tiktoken BPE file, a tokenizer.json, or a hub name")
+        None, "more multiple-choice sets in HellaSwag's format: name:file,name:file,...")
+    tokenizer_path: Optional[str] = safe(None, "tiktoken BPE file, tokenizer.json, or hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe(
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
-    document_mask: bool = fixed(True, "no attention across the documents of a row; positions restart")
-    prefetch_steps: int = safe(2, "number of steps whose rows the loader prepares ahead", ge=1)
+    document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
+    prefetch_steps: int = safe(2, "number of steps that the loader prepares in advance", ge=1)
 
 
 class PreparationConfig(Section):
     """Preparation of token shards."""
 
-    shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1, lt=2**31)
+    shard_tokens: int = safe(100_000_000, "tokens per prepared shard", ge=1, lt=2**31)
     validation_fraction: Optional[float] = safe(
-        None, "fraction of documents held out; none = 0.05 of fewer than 4,000, else 0.005", ge=0, lt=1)
+        None, "fraction of documents held out; none = 0.05 if fewer than 4,000, else 0.005", ge=0, lt=1)
     system_prompt: str = safe("", "system message for chats that have none")
     preparation_workers: int = safe(0, "number of tokenizing processes; 0 = one per core", ge=0)
 
@@ -114,33 +114,33 @@ class ModelConfig(Section):
     """The model's shape and kernels."""
 
     depth: Optional[int] = safe(
-        None, "number of layers; sets width, heads, batch, steps and rates to fit, unless they are set",
+        None, "number of layers; also sets width, heads, batch, steps and rate, unless set explicitly",
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
-    n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
+    n_layers: int = fixed(12, "number of transformer blocks", ge=1, le=65_536)
     keep_layers: Optional[int] = fixed(
         None, "keep only the first N layers of the start checkpoint (also sets N_LAYERS)", ge=1)
-    n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
-    n_kv_heads: int = fixed(4, "key/value heads (grouped-query attention)", ge=1)
+    n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
+    n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
     ffn_dim: Optional[int] = safe(None, "feed-forward width; none = from the next two settings", ge=1)
     multiple_of: int = safe(256, "round the feed-forward width up to a multiple of this", ge=1)
-    ffn_dim_multiplier: Optional[float] = safe(None, "multiplies the feed-forward width of 8/3 DIM", gt=0)
+    ffn_dim_multiplier: Optional[float] = safe(None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
     norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
     rope_scaling_factor: Optional[float] = fixed(None, "factor of Llama 3.1's RoPE scaling; none = off", ge=1)
     rope_low_freq_factor: float = fixed(1.0, "low-frequency factor of Llama 3.1's RoPE scaling", gt=0)
     rope_high_freq_factor: float = fixed(4.0, "high-frequency factor of Llama 3.1's RoPE scaling", gt=0)
     rope_original_max_len: int = fixed(8192, "context length before Llama 3.1's RoPE scaling", ge=1)
-    tie_embeddings: bool = fixed(True, "use one matrix for embedding and head")
+    tie_embeddings: bool = fixed(True, "share one matrix between embedding and head")
     init_std: float = safe(
         0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
-        "auto", "attention kernel; auto = the fastest available; naming a missing one is an error")
+        "auto", "attention kernel; auto = the fastest available")
     activation_checkpointing: Literal["none", "selective", "block"] = safe(
-        "none", "recompute each block in the backward, or (selective) as ACTIVATION_MEMORY_BUDGET allows")
+        "none", "recompute activations: per block, or selectively by ACTIVATION_MEMORY_BUDGET")
     activation_memory_budget: float = safe(
-        0.9, "share of activations that selective keeps; drops the cheapest to recompute first", ge=0, le=1)
-    head_chunk_tokens: int = safe(0, "tokens whose logits are held at one time; 0 = by vocabulary size", ge=0)
+        0.9, "share of activations kept by selective checkpointing; the cheapest are recomputed", ge=0, le=1)
+    head_chunk_tokens: int = safe(0, "tokens per chunk of logits; 0 = chosen by vocabulary size", ge=0)
 
     @field_validator("attention_backend", mode="before")
     @classmethod
@@ -185,7 +185,7 @@ def padded(vocab_size: int) -> int:
 KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash",
                 "flash_attention_3": "flash", "eager": "math"}
 
-# Settings that describe a model, and come with a checkpoint. Three of them can set the feed-forward width.
+# Settings that describe a model and come with a checkpoint. Three of them set the feed-forward width.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
 SHAPE_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "tie_embeddings")  # fixed by the weights
 MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "rope_scaling_factor",
@@ -196,28 +196,28 @@ class OptimConfig(Section):
     """Batch, length of the run, and optimizer."""
 
     total_batch_size: int = fixed(
-        524_288, "tokens per step over all ranks; gradient accumulation follows from it", ge=1)
+        524_288, "tokens per step over all ranks; determines gradient accumulation", ge=1)
     micro_batch_size: int = safe(8, "rows per forward pass on one rank; 0 = all rows of the rank", ge=0)
-    max_seq_len: int = fixed(1024, "tokens in a row; sft and dpo by default have at most the start's", ge=1)
+    max_seq_len: int = fixed(1024, "tokens per row; default for sft and dpo: at most the start model's", ge=1)
     max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
     epochs: Optional[float] = safe(
-        None, "passes over the training data, instead of MAX_STEPS; without both, sft 3 and dpo 1", gt=0)
+        None, "passes over the training data; replaces MAX_STEPS; without either: sft 3, dpo 1", gt=0)
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
     learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
     min_learning_rate: Optional[float] = curve(None, "final learning rate; none = LEARNING_RATE / 10", ge=0)
     warmup_steps: int = curve(100, "steps of linear warm-up", ge=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] = curve("cosine", "wsd = warm-up, stable, linear decay")
-    decay_fraction: float = curve(0.2, "fraction of MAX_STEPS in which wsd decays", gt=0, le=1)
-    weight_decay: float = curve(0.1, "weight decay, for matrices only", ge=0)
+    decay_fraction: float = curve(0.2, "fraction of MAX_STEPS used for the decay of wsd", gt=0, le=1)
+    weight_decay: float = curve(0.1, "weight decay of matrices", ge=0)
     adam_beta1: float = curve(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     adam_beta2: float = curve(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     adam_eps: float = curve(1e-8, "AdamW's epsilon", gt=0)
-    max_grad_norm: float = curve(1.0, "clip the gradient to this norm; 0 = measure it only", ge=0)
+    max_grad_norm: float = curve(1.0, "clip the gradient to this norm; 0 = only measure it", ge=0)
     gradient_dtype: Literal["fp32", "bf16"] = curve(
-        "fp32", "dtype in which ranks exchange gradients; bf16 halves the traffic and rounds")
+        "fp32", "dtype of gradient exchange; bf16 halves the traffic but rounds")
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
-        "warn", "reaction to a loss far above recent ones; skip = no update, stop = exit before it")
-    loss_spike_threshold: float = curve(8.0, "distance of a spike in robust standard deviations", gt=0)
+        "warn", "reaction to a loss spike; skip = skip the update, stop = exit before it")
+    loss_spike_threshold: float = curve(8.0, "size of a loss spike in robust standard deviations", gt=0)
     loss_spike_window: int = curve(128, "number of recent losses to compare with", ge=16, le=10_000)
 
     @property
@@ -234,23 +234,23 @@ class EvaluationConfig(Section):
     """Evaluation during training."""
 
     validate_every: int = safe(250, "steps between validations; 0 = never", ge=0)
-    validation_rows: int = curve(256, "rows of the held-out split; always the same ones", ge=1)
+    validation_rows: int = curve(256, "number of held-out rows to evaluate; always the same ones", ge=1)
     hellaswag_every: int = safe(
         500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
     hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
-    hellaswag_name: str = safe("HellaSwag", "name printed for the items of HELLASWAG_PATH")
-    hellaswag_batch_tokens: int = safe(16_384, "tokens per forward of HellaSwag and EVAL_TASKS", ge=64)
+    hellaswag_name: str = safe("HellaSwag", "display name for the items in HELLASWAG_PATH")
+    hellaswag_batch_tokens: int = safe(16_384, "tokens per forward pass for HellaSwag and EVAL_TASKS", ge=64)
     generation_eval_every: int = safe(
         0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
     sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)
-    sample_prompts: str = safe("", "prompts for samples (in sft and dpo: user messages), separated by |")
+    sample_prompts: str = safe("", "prompts for samples (user messages in sft and dpo), separated by |")
     sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
-    sample_top_p: float = safe(0.95, "probability mass of nucleus sampling", gt=0, le=1)
+    sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
-    early_stopping_skip_steps: int = curve(0, "number of steps before early stopping starts to count", ge=0)
+    early_stopping_skip_steps: int = curve(0, "number of initial steps that early stopping ignores", ge=0)
 
 
 class CheckpointConfig(Section):
@@ -258,7 +258,7 @@ class CheckpointConfig(Section):
 
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
-    keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep as well", ge=0)
+    keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
     model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
     model_language: str = safe("", "comma-separated languages in the model card, such as en,de")
 
@@ -267,14 +267,14 @@ class LogConfig(Section):
     """Logs, reports and measurements."""
 
     log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
-    log_all_ranks: bool = safe(False, "print every rank's lines on the console, not only rank 0's")
+    log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     report: bool = safe(True, "write report.html into the run folder at each save and at the end")
     peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
     power_hz: float = safe(
-        1.0, "power, clock and temperature samples per second (NVML, or RAPL on a CPU); 0 = never", ge=0,
+        1.0, "samples of power, clock and temperature per second (NVML, or RAPL on a CPU); 0 = none", ge=0,
         le=1000)
     power_steps: Optional[str] = safe(
-        None, "steps, such as 100:120, in which POWER_HZ holds (1 outside) and phases are marked; none = all")
+        None, "steps, such as 100:120, to sample at POWER_HZ (1 Hz otherwise) with phases; none = all")
     profile_steps: Optional[str] = safe(
         None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
     memory_snapshot: Optional[int] = safe(
@@ -284,7 +284,7 @@ class LogConfig(Section):
     tensorboard_enabled: bool = safe(False, "also write TensorBoard files")
     trackio_enabled: bool = safe(False, "also log to trackio (pip install trackio)")
     wandb_api_key: Optional[SecretStr] = safe(None, "API key of Weights & Biases; secret, never a flag")
-    hf_token: Optional[SecretStr] = safe(None, "access to gated repositories; secret, never a flag")
+    hf_token: Optional[SecretStr] = safe(None, "token for gated repositories; secret, never a flag")
 
 
 def step_window(text: Optional[str]) -> Optional[range]:
@@ -322,10 +322,10 @@ class LoraConfig(Section):
     lora_enabled: bool = fixed(False, "train only low-rank adapters on the start checkpoint")
     lora_rank: int = fixed(16, "rank of the adapters", ge=1)
     lora_alpha: float = fixed(32.0, "scale of the adapters: alpha / rank", gt=0)
-    lora_rslora: bool = fixed(False, "scale the adapters by alpha / sqrt(rank) instead")
+    lora_rslora: bool = fixed(False, "scale the adapters by alpha / sqrt(rank) instead of alpha / rank")
     lora_dropout: float = fixed(0.0, "dropout on the adapters' inputs", ge=0, lt=1)
     lora_target_modules: str = fixed(
-        ",".join(LORA_LAYERS), "comma-separated layers to adapt; also q_proj ... or all-linear")
+        ",".join(LORA_LAYERS), "comma-separated layers to adapt; all-linear and q_proj etc. also work")
     lora_train_head: bool = fixed(False, "also train the whole head")
     lora_train_embeddings: bool = fixed(False, "also train the whole embedding")
     lora_train_tokens: str = fixed(
@@ -359,14 +359,15 @@ class DistillationConfig(Section):
     """Distillation from a teacher model."""
 
     distillation_enabled: bool = fixed(False, "also train on a teacher's distribution (pretrain and sft)")
-    teacher_model: Optional[str] = safe(None, "a run, checkpoint, or Hugging Face model (folder or name)")
+    teacher_model: Optional[str] = safe(None, "teacher: run, checkpoint, or Hugging Face folder or name")
     teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "teacher's dtype; auto = as stored")
-    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed("forward_kl", "its divergence")
-    distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in jsd's mixture", gt=0, lt=1)
-    distillation_weight: float = fixed(0.5, "weight of the divergence; the rest is cross-entropy", ge=0, le=1)
+    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed(
+        "forward_kl", "divergence between teacher and student")
+    distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
+    distillation_weight: float = fixed(0.5, "share of the divergence; the rest is cross-entropy", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
     distillation_top_k: int = curve(
-        0, "0 = run the teacher at every step; k = store its top k once, beside the data", ge=0)
+        0, "0 = run the teacher at every step; K = store its K most likely tokens once", ge=0)
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")

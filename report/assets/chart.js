@@ -1,6 +1,6 @@
 /* Tables, numbers, and the figure that holds one plot with its legend, sentence and table. */
 
-/** A table that scrolls in its box; the first cell of a row is its heading, numbers are set to the right. */
+/** A scrollable table; the first cell of a row is its heading, and numbers are right-aligned. */
 function table(caption, head, rows) {
   const isNumber = (cell) => typeof cell === "string" && /^([-−]?[\d.,]+([ e%±].*)?|–)?$/.test(cell);
   const side = head.map((_, i) => i > 0 && rows.every((row) => isNumber(row[i])) && "number");
@@ -41,7 +41,7 @@ const placesOf = (values) =>
 
 const whole = (value) => format(Math.round(value));
 
-/** A value and its error as [text, " ± text"], with the decimals that two digits of the error need. */
+/** A value and its error as [text, " ± text"], rounded to two digits of the error. */
 function measured(value, error, how = {}) {
   if (typeof value !== "number") return ["–", ""];
   const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);
@@ -67,7 +67,7 @@ const most = (values) => -least(values.map((value) => -value));
 const known = (values) => values.filter((value) => value !== null);
 const last = (values) => values.findLast((value) => value !== null);
 
-/** The place of the last element that is not above `value` in an ascending list; -1 if there is none. */
+/** The index of the last element <= `value` in an ascending list, or -1. */
 function place(sorted, value, key = (each) => each) {
   let low = -1, high = sorted.length;
   while (high - low > 1) {
@@ -77,7 +77,7 @@ function place(sorted, value, key = (each) => each) {
   return low;
 }
 
-/** The value of a curve at `step`, on the line between its points. */
+/** The linearly interpolated value of a curve at `step`. */
 function interpolate({x, y}, step) {
   const i = place(x, step), j = i + 1;
   if (i < 0 || j >= x.length) return y[i < 0 ? 0 : i];
@@ -107,7 +107,7 @@ function smooth(x, y, span) {
 /** Whether a point averages values that differ. */
 const isRange = ({low, high}, i) => Boolean(low) && low[i] < high[i];
 
-/** Whether a curve goes up and down much more than it gets ahead; what does not is never smoothed. */
+/** Whether a curve fluctuates much more than it trends; other curves are never smoothed. */
 function isNoisy(y) {
   const values = known(y);
   const way = values.reduce((sum, value, i) => sum + Math.abs(value - values[Math.max(0, i - 1)]), 0);
@@ -123,7 +123,7 @@ const UNITS = {  // from which value on, what one is, its sign
   seconds: [[172800, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [0, 1, " s"]],
 };
 
-/** The labels of ticks: in the largest unit in which two digits tell them apart. */
+/** Tick labels in the largest unit in which two digits distinguish them. */
 function ticks(values, how) {
   const scaled = values.map((value) => value * (how.percent ? 100 : 1)), largest = most(scaled.map(Math.abs));
   const isExact = (value) => Math.abs(value - Math.round(value)) < 1e-6;
@@ -164,7 +164,7 @@ function groupOf(name) {
 
 const probe = document.body.appendChild(h("span", {hidden: true}));
 
-/** A CSS colour as the canvas takes it, in the theme of now. */
+/** A CSS colour in the current theme, for a canvas. */
 function ink(color, alpha = 1) {
   probe.style.color = color;
   return getComputedStyle(probe).color.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
@@ -221,7 +221,7 @@ class Chart {
     return {width: Math.max(this.area.clientWidth, 100), height: this.area.clientHeight};
   }
 
-  /** Show `chart`, one of the data's charts or alike, with these lines. */
+  /** Show these lines; `chart` has the form of the data's charts. */
   update(chart, lines) {
     Object.assign(this, {chart, lines});
     this.findFloor();
@@ -247,7 +247,7 @@ class Chart {
     this.fillTable();
   }
 
-  /** A logarithmic axis ends at a power of ten below the positive values; what is not above it lies there. */
+  /** The lower end of a logarithmic axis: a power of ten below the positive values. Lower values go there. */
   findFloor() {
     const values = this.lines.flatMap(({y, low, high}) => known([...y, ...(low || []), ...(high || [])]));
     const high = most(values), low = Math.max(least(values.filter((value) => value > 0)), high * 1e-9);
@@ -290,7 +290,7 @@ class Chart {
     return `${line.label}: last ${say(points[points.length - 1])}, lowest ${say(low)}, highest ${say(high)}.`;
   }
 
-  /** Fill the table of the values behind the picture, if the reader has opened it. */
+  /** Fill the chart's table of values, if it is open. */
   fillTable() {
     if (!this.details.open) return;
     const rows = new Map(), short = (value, digits) => String(Number(value.toPrecision(digits)));
@@ -411,7 +411,7 @@ class Chart {
     return [...values].filter((value) => typeof value === "number" && (value > 0 || !this.isLog));
   }
 
-  /** The vertical range: what is in sight, with the references; from 0 where values are stacked. */
+  /** The vertical range: visible values and references; from 0 if values are stacked. */
   range(low, high) {
     if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
@@ -522,7 +522,7 @@ class Chart {
 
   // ------------------------------------------------------------------------------------------------- reading
 
-  /** Put the cursors of the group where this one is, and write the values there. */
+  /** Move the group's cursors to this one, and show the values there. */
   cursorMoved() {
     const {left} = this.plot.cursor, value = left >= 0 ? this.plot.posToVal(left, "x") : null;
     for (const chart of this.group.charts.filter((each) => each.plot && !each.figure.hidden)) {
@@ -532,7 +532,7 @@ class Chart {
     }
   }
 
-  /** Write the values at the cursor, or the last ones, into the legend. */
+  /** Show the values at the cursor, or the last values, in the legend. */
   readOut() {
     const {plot, group} = this, {idx, idxs, left} = plot.cursor;
     const isActive = left >= 0 && typeof idx === "number", isKnown = (value) => value !== null;
@@ -592,7 +592,7 @@ class Chart {
     event.preventDefault();
   }
 
-  /** Put the cursor on a value of the axis; the zoomed part follows it. */
+  /** Move the cursor to a value of the axis, and the zoomed range with it. */
   moveTo(value) {
     const [low, high] = this.group.zoom || this.group.extent;
     const shift = Math.min(0, value - low) + Math.max(0, value - high);
@@ -619,13 +619,13 @@ class Chart {
   }
 }
 
-/** Show this part of the axis in all charts of the group; all of it for null. */
+/** Zoom all charts of the group to this range of the axis; null = the whole axis. */
 function zoom(group, range) {
   const [low, high] = group.extent, [first, end] = range || group.extent;
   const [from, to] = [Math.max(low, first), Math.min(high, end)];
   if (to - from < 1e-9 * (high - low)) return;
   group.zoom = from === low && to === high ? null : [from, to];
-  // The range function of the scale gives the zoom; what is set here only makes it ask.
+  // Setting the scale only triggers its range function, which returns the zoom.
   for (const {plot} of group.charts) if (plot) plot.batch(() => plot.setScale("x", {min: from, max: to}));
   for (const notify of group.zoomed) notify();
   byId("reset").disabled = [...groups.values()].every((each) => !each.zoom);

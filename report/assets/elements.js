@@ -1,9 +1,9 @@
 "use strict";
-/* Elements, made and brought up to date. Strings become text, never HTML. */
+/* Create and update elements. Strings become text, never HTML. */
 
 const byId = (id) => document.getElementById(id);
 
-/** Return a new element; children are elements, texts and lists of them; false and null are left out. */
+/** Return a new element. Children are elements, strings or lists of them; false and null are skipped. */
 function h(tag, attributes, ...children) {
   const element = document.createElement(tag), isGiven = (value) => ![null, undefined, false].includes(value);
   for (const [name, value] of Object.entries(attributes)) {
@@ -14,13 +14,13 @@ function h(tag, attributes, ...children) {
   return element;
 }
 
-/** Make `old` equal to `fresh` with the fewest changes: focus, scroll positions and opened details stay. */
+/** Make `old` equal to `fresh` with the fewest changes: focus, scroll positions and open details remain. */
 function patch(old, fresh) {
   if (old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) {
     if (old.data === fresh.data) return;
     if (!fresh.data.startsWith(old.data)) old.data = fresh.data;
-    else old.appendData(fresh.data.slice(old.length));  // keeps what is selected
+    else old.appendData(fresh.data.slice(old.length));  // keeps the selection
     return;
   }
   const isKept = (name) => name === "open" || name === "style";
@@ -30,7 +30,7 @@ function patch(old, fresh) {
   for (const {name, value} of fresh.attributes) {
     if (!isKept(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
-  // The page's policy forbids style attributes that are set as text.
+  // The Content-Security-Policy forbids setting the style attribute as text.
   if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
   const children = [...fresh.childNodes];
   for (const [i, child] of children.entries()) {
@@ -40,7 +40,7 @@ function patch(old, fresh) {
   while (old.childNodes.length > children.length) old.lastChild.remove();
 }
 
-/** Replace the children of an element as `patch` does. */
+/** Replace the children of an element with `patch`. */
 function fill(element, ...children) {
   const fresh = element.cloneNode(false);
   fresh.append(...h("div", {}, children).childNodes);

@@ -1,6 +1,6 @@
-/* Charts as CSV, SVG and PNG, for files and for print, and the link to a view. */
+/* Charts as CSV, SVG and PNG, for files and printing. */
 
-/** The chart as it is on the screen, as a drawing with title and legend. */
+/** The visible chart as an SVG with title and legend. */
 function drawingOf({plot, slots, chart, lines, off}) {
   const unit = uPlot.pxRatio, [left, top, width, height] = ["left", "top", "width", "height"]
     .map((name) => plot.bbox[name] / unit), above = 26, muted = ink(MUTED), end = left + width;
@@ -46,7 +46,7 @@ function drawingOf({plot, slots, chart, lines, off}) {
     legend);
 }
 
-/** The values behind the chart, a row for each step. */
+/** The values of the chart, with a row per step. */
 function csvOf({lines, chart}) {
   const rows = new Map(), quoted = (words) => `"${words.replaceAll('"', '""')}"`;
   const cell = (words) => (/[",\n]/.test(words) ? quoted(words) : words);

@@ -1,4 +1,4 @@
-/* What a live page does besides: it follows the runs, and fetches more points of the part in sight. */
+/* Live pages only: follow the runs, and fetch more points of the visible range. */
 
 function listen() {
   const events = new EventSource("events");
@@ -6,12 +6,12 @@ function listen() {
   events.addEventListener("data", (event) => receive(JSON.parse(event.data)));
   events.addEventListener("error", () => {
     say("connection lost, retrying");
-    // After an HTTP error it does not try again.
+    // An EventSource does not reconnect after an HTTP error.
     if (events.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
   });
 }
 
-/** Fetch the points of the steps in sight for each run that has only coarse ones there. */
+/** Fetch the visible points of each run whose curves are coarse there. */
 async function fetchPoints() {
   const group = groupOf("steps"), {zoom} = group;
   if (!zoom) return;

@@ -1,5 +1,5 @@
 /* The page of one or several runs. Its data is one JSON object, embedded and, where the page is live, sent
-   again as events. An update builds each section anew and patches the old one with it. */
+   again as events. An update builds every section and patches the page where it differs. */
 
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ stopped", failed: "✕ failed",
@@ -7,7 +7,7 @@ const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ 
 const PARTS = ["steps", "repeated steps", "evaluation", "saving", "start-up", "away", "other"];
 const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3], "dashed"]]
   .map(([dash, shape]) => ({dash, shape}));
-const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // the curves that translate a step
+const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // curves that convert steps
 
 const view = {axis: "step", smoothing: 25, away: new Set(), sample: null, isGrouped: true, sort: [0, 1]};
 const charts = new Map();
@@ -43,14 +43,14 @@ const change = ({name, before, after}) => `${name} ${text(before)} → ${text(af
 const changes = (segment) => segment.changes.map(change).join(", ") || "nothing";
 const percent = (value) => format(value, {percent: true}, 3);
 
-/** A time as 2026-11-23 06:08, where the reader is. */
+/** A time as 2026-11-23 06:08, in the reader's time zone. */
 function date(seconds) {
   const at = new Date(seconds * 1000);
   const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join("-");
   return `${day} ${two(at.getHours())}:${two(at.getMinutes())}`;
 }
 
-/** The function from a step of the run to its place on the chosen axis; null where the run lacks it. */
+/** The function from a run's step to its position on the chosen axis; null if the run lacks the curve. */
 function axisOf(run) {
   const curve = run.curves[AXES[view.axis]];
   if (view.axis === "step") return (step) => step;
@@ -58,7 +58,7 @@ function axisOf(run) {
   return curve && curve.x.length ? (step) => interpolate(curve, step) - zero : null;
 }
 
-/** The steps of the run that lie in this part of the axis, and one more at each end. */
+/** The run's first and last step in this range of the axis, extended by one at each end. */
 function stepsIn(run, [low, high]) {
   const grids = Object.values(run.curves).map(({x}) => x);
   const steps = grids.reduce((a, b) => (b.length > a.length ? b : a), [0]);
@@ -66,7 +66,7 @@ function stepsIn(run, [low, high]) {
   return [steps[Math.max(0, from)], steps[Math.min(steps.length - 1, to)]];
 }
 
-/** The curve in the most detail that covers the part in sight: fetched, the fine end, or all of it. */
+/** The most detailed curve that covers the visible range: fetched, the fine end, or the whole curve. */
 function levelOf(run, name) {
   const curve = run.curves[name], {zoom} = groupOf("steps");
   if (!zoom || !curve.low) return curve;
@@ -75,7 +75,7 @@ function levelOf(run, name) {
   return curve.fine && curve.fine.x[0] <= low ? curve.fine : curve;
 }
 
-/** First and last place on the axis of the runs shown, with marks that lie a little behind. */
+/** First and last position of the visible runs, including marks slightly beyond the last step. */
 function extent() {
   const ends = shown().filter(axisOf).flatMap((run) => {
     const curves = Object.values(run.curves).filter(({x}) => x.length);
@@ -87,7 +87,7 @@ function extent() {
   return [low, Math.max(low + 1e-3, most(ends))];
 }
 
-/** Resumes and alarms of the runs shown. */
+/** Resumes and alarms of the visible runs. */
 function marks() {
   const [low, high] = extent();
   return shown().filter(axisOf).flatMap((run) => {
@@ -101,7 +101,7 @@ function marks() {
   });
 }
 
-/** The lines of a chart for these runs; each run has a colour or, where there is only one, each series. */
+/** The lines of a chart. Several runs have one colour each; in a single run, each series has one. */
 function linesOf(chart, runs) {
   const isByRun = isSeveral() && !chart.stacked;
   const pairs = runs.filter(axisOf).flatMap((run) => chart.series.map((series, i) => [run, series, i]));
@@ -123,7 +123,7 @@ function linesOf(chart, runs) {
   });
 }
 
-/** One line for the runs that differ only in their seeds: their mean, and a band from lowest to highest. */
+/** One line per group of runs that differ only in seeds: mean, and a band from lowest to highest. */
 function groupLines(lines) {
   const families = new Map(), groups = groupsOfSeeds();
   for (const line of lines) {
@@ -147,7 +147,7 @@ function drawChart(key, groupName, place, chart, lines) {
   const figure = charts.get(key).figure;
   if (!figure.parentNode) place.append(figure);
   figure.hidden = !lines.length;
-  place.parentNode.hidden = false;  // a plot takes the size of its place
+  place.parentNode.hidden = false;  // a plot takes the size of its parent
   if (lines.length) charts.get(key).update(chart, lines);
 }
 
@@ -189,7 +189,7 @@ function drawCharts() {
   byId("charts").hidden = group.charts.every(({figure}) => figure.hidden);
 }
 
-/** The function from a time to [phase, step]; where marks stop, a phase ends after ten times its median. */
+/** The function from a time to [phase, step]; without a next mark, a phase ends after 10 times its median. */
 function phasesOf(turns) {
   const lengths = new Map();
   for (let i = 0; i + 1 < turns.length; i++) {
@@ -213,7 +213,7 @@ function medianOf(lines) {
     y: each(middle), low: each(([first]) => first), high: each(last)};
 }
 
-/** The watts of each GPU, or of many their median, over the phases of the steps, on the clock of both. */
+/** Draw each GPU's power (for many GPUs, the median) and the phases of the steps on one time axis. */
 function drawPower() {
   for (const [index, run] of report.runs.entries()) {
     const {time, gpus, marks: turns, start} = run.power || {time: []}, key = `power-${index}`;
@@ -242,7 +242,7 @@ function drawPower() {
 const box = (...children) => h("div", {class: "box"}, children);
 const headOf = (run) => isSeveral() && h("h3", {}, swatch(runColor(run)), named(run));
 
-/** A curve in 60 by 20 pixels, without its first steep part. */
+/** A curve in 60 by 20 pixels, without its steep start. */
 function sparkline({x, y}) {
   const points = x.map((at, i) => [at, y[i]]).filter(([, value]) => value !== null);
   const recent = points.slice(points.length > 20 ? points.length >> 4 : 0);
@@ -263,7 +263,7 @@ function tile(label, [value, error = ""], below, curve) {
     h("dd", {}, h("small", {}, below)));
 }
 
-/** The last of the validation loss or of an evaluation with its chance; null for other series. */
+/** The last validation loss, or accuracy with its chance level; null for other series. */
 function resultTile(run, chart, series) {
   const curve = run.curves[series.curve], isLoss = series.curve === "val_loss";
   if (!known(curve?.y || []).length || !(isLoss || (series.error && series.reference))) return null;
@@ -274,7 +274,7 @@ function resultTile(run, chart, series) {
     measured(last(curve.y), last(run.curves[series.error]?.y || []), chart), below, curve);
 }
 
-/** The figures that matter: validation, evaluations, the recent speed, goodput. */
+/** Key figures: validation, evaluations, recent speed and goodput. */
 function tiles(run) {
   const speed = (name, label, how) =>
     name in run.recent && tile(label, measured(run.recent[name], 0, how), "recent median", run.curves[name]);
@@ -291,7 +291,7 @@ function copyButton(words) {
   return h("button", {type: "button", "data-copy": words}, "Copy");
 }
 
-/** Why a run failed, what is saved, and the command that examines the step. */
+/** Why a run failed, the last checkpoint, and the command that examines the step. */
 function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
   const [first, ...others] = reason.split(/(?<=\.) (?=\S)/), more = others.join(" ");
   const what = (first[0].toUpperCase() + first.slice(1)).replace(/\.?$/, ".");
@@ -313,7 +313,7 @@ function verdict({verdict: sentences = [], sentence}) {
 
 const timeLeft = ({eta_seconds: eta}) => (typeof eta === "number" ? `about ${duration(eta)} left` : "");
 
-/** The columns of the table of runs: title, the cell of a run, and what it is sorted by. */
+/** The columns of the table of runs: title, and a function from a run to [cell, sort key]. */
 function columnsOfRuns() {
   const task = report.charts.flatMap(({series}) => series).find(({error, reference}) => error && reference);
   const ofCurve = (name, errorName, how) => (run) => {
@@ -340,7 +340,7 @@ function columnsOfRuns() {
   ].filter(Boolean);
 }
 
-/** All runs, one a line, sorted by the column whose heading was pressed. */
+/** The table of runs, sorted by the selected column. */
 function runTable() {
   const columns = columnsOfRuns(), [by, sign] = view.sort, [, sorted] = columns[by] || columns[0];
   const value = (run) => sorted(run)[1], order = (a, b) => (a === b ? 0 : a < b ? -sign : sign);
@@ -364,14 +364,14 @@ function overview() {
     verdict(run), tiles(run))));
 }
 
-/** Machine, versions and counts of each run, folded. */
+/** Machine, versions and counts of each run. */
 function facts() {
   const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
   return shown().filter((run) => run.facts.length).map((run) =>
     [headOf(run), h("dl", {class: "facts"}, run.facts.map(fact))]);
 }
 
-/** The paired tests of each measure as a matrix: the row's run against the column's. */
+/** The paired tests of each metric as a matrix: row's run minus column's run. */
 function matrices(tests) {
   const names = [...new Set(tests.flatMap(({a, b}) => [a, b]))];
   const cell = (measure, row, column) => {
@@ -383,11 +383,11 @@ function matrices(tests) {
     return h("span", {class: isBetter && "best"}, sign, measured(Math.abs(value), test.stderr), mark);
   };
   return [...new Set(tests.map(({name}) => name))].map((measure) => table(
-    `${measure}: difference of the row from the column, ± standard error; ✓ is significantly better`,
+    `${measure}: row minus column, ± standard error; ✓ = significantly better`,
     ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
 
-/** A row of the results; the best cell is marked. */
+/** A row of results, with the best cell highlighted. */
 function resultRow({name, better, cells, percent: isShare}) {
   const how = {percent: isShare ?? /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name)};
   const given = cells.filter(Boolean);
@@ -431,7 +431,7 @@ function comparison() {
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
-/** The samples of the chosen step or, of a run that has none there, its newest before; runs side by side. */
+/** Samples at or before the selected step, with runs side by side. */
 function samples() {
   const all = report.runs.flatMap((run) => run.samples), slider = byId("sample");
   const steps = [...new Set(all.map(({step}) => step))].sort((a, b) => a - b);
@@ -449,18 +449,18 @@ function samples() {
     h("div", {class: "texts"}, shown().map(ofRun(prompt)))));
 }
 
-/** Where the time of a run went, as a bar with its legend. */
+/** How a run spent its time, as a bar with a legend. */
 function goodput({share, seconds, parts}) {
   const seen = parts.filter((part) => part.seconds > 1e-4 * seconds)
     .map((part) => ({...part, color: color(Math.max(0, PARTS.indexOf(part.name)))}));
   const say = (part) => `${part.name}: ${duration(part.seconds)} (${percent(part.seconds / seconds)})`;
-  return [h("p", {}, `${percent(share)} of ${duration(seconds)} went into steps that counted (goodput).`),
+  return [h("p", {}, `${percent(share)} of ${duration(seconds)} was spent on steps that count (goodput).`),
     h("div", {class: "bar", "aria-hidden": "true"},
       seen.map((part) => h("span", {style: `flex: ${part.seconds}; color: ${part.color}`}))),
     h("ul", {class: "parts"}, seen.map((part) => h("li", {}, swatch(part.color), say(part))))];
 }
 
-/** The phases of a step of each run, as bars of equal length. */
+/** The phases of each run's steps, as bars of equal length. */
 function phaseBars() {
   const chart = report.charts.find(({stacked}) => stacked);
   if (!isMany() || !chart) return [];
@@ -489,7 +489,7 @@ function time() {
       ["when", "at step", "resumed from", "reason", "away", "repeated steps"],
       run.goodput.interruptions.map(interruption)),
     run.segments.length > 1
-      && table("Starts", ["from step", "ranks", "what changed"], run.segments.map(start))))];
+      && table("Starts", ["from step", "ranks", "changes"], run.segments.map(start))))];
 }
 
 function alarmList(runs) {
@@ -500,7 +500,7 @@ function alarmList(runs) {
     && box(h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": title}, h("ul", {}, items)));
 }
 
-/** The alarms that do not stand below the banner of a failed run. */
+/** Alarms of runs without a failure banner, which has its own list. */
 const alarms = () => [alarmList(shown().filter((run) => !run.failure))].filter(Boolean);
 
 function sources() {
@@ -521,9 +521,9 @@ function settings() {
   return shown().filter((run) => run.settings.length).map((run) => {
     const those = (changed) => run.settings.filter((each) => each.changed === changed);
     const [set, usual] = [those(true), those(false)];
-    const summary = `${set.length} set, ${usual.length} at their default`;
+    const summary = `${set.length} changed, ${usual.length} at their defaults`;
     return h("details", {class: "box"}, h("summary", {}, isSeveral() && `${named(run)}: `, summary),
-      list("Set for this run", set), list("At their default", usual));
+      list("Changed for this run", set), list("At their defaults", usual));
   });
 }
 
@@ -531,7 +531,7 @@ function settings() {
 
 const SECTIONS = {overview, comparison, samples, time, alarms, sources, settings};
 
-/** Show the report as the reader wants to see it. */
+/** Draw the report with the current display options. */
 function refresh() {
   for (const [id, section] of Object.entries(SECTIONS)) {
     const found = [section()].flat();
@@ -556,7 +556,7 @@ function refresh() {
     h("a", {href: `#${section.id}`}, section.firstElementChild.textContent)));
 }
 
-/** The state of the runs and of the connection: the only words that a screen reader hears unasked. */
+/** Show the state of the runs and the connection, the only text that screen readers announce. */
 function say(connection) {
   const line = byId("state"), count = (state) => report.runs.filter((run) => run.state === state).length;
   const states = Object.keys(STATES).filter(count), [run] = report.runs;
@@ -584,7 +584,7 @@ function setIcon(state) {
 }
 
 function receive(data) {
-  if (!report) data.runs.slice(0, -8).forEach(({name}) => view.away.add(name));  // the newest ones are shown
+  if (!report) data.runs.slice(0, -8).forEach(({name}) => view.away.add(name));  // show only the newest 8
   report = data;
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   fill(byId("progress"), !isSeveral()
@@ -594,7 +594,7 @@ function receive(data) {
   say();
 }
 
-/** The address of this page with what the reader has chosen. */
+/** The address of this page with the current display options. */
 function linkToView() {
   const {zoom} = groupOf("steps"), {axis, smoothing, away} = view;
   const chosen = {axis, smoothing, theme: byId("theme").value, zoom: zoom ? zoom.join(" ") : "",
@@ -602,7 +602,7 @@ function linkToView() {
   return `${location.href.split("#")[0]}#view?${new URLSearchParams(chosen)}`;
 }
 
-/** Show the view that the address names. */
+/** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
   const chosen = new URLSearchParams(location.hash.slice(6));

@@ -1,15 +1,15 @@
 /* The chat page. What was said is in `chat`; the page is drawn from it, and a change redraws what differs.
    What people, models and the server write is set as text, never as HTML. */
 
-const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // of this tab alone, kept over a reload
-const KEPT = "paddock-conversation-";  // before the id of each conversation that this browser keeps
+const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // for this tab, kept after a reload
+const KEPT = "paddock-conversation-";  // prefix of the ids of stored conversations
 const DEFAULTS = {system: "", temperature: "0.8", top_p: "0.95", top_k: "0", min_p: "0",
   repetition_penalty: "1", max_tokens: "512", seed: "", stop: ""};
-const SILENCE = 3000;  // milliseconds without a token before the page says so
-const TOP = 5;  // likely tokens that are shown for each token
-const MEASURABLE = 10;  // milliseconds from the first to the last token, for a speed
+const SILENCE = 3000;  // milliseconds without a token until the page reports it
+const TOP = 5;  // alternatives shown for each token
+const MEASURABLE = 10;  // least milliseconds between first and last token to report a speed
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
-const UNCLEAR = "The server sent something that this page does not understand.";
+const UNCLEAR = "The server sent an unexpected response.";
 const LOST = "The connection was lost before the answer was complete.";
 const RELOADED = "The page was reloaded before the answer was complete.";
 
@@ -20,7 +20,7 @@ const running = new Map();  // answer -> {stopper, since: when it last wrote}
 const tokensOf = new WeakMap();  // answer -> its tokens with their log-probabilities, until the page is left
 let served = [], key = sessionStorage.getItem(KEY_STORE), wantsKey = false;
 let editing = null, copied = null, notice = null, follows = true;
-let library = null;  // the conversations that are kept, once they were read
+let library = null;  // stored conversations, once read
 
 const modelOf = (column) => served.find(({id}) => id === chat.models[column]);
 const columns = () => [0, 1].filter(modelOf);
@@ -29,7 +29,7 @@ const newSeed = () => Number(chat.fields.seed || Math.floor(Math.random() * 1e6)
 const say = (words, label, act) => { notice = words && {words, label, act}; };
 // ------------------------------------------------------------------------------------------------ the server
 
-/** An error that the server tells, as a sentence. */
+/** An error from the server, as a sentence. */
 class ApiError extends Error {
   constructor(said, otherwise) {
     const words = String(said?.error?.message ?? otherwise);
@@ -38,7 +38,7 @@ class ApiError extends Error {
   }
 }
 
-/** Ask the server; returns the response, or throws an ApiError with the server's own words. */
+/** Send a request; returns the response, or throws an ApiError with the server's message. */
 async function ask(path, body, signal) {
   const headers = {};
   if (body) headers["Content-Type"] = "application/json";
@@ -52,7 +52,7 @@ async function ask(path, body, signal) {
 
 /** The events of a stream as objects, until it is complete or the connection ends. */
 async function* events(body) {
-  // A TextDecoderStream may lose the last piece before the connection breaks.
+  // TextDecoderStream may lose the last chunk if the connection breaks.
   const reader = body.getReader(), decoder = new TextDecoder();
   for (let rest = "";;) {
     const {done, value} = await reader.read();
@@ -67,7 +67,7 @@ async function* events(body) {
   }
 }
 
-/** Path and body of the request for an answer; a column knows only what itself was asked and said. */
+/** Path and body of the request for an answer. A column's request contains only its own answers. */
 function requestOf(turn, column, reply) {
   const {system: _, stop, ...numbers} = chat.fields, {id, chat: hasTemplate} = modelOf(column);
   const sampling = Object.entries(numbers).filter(([, value]) => value !== "");
@@ -77,16 +77,16 @@ function requestOf(turn, column, reply) {
   if (hasTemplate) body.top_logprobs = TOP;
   if (stopStrings().length) body.stop = stopStrings();
   const index = chat.turns.indexOf(turn);
-  const told = toldBefore(chat.turns, index, column, reply.from);
-  if (!hasTemplate) return ["v1/completions", {...body, prompt: joined(told, turn.text)}];
+  const earlier = earlierTurns(chat.turns, index, column, reply.from);
+  if (!hasTemplate) return ["v1/completions", {...body, prompt: joined(earlier, turn.text)}];
   return ["v1/chat/completions", {...body, messages: asked(chat.turns, index, column, reply)}];
 }
 
-/** One text of what was written in turns. Where the model has ended it, the next turn begins a new one. */
-function joined(told, last) {
+/** Join all turns into one text. After a text that the model ended, the next turn starts a new text. */
+function joined(earlier, last) {
   let whole = "";
   const add = (text) => { whole += (/\S$/.test(whole) && /^\S/.test(text) ? " " : "") + text; };
-  for (const [text, said] of told) {
+  for (const [text, said] of earlier) {
     add(text);
     whole = said.isEnd ? "" : whole + said.text;
   }
@@ -99,7 +99,7 @@ function stopStrings() {
   return chat.fields.stop.split("\n").filter(Boolean).map(unescape);
 }
 
-/** Ask for an answer. While the context is too small, the older half of what is told is left out. */
+/** Request an answer. While the context is too small, drop the older half of the messages. */
 async function askToAnswer(turn, column, reply, signal) {
   const index = chat.turns.indexOf(turn), before = index && saidIn(chat.turns[index - 1], column);
   const halve = () => { reply.from += Math.ceil((index - reply.from) / 2); };
@@ -115,7 +115,7 @@ async function askToAnswer(turn, column, reply, signal) {
   }
 }
 
-/** Have a column answer a turn. What it has answered before becomes an earlier version. */
+/** Request a column's answer to a turn. A previous answer becomes an earlier version. */
 async function answer(turn, column, seed) {
   const {chat: isChat, id: model} = modelOf(column), system = isChat ? chat.fields.system : "";
   const reply = {model, text: "", state: "running", seed, system, isText: !isChat};
@@ -168,7 +168,7 @@ async function answer(turn, column, seed) {
   if (wantsKey) byId("key-text").focus();
 }
 
-/** The tokens in a piece of an answer, as [text, log-probability, [likely ones]]. */
+/** The tokens in a chunk of an answer, as [text, log-probability, alternatives]. */
 function tokensIn(logprobs) {
   const {content, tokens = [], token_logprobs: values, top_logprobs: likely} = logprobs ?? {};
   if (!content) return tokens.map((token, index) => [token, values[index], Object.entries(likely[index])]);
@@ -176,7 +176,7 @@ function tokensIn(logprobs) {
     top_logprobs.map((one) => [one.token, one.logprob])]);
 }
 
-/** One sentence for what ended a request; `otherwise` where the browser does not tell what it was. */
+/** One sentence for the reason a request failed; `otherwise` if the browser does not report it. */
 function reasonOf(error, otherwise) {
   if (error instanceof ApiError) return error.message;
   return error instanceof SyntaxError ? UNCLEAR : otherwise;
@@ -188,7 +188,7 @@ async function loadModels() {
     wantsKey = false;
     say(null);
     if (!modelOf(0)) chat.models[0] = served[0].id;
-    // Two models are served for being compared; "" says that the reader wants one column.
+    // If two models are served, compare them by default; "" = the reader wants one column.
     if (chat.models[1] === null && served.length === 2) chat.models[1] = served[1].id;
   } catch (error) {
     say(wantsKey ? null : reasonOf(error, UNREACHABLE), "Try again", loadModels);
@@ -207,7 +207,7 @@ function button(action, label, place = {}, attributes = {}) {
     "aria-disabled": waits && "true", ...attributes}, label);
 }
 
-/** Buttons that go through the versions of an answer and judge it. */
+/** Buttons to switch between the versions of an answer and to rate it. */
 function judgement(turn, index, column, place) {
   const reply = turn.answers[column], all = versionsOf(turn, column), at = all.indexOf(reply);
   const isLast = index === chat.turns.length - 1;
@@ -221,10 +221,10 @@ function judgement(turn, index, column, place) {
     !reply.isText && [mark("good", "Good"), mark("bad", "Bad")],
     isLast && columns().length > 1 && areComparable(chat.turns, index)
       && button("better", "Better", place, {"aria-pressed": String(turn.better === column),
-        title: "Good, and the other one bad. Both models go on from this answer."})];
+        title: "Mark this answer good and the other bad. Both models continue from it."})];
 }
 
-/** What stands below an answer: how far it is, how it ended, what it took. */
+/** The line below an answer: progress, how it ended, tokens and speed. */
 function statusOf(reply) {
   const silence = Date.now() - (running.get(reply)?.since ?? 0), seconds = Math.floor(silence / 1000);
   if (reply.state === "running") {
@@ -234,15 +234,15 @@ function statusOf(reply) {
   const {text, finish, isEnd, from, tokens, speed, seed, state, error} = reply;
   if (state === "failed") return error;
   return [state === "stopped" ? "Stopped" : !text && "Empty answer",
-    finish === "length" && "Cut off: the limit of tokens is reached",
-    isEnd && "The model ended the text; a new one begins",
+    finish === "length" && "Cut off at the token limit",
+    isEnd && "The model ended the text; the next message starts a new one",
     from && `Without the first ${from > 1 ? `${from} messages` : "message"}: the context is full`,
     tokens !== undefined && many(tokens, "token"),
     speed && `${speed.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`,
     seed !== undefined && `seed ${seed}`].filter(Boolean).join(" · ");
 }
 
-/** An answer as Markdown, or as its text, in which each token that is known can be pointed at. */
+/** An answer as Markdown, or as raw text whose tokens show their probability. */
 function answerText(reply) {
   const tokens = (reply && tokensOf.get(reply)) ?? [], text = reply?.text ?? "";
   if (!chat.raw && text && !reply.isText) return h("div", {class: "text formatted"}, partsOf(reply));
@@ -253,7 +253,7 @@ function answerText(reply) {
     tokens.map(([each], index) => h("span", {"data-token": index}, each)));
 }
 
-/** Show how likely a token was, and the likeliest ones in its place. */
+/** Show the probability of a token and of its most likely alternatives. */
 function showToken(element) {
   const box = byId("token");
   showToken.shown = element;
@@ -280,7 +280,7 @@ function answerElement(turn, index, column) {
     h("h2", {title: name}, name),
     answerText(reply),
     h("div", {class: "actions"},
-      h("p", {class: `status ${reply?.state}`}, reply ? statusOf(reply) : "Was not asked"),
+      h("p", {class: `status ${reply?.state}`}, reply ? statusOf(reply) : "Not asked"),
       index === chat.turns.length - 1 && button("answer", again, place),
       reply?.text && button("copy", copied === reply ? "Copied" : "Copy", place),
       reply?.text && reply.state !== "running" && judgement(turn, index, column, place)));
@@ -298,7 +298,7 @@ function turnElement(turn, index) {
   return h("li", {}, message, h("div", {class: "answers"}, answers));
 }
 
-/** What stands where no conversation is yet. */
+/** The content of an empty conversation. */
 function greeting(model) {
   const short = {notation: "compact", maximumSignificantDigits: 3};
   return h("p", {}, h("strong", {}, model.id),
@@ -320,7 +320,7 @@ function draw() {
     if (select.value !== value) select.value = value;
   }
   byId("key").hidden = !wantsKey;
-  fill(byId("key-note"), key ? "The server refused this key." : "The server wants its key.");
+  fill(byId("key-note"), key ? "The server rejected this key." : "The server requires a key.");
   const prompts = chosen[0]?.prompts?.map((text) => button("prompt", text)) ?? [];
   fill(byId("empty"), !chat.turns.length && [chosen.map(greeting), prompts.length > 0
     && h("div", {class: "prompts"}, h("p", {}, "From its training data:"), prompts)]);
@@ -342,7 +342,7 @@ function draw() {
   byId("latest").hidden = follows || main.scrollHeight - main.scrollTop - main.clientHeight < 40;
 }
 
-/** The conversations that this browser keeps, the newest first. */
+/** The stored conversations, newest first. */
 function kept() {
   const names = Object.keys(localStorage).filter((name) => name.startsWith(KEPT));
   library ??= names.map((name) => ({id: name.slice(KEPT.length), ...JSON.parse(localStorage[name])}))
@@ -370,13 +370,13 @@ function save() {
     if (turns.length) localStorage.setItem(KEPT + id, JSON.stringify({at, turns}));
     library = null;
   } catch {
-    say("The browser has no room left for this conversation. Export and delete older ones.");
+    say("The browser's storage is full. Export and delete older conversations.");
   }
 }
 
 // ------------------------------------------------------------------------------------------- training data
 
-/** Save records as a file, and tell how to train on it. */
+/** Save records as a file, and show how to train on it. */
 function exportAs(name, command, records) {
   const lines = [...new Set(records.map((record) => `${JSON.stringify(record, wellFormed)}\n`))];
   if (!lines.length) return say(`There is nothing to export. ${byId("files-note").textContent}`);
@@ -395,7 +395,7 @@ async function importFile(file) {
       count += 1;
     } catch (error) {
       if (error.name === "QuotaExceededError") {
-        return say(`The browser has no room left: ${many(count, "conversation")} imported.`);
+        return say(`The browser's storage is full: ${many(count, "conversation")} imported.`);
       }
       bad += 1;
     }
@@ -403,9 +403,9 @@ async function importFile(file) {
   say(`${many(count, "conversation")} imported.${bad ? ` Not a chat or a pair: ${many(bad, "line")}.` : ""}`);
 }
 
-// ------------------------------------------------------------------------------------------- what people do
+// ------------------------------------------------------------------------------------------- actions
 
-/** Show another conversation; the one before can be brought back. */
+/** Open another conversation, with Undo. */
 function openConversation({id, at, turns}, words) {
   const before = {id: chat.id, at: chat.at, turns: chat.turns};
   stop();
@@ -415,7 +415,7 @@ function openConversation({id, at, turns}, words) {
   save();
 }
 
-/** Go on from these turns; what they replace can be brought back. */
+/** Continue from these turns, with Undo for the turns they replace. */
 function replaceTurns(turns, words) {
   const before = chat.turns;
   stop();
@@ -440,7 +440,7 @@ function send(text, earlier = chat.turns) {
   if (matchMedia("(max-width: 760px)").matches) chat.panel = chat.drawer = false;  // they hide it
   const turn = {text, answers: []}, seed = newSeed();
   if (earlier === chat.turns) say(null);
-  else replaceTurns(earlier, "The conversation goes on from the edited message.");
+  else replaceTurns(earlier, "The conversation continues from the edited message.");
   [chat.turns, chat.at] = [[...earlier, turn], Date.now()];
   columns().forEach((column) => answer(turn, column, seed));
   save();
@@ -450,7 +450,7 @@ function send(text, earlier = chat.turns) {
 async function copy(what, element) {
   try {
     await navigator.clipboard.writeText(what.text);
-  } catch {  // only pages of this machine or over HTTPS have a clipboard
+  } catch {  // the clipboard needs localhost or HTTPS
     getSelection().selectAllChildren(element);
     document.execCommand("copy");
   }
@@ -473,7 +473,7 @@ function setFields(fields) {
 
 const ACTIONS = {
   reset() {
-    openConversation({id: newId(), at: Date.now(), turns: []}, "The last one is kept under Conversations.");
+    openConversation({id: newId(), at: Date.now(), turns: []}, "The previous one is under Conversations.");
     byId("text").focus();
   },
   toggle(_, element) {
@@ -539,7 +539,7 @@ document.addEventListener("keydown", (event) => {
   const {key: pressed, target} = event;
   if (pressed === "Escape" && editing !== null) edit(null);
   else if (pressed === "Escape") stop();
-  // Where signs are composed (Japanese, for one), Enter chooses among them; Safari tells by 229 alone.
+  // In an input method (such as Japanese), Enter selects a candidate; Safari reports it only as 229.
   if (pressed !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   if (target.id === "editor" || target.id === "text") event.preventDefault();
   if (target.id === "editor") ACTIONS.resend();
@@ -571,11 +571,11 @@ byId("main").addEventListener("scroll", ({target}) => {
 });
 byId("file").addEventListener("change", async ({target}) => {
   await importFile(target.files[0]);
-  target.value = "";  // so that the same file can be chosen again
+  target.value = "";  // allows selecting the same file again
   library = null;
   redraw();
 });
-addEventListener("storage", () => { library = null; redraw(); });  // of another tab
+addEventListener("storage", () => { library = null; redraw(); });  // from another tab
 document.addEventListener("pointerover", ({target}) => showToken(target.closest("[data-token]")));
 document.addEventListener("keydown", ({key: pressed, target}) => {
   const step = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[pressed];
@@ -586,7 +586,7 @@ document.addEventListener("keydown", ({key: pressed, target}) => {
 });
 addEventListener("resize", redraw);
 addEventListener("pagehide", save);
-setInterval(() => isRunning() && redraw(), 1000);  // the seconds of waiting
+setInterval(() => isRunning() && redraw(), 1000);  // update the waiting time
 
 for (const reply of chat.turns.flatMap(({answers}) => answers)) {
   if (reply?.state === "running") Object.assign(reply, {state: "failed", error: RELOADED});

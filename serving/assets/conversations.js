@@ -1,48 +1,48 @@
-/* Conversations as data: what each model was asked and said, and the training data in it.
+/* Conversations as data: messages, answers, and the training data in them.
 
    A turn is {text, answers: [answer, answer], versions, better}, with the answer that each column shows:
    {model, text, state: "running" | "done" | "stopped" | "failed", error, finish, tokens, speed, seed, system,
-   from: the first turn that the model was told, total: tokens with the prompt, isText: it continues a text,
-   isEnd: which the model has ended, mark: "good" | "bad"}. `versions` has a column's other answers as
-   {before, after}; `better` is the column from whose answer both columns go on. */
+   from: the first turn in the request, total: tokens with the prompt, isText: it continues a text,
+   isEnd: the model ended the text, mark: "good" | "bad"}. `versions` has a column's other answers as
+   {before, after}; `better` is the column whose answer both columns continue from. */
 
 const message = (role, content) => ({role, content});
 const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
 const many = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
-/** The answer after which a column goes on. */
+/** The answer that a column continues from. */
 const saidIn = ({answers, better}, column) => answers[better ?? column];
 
-/** All versions of a column's answer, in the order in which they were written. */
+/** All versions of a column's answer, oldest first. */
 function versionsOf({answers, versions}, column) {
   const {before = [], after = []} = versions?.[column] ?? {};
   return [...before, answers[column], ...after].filter(Boolean);
 }
 
-/** Text and answer of each turn that a model is told before it answers. */
-function toldBefore(turns, index, column, from = 0) {
+/** Text and answer of each earlier turn in the request for an answer. */
+function earlierTurns(turns, index, column, from = 0) {
   return turns.slice(from, index).map((turn) => [turn.text, saidIn(turn, column)])
     .filter(([, said]) => said?.text || said?.finish);
 }
 
 const withSystem = (system, rest) => (system?.trim() ? [message("system", system), ...rest] : rest);
-const dialog = (told) =>
-  told.flatMap(([text, said]) => [message("user", text), message("assistant", said.text)]);
+const dialog = (earlier) =>
+  earlier.flatMap(([text, said]) => [message("user", text), message("assistant", said.text)]);
 
-/** The messages that an answer of a column answers. */
+/** The messages in the request for a column's answer. */
 function asked(turns, index, column, {from, system}) {
-  return withSystem(system, [...dialog(toldBefore(turns, index, column, from)),
+  return withSystem(system, [...dialog(earlierTurns(turns, index, column, from)),
     message("user", turns[index].text)]);
 }
 
-/** Whether the answers that two columns show answer the same messages. */
+/** Whether the two visible answers reply to the same messages. */
 function areComparable(turns, index) {
   const [one, other] = turns[index].answers.map((reply, column) => reply?.text && !reply.isText
     && JSON.stringify(asked(turns, index, column, reply)));
   return Boolean(one && one === other);
 }
 
-/** The preference pairs in a conversation: each good answer with each bad one to the same messages. */
+/** The preference pairs in a conversation: each good answer with each bad answer to the same messages. */
 function pairsOf({turns}) {
   return turns.flatMap((turn, index) => {
     const marked = [0, 1].flatMap((column) => versionsOf(turn, column).filter(({mark}) => mark)
@@ -58,15 +58,15 @@ function pairsOf({turns}) {
 /** The chats in a conversation, one for each column, up to an answer that is bad or was cut off. */
 function chatsOf({turns}) {
   return [0, 1].map((column) => {
-    const told = toldBefore(turns, turns.length, column)
+    const answered = earlierTurns(turns, turns.length, column)
       .filter(([, said]) => said.text.trim() && !said.isText);
-    const end = told.findIndex(([, {mark, finish}]) => (mark ? mark === "bad" : finish !== "stop"));
-    const usable = end < 0 ? told : told.slice(0, end);
+    const end = answered.findIndex(([, {mark, finish}]) => (mark ? mark === "bad" : finish !== "stop"));
+    const usable = end < 0 ? answered : answered.slice(0, end);
     return {messages: withSystem(usable.at(-1)?.[1].system, dialog(usable))};
   }).filter(({messages}) => messages.length);
 }
 
-/** The turns of a record of such a file. Throws if it is neither a chat nor a pair. */
+/** The turns in a record of an exported file. Throws if it is neither a chat nor a pair. */
 function turnsOf({messages, prompt, chosen, rejected}) {
   const turns = [], [system] = (messages ?? prompt).filter(({role}) => role === "system");
   const said = ({content}, mark) => ({model: "imported", text: content, state: "done", finish: "stop",

@@ -1,7 +1,7 @@
-/* Markdown as elements. marked's lexer finds the parts, and text becomes text nodes, never HTML. Links and
-   images show their address and lead nowhere. */
+/* Markdown as elements. marked's lexer parses it, and text becomes text nodes, never HTML. Links and images
+   show their address and are not clickable. */
 
-const lexed = new WeakMap();  // answer -> {text, tokens}, as most answers do not change between two drawings
+const lexed = new WeakMap();  // answer -> {text, tokens}, because most answers do not change between redraws
 
 function partsOf(reply) {
   if (lexed.get(reply)?.text !== reply.text) {

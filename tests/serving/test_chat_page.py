@@ -163,7 +163,7 @@ def test_the_page_of_the_real_server(chat, real_server):
     page.set("max_tokens", "8")
     page.say("Hello")
     for nth in (1, 2):
-        page.reads("^Cut off: the limit of tokens is reached · 8 tokens", nth)
+        page.reads("^Cut off at the token limit · 8 tokens", nth)
     first, second = page.locator(".answer .text").all_text_contents()
     assert first != second and all(first + second)
     page.do("answer")
@@ -247,7 +247,7 @@ def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
     page.asks("One")
     page.locator("#model-1").select_option("dpo")
     page.sees("Hello, world", "")
-    assert page.reads("Was not asked", 2) and page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate", "Ask"]
+    assert page.reads("Not asked", 2) and page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate", "Ask"]
     page.say("Two")
     page.sees("Hello, world", "", "Hello, world", "Hello, world")
     page.reads("seed", 3)
@@ -477,7 +477,7 @@ def test_a_wanted_key_is_asked_for_and_kept_in_the_tab(chat, stub):
         page.fill("#key-text", word)
         page.press("#key-text", "Enter")
         if word == "wrong":
-            page.sees("The server refused this key.", where="#key-note")
+            page.sees("The server rejected this key.", where="#key-note")
     page.wait_for_selector("#composer:visible")
     page.reload()
     page.say("Hi")
@@ -521,7 +521,7 @@ def test_a_model_without_a_template_is_continued(chat, stub):
     assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
     page.set("stop", "")
     page.do("answer")
-    page.reads("^The model ended the text; a new one begins · 3 tokens")
+    page.reads("^The model ended the text; the next message starts a new one · 3 tokens")
     page.say("Anew")
     page.sees(*["Hello, world"] * 3)
     assert stub.requests[3]["prompt"] == "Anew"
@@ -567,7 +567,7 @@ def test_the_limit_of_tokens_and_an_empty_answer_are_said(chat, stub):
     page = chat()
     stub.finish = "length"
     page.say("Hi")
-    page.reads("^Cut off: the limit of tokens is reached · 3 tokens")
+    page.reads("^Cut off at the token limit · 3 tokens")
     stub.pieces, stub.finish = [], "stop"
     page.do("answer")
     assert page.reads("^Empty").startswith("Empty answer · 0 tokens · seed ")
