@@ -175,7 +175,7 @@ def test_the_page_of_the_real_server(chat, real_server):
     page.click("#send")  # 4,096 tokens would be written
     page.reads("^Stopped · ", 3)
     page.reads("^Stopped · |^Cut off", 4)  # of 80 at most
-    wait_until(lambda: not any(batcher._open for batcher in batchers))
+    wait_until(lambda: not any(batcher._answers for batcher in batchers))
 
 
 def test_an_answer_is_shown_as_it_is_written(chat, stub):
