@@ -412,8 +412,9 @@ function comparison() {
     `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
   const head = ["measure", "step", "first", "second", "items", "first value", "second value", "difference",
     "p"];
-  const overSeeds = configurations.map(({name, runs, results: [first]}) =>
-    [name, whole(runs.length), first && measured(first.mean, first.stderr).join("")]);
+  const how = {places: placesOf([configurations[0]?.results[0].mean ?? 1])};
+  const overSeeds = configurations.map(({name, runs, results: [{mean, stderr}]}) =>
+    [name, whole(runs.length), format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
   const isMatrix = isMany() && tests.some(({a}) => report.runs.some(({name}) => name === a));
   const values = differing.map((each) => [each.name, ...each.values.map(text)]);
   const tables = [
