@@ -89,7 +89,8 @@ def draw(report: Report, path: Path, width: float, log: bool) -> None:
                 points = [curves[name].points(2000) for curves in chosen]
                 steps = sorted(set.intersection(*({*each.x} for each in points)))
                 values = factor * np.array([np.interp(steps, each.x, each.y) for each in points])
-                axis.plot(steps, values.mean(0), label=label, color=color, alpha=alpha, linewidth=1.3)
+                axis.plot(steps, values.mean(0), "." * (len(steps) < 30) + "-", label=label, color=color,
+                          alpha=alpha, linewidth=1.3)
                 axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
     axes[0][0].legend(frameon=False)
     axes[-1][0].set_xlabel("step")
