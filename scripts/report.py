@@ -17,8 +17,6 @@ import sys
 from itertools import cycle
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
@@ -61,6 +59,7 @@ def parse_args() -> argparse.Namespace:
 def draw(report: Report, path: Path, width: float, log: bool) -> None:
     """Draw loss and accuracy with matplotlib: of runs that differ only in seeds, mean and range."""
     with requires_package("matplotlib", "--figure"):
+        import numpy as np
         from matplotlib import rcParams
         from matplotlib.figure import Figure
 

@@ -436,10 +436,10 @@ ONE_LAYER = r".*layers\.0\..*q_proj"
 
 
 @pytest.mark.parametrize("made, field, named", [
-    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\]", "leaves out model.layers.1.self_attn.q_proj"),
-    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1", "leaves out model.layers.0"),
-    (dict(target_modules=ONE_LAYER), "target_modules=", "leaves out model.layers.1.self_attn.q_proj"),
-    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=", "leaves out model.layers.1"),
+    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\]", "omits model.layers.1.self_attn.q_proj"),
+    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1", "omits model.layers.0"),
+    (dict(target_modules=ONE_LAYER), "target_modules=", "omits model.layers.1.self_attn.q_proj"),
+    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=", "omits model.layers.1"),
     (dict(target_modules=["q_proj", "embed_tokens"]), "target_modules=", "embed_tokens cannot have adapters"),
     (dict(target_modules=["q_proj", "lm_head"]), "target_modules=", "lm_head cannot have adapters"),
     (dict(modules_to_save=["norm"]), "modules_to_save=", "not norm"),

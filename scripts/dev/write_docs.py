@@ -19,7 +19,6 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, run_script  # noqa: E402
 from common.text import EXIT_UNREAD  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
-from run.folder import FILES  # noqa: E402
 from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
 from settings.load import describe_settings  # noqa: E402
 
@@ -84,6 +83,8 @@ def reading_order() -> list[tuple[str, str]]:
 
 def generated() -> dict[str, str]:
     """The text of .env.example and of each page with generated tables, which stand between comments."""
+    from run.folder import FILES  # it imports torch, which --help should not wait for
+
     metrics = ((", ".join(f"`{name}`" for name in names.split()), *facts) for names, facts in METRICS.items())
     events, files = ([(f"`{name}`", meaning) for name, meaning in facts.items()] for facts in (EVENTS, FILES))
     pages = {"architecture": {"lines": table("read", "lines", rows=reading_order())},

@@ -292,5 +292,5 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
     assert huggingface.read_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
-    with pytest.raises(CheckpointError, match=f"{output} exists"):
+    with pytest.raises(CheckpointError, match=f"{output} already exists"):
         import_checkpoint(source, output)

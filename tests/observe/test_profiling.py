@@ -105,7 +105,7 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
         looked.end(step, [])
     path = tmp_path / "profile" / "memory-step-2.pickle"
     assert calls == [("record", {"max_entries": profile.SNAPSHOT_EVENTS}), ("dump", str(path)), ("record", {"enabled": None})]
-    assert run.said == [f"Wrote {path}; open it at pytorch.org/memory_viz, which reads it in the browser"]
+    assert run.said == [f"Wrote {path}; open it at pytorch.org/memory_viz"]
 
     def full(path):
         raise OSError(28, "No space left on device")

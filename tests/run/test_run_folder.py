@@ -178,7 +178,7 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
 def test_check_tells_of_the_move_and_makes_none(finished, capsys):
     before = contents(finished.output_dir)
     assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
-    assert f"RESUME=never moves the run in {finished.folder} aside" in capsys.readouterr().out
+    assert f"RESUME=never moves the existing run in {finished.folder} aside" in capsys.readouterr().out
     assert contents(finished.output_dir) == before
 
 

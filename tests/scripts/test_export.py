@@ -134,4 +134,4 @@ def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch
     assert "requires a token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-    assert "the hub cannot be reached" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=PaddockError.exit_code)
+    assert "cannot reach the hub" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=PaddockError.exit_code)

@@ -505,8 +505,8 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
-    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "in 2 parts"),
-    there=(lambda: os.mkdir("start"), "start exists")) + group(
+    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "split into 2"),
+    there=(lambda: os.mkdir("start"), "start already exists")) + group(
     "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
     deep=(put(ADAPTER, DEEP), "cannot be read"), rank=(json_of(ADAPTER, lambda d: d.update(r="x")), r"is \(4, 32\), but rank"),
     alpha=(json_of(ADAPTER, lambda d: d.update(lora_alpha="x")), "lora_alpha"),
@@ -524,7 +524,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     data=("scripts/generate.py set", "set is neither a Paddock checkpoint"), file=("scripts/generate.py x.jsonl", "no checkpoint")) + commands(
     "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature: expected a number from 0"),
     tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p: expected a number above 0"),
-    seed=(f"{ASK} --seed 99999999999999999999", "--seed: expected a number from 0"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
+    seed=(f"{ASK} --seed 99999999999999999999", "--seed: expected a number from 0"), chat=(f"{ASK} --chat", "requires a --prompt")) + commands(
     "checkpoint", 5, resume=("train.py --resume nope", "there is no checkpoint 'nope'"),
     step=("train.py --resume step-00000009", "no checkpoint 'step"),
     start=("train.py --pretrain-checkpoint step-00000009", "no checkpoint 'step"),

@@ -151,7 +151,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
     run = tiny_run(SAVE_EVERY=0)
     text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
     assert "NON-FINITE in step 4, but finite when recomputed" in text and "layers.1.feed_forward.w2.weight" in text
-    assert text.count("error: step 4 was not finite, but is finite on every rank when computed again: a transient fault") == 1
+    assert text.count("error: step 4 was not finite, but is finite on every rank when recomputed: a transient fault") == 1
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
     reports = [json.loads(dump.read_text()) for dump in dumps]
     assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)

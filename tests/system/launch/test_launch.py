@@ -322,7 +322,7 @@ def test_the_folders_of_the_newest_launches_are_kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
-    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
+    (2, ("127.0.1.1", 9), "resolves to 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
 def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, monkeypatch):
     def listen_at(hosts, port):
         if isinstance(found, OSError):
@@ -337,11 +337,11 @@ def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nno
 
 def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it():
     told = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
-    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was truncated while it was read?")
+    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (a data file truncated")
     assert launcher.rank_exit(1, -signal.SIGTERM, 0, None, joined=False).code == 143
     assert launcher.rank_exit(1, None, 0, None, joined=False).code == 143
     # With something to save that it did not save, it is not preempted.
-    for exit_code, words in ((-signal.SIGTERM, "was killed by SIGTERM"), (None, "was killed before it had saved")):
+    for exit_code, words in ((-signal.SIGTERM, "was killed by SIGTERM"), (None, "was killed before it finished saving")):
         assert launcher.rank_exit(1, exit_code, 0, None, joined=True)[3:5] == (1, f"rank 1 {words}")
     assert launcher.rank_exit(1, -40, 0, None, joined=True).sentence == "rank 1 was killed by signal 40"
 
@@ -403,7 +403,7 @@ def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "again", "told"), [
-    ((), True, "exited at a second SIGTERM, without saving"), (("--shutdown-timeout=2",), False, "was killed before it had saved")])
+    ((), True, "exited at a second SIGTERM, without saving"), (("--shutdown-timeout=2",), False, "was killed before it finished saving")])
 def test_a_rank_that_does_not_save_leaves_at_a_second_signal_or_in_time_and_that_is_told(flags, again, told, tiny_run):
     with launch(tiny_run(**ENDLESS), *flags, plant="test_launch:stall") as command:
         command.wait_for_step(2)
