@@ -42,7 +42,9 @@ INTENDED = [
     (r"^help: train.py", "has --check memory and --check scaling, which were trace_memory.py and plan_scaling.py"),
     (r"^help: scripts/(plan_scaling|trace_memory).py", "are aliases of train.py --check scaling and --check memory"),
     (r"^help: scripts/plot_run.py", "is an alias that prints where the script has moved"),
-    (r"^help: scripts/report.py", "has --plot, which was plot_run.py"),
+    (r"^help: scripts/report.py", "has --figure, which was plot_run.py"),
+    (r"^serve: ", "a model's id is its name; its path still works"),
+    (r"keys of the report .*verdict", "the report begins with a verdict"),
     (r"^help: scripts/(launch|generate|chat|evaluate).py: flags", "defaults in plain words; the same choices"),
     (r"^check: (sft-lora|dpo-stored)$", "the step restarts instead of starting anew"),
     (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start")]

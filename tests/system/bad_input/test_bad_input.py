@@ -27,7 +27,7 @@ SECONDS = 60  # until a command counts as hanging
 HARMLESS = re.compile(r"out(/\.known-files\.json|/\.\w+\.lock)?|\w+/\.verified\.json|"
                       r"runs(/run(/(config\.json|run\.lock|log.*|\w+\.jsonl|checkpoints))?)?")
 # Somewhere a last line says what is expected, or what to do.
-ADVICE = re.compile(r"; |[Ss]et |must|expected|should|needs|try |did you mean|--help|invalid|required|not set|both|goes with|works with|"
+ADVICE = re.compile(r"; |[Ss]et |must|expected|should|needs|requires|try |did you mean|--help|invalid|required|not set|both|goes with|works with|"
                     r"not of the form|a second time|exceed|unable|valid|cannot be read|is no ")
 
 
