@@ -259,6 +259,8 @@ class CheckpointConfig(Section):
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
     keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
+    keep_every: int = safe(
+        0, "also save and keep the checkpoint of every N-th step, for at-step and bisect; 0 = none", ge=0)
     model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
     model_language: str = safe("", "comma-separated languages in the model card, such as en,de")
 
@@ -268,6 +270,8 @@ class LogConfig(Section):
 
     log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
     log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
+    ledger_checksum: bool = safe(
+        False, "write a checksum of the trained weights after each step into ledger.jsonl")
     report: bool = safe(True, "write report.html into the run folder at each save and at the end")
     peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
     power_hz: float = safe(

@@ -186,8 +186,10 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
-    *means, norms, stops, norm, skipped, units = ranks.tolist(torch.stack(
-        [value.double() for value in (*means, norms, stops, norm, skipped, units)]))
+    values = torch.stack([value.double() for value in (*means, norms, stops, norm, skipped, units)])
+    halves = guards.weight_checksums(run.model) if config.ledger_checksum else values[:0]
+    numbers = ranks.tolist(torch.cat([values, halves]))
+    *means, norms, stops, norm, skipped, units = numbers[:len(values)]
     assert units > 0, "the step has no targets"
     loss, *others = means
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
@@ -195,7 +197,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0
     metrics = dict(zip([*sums][1:], others))
-    return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0)
+    return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0,
+                      guards.joined(numbers[len(values):]))
 
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
@@ -262,7 +265,8 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     if metrics:
         run.log.step({"step": progress.step, **metrics, **measured.read_pauses()})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
-    if run.finished or (progress.step > 0 and (new_best or due(config.save_every, progress.step))):
+    is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
+    if run.finished or (progress.step > 0 and is_due):
         save_checkpoint(run)
     return metrics
 

@@ -165,6 +165,8 @@ class LedgerLine(Line):
     loss: Optional[float]
     grad_norm: Optional[float]
     updated: bool
+    weights: Optional[str] = None  # with LEDGER_CHECKSUM: 64 bits in hex,
+    tensors: Optional[str] = None  # and 32 bits of each trained tensor, by name
 
 
 class EventLine(Line):

@@ -306,16 +306,18 @@ def _has(path: Path) -> bool:
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
-          warn: Warn = warn_on_console) -> list[Path]:
+          warn: Warn = warn_on_console, keep_every: int = 0) -> list[Path]:
     """Delete old checkpoints, and return them. Rank 0 calls it under the lock.
 
-    Keeps the newest `keep_last` (0 = all), the `keep_best` with the lowest validation loss, the protected
-    ones (which the run started from), and unreadable ones. If the newest fails to verify, nothing is deleted.
+    Keeps the newest `keep_last` (0 = all), the `keep_best` with the lowest validation loss, those of every
+    `keep_every`-th step (0 = none), the protected ones (which the run started from), and unreadable ones. If
+    the newest fails to verify, nothing is deleted.
     """
     readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
     measured = [item for item in readable if item[1]["val_loss"] is not None]
     best = sorted(measured, key=lambda item: item[1]["val_loss"])[:keep_best]
-    kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best)}
+    regular = [item for item in readable if keep_every and item[1]["step"] % keep_every == 0]
+    kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best, *regular)}
     kept |= {Path(folder).resolve() for folder in protected}
     pruned = [folder for folder, _ in readable if folder.resolve() not in kept]
     if not pruned:

@@ -635,6 +635,7 @@ def describe_disk(config: Config, size: int) -> str:
     free = free_bytes(folder)
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
+    kept += config.max_steps // config.keep_every if config.keep_every else 0
     kept_checkpoints = "1 checkpoint" if kept == 1 else f"{kept} checkpoints"
     text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
     if 2 * size > free:

@@ -5,6 +5,7 @@ import math
 import statistics
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Optional
 
@@ -16,12 +17,22 @@ from checkpoint.tensors import write_tensors
 from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
 from common.text import command
 from dataloaders import Batch
-from parallel.fsdp import is_divided, is_sharded, local_rows, named_parameters, ranks_per_copy
+from parallel.fsdp import (
+    add_shards,
+    is_divided,
+    is_sharded,
+    local_rows,
+    local_span,
+    named_parameters,
+    ranks_per_copy,
+)
 from parallel.ranks import collective
 from run.life import Run, StepResult, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
 CHUNK_WORDS = 2**22  # words of a tensor that a checksum processes at a time
+WORDS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
+SUMMED_WORDS = {"cpu": 2**18, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
@@ -37,6 +48,9 @@ def append_ledger(run: Run, result: StepResult) -> None:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
+        if result.checksums:
+            entry |= {"weights": f"{total_checksum(result.checksums):016x}",
+                      "tensors": "".join(f"{checksum >> 32:08x}" for checksum in result.checksums)}
         if result.spike:
             entry |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
         run.log.append("ledger", entry)
@@ -58,6 +72,53 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
     middle = statistics.median(recent)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
+
+
+# -------------------------------------------------------------------------------- checksums of the weights
+
+
+@cache
+def multipliers(seed: int, device: torch.device, count: int) -> Tensor:
+    """Return odd pseudo-random int64 factors: the same on every machine, a longer list starts the same."""
+    raw = np.random.PCG64(seed).random_raw(count).view(np.int64)
+    return torch.from_numpy(raw | 1).to(device)
+
+
+@torch.no_grad()
+@collective
+def weight_checksums(model: nn.Module) -> Tensor:
+    """Return a checksum of each trained tensor's bits, by name, as (2K,) doubles: upper and lower halves.
+
+    The sum over all elements of bits x factor of the row x factor of the column, modulo 2^64. Integer sums do
+    not depend on their order, so the shards of a tensor add up. A factor is odd, so that any change of one
+    element changes the sum; other changes cancel out with a probability of about 2^-31.
+    Source: multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014 (arXiv:1202.4961).
+    """
+    trained = sorted((name, each) for name, each in named_parameters(model).items() if each.requires_grad)
+    sums = []
+    for _, parameter in trained:
+        rows, start = local_rows(parameter).detach(), local_span(parameter)[0]
+        columns = parameter.shape[1:].numel()
+        bits = rows.view(WORDS[rows.element_size()]).reshape(len(rows), columns)
+        longest = 1 << max(len(parameter), columns).bit_length()
+        rows_R, columns_C = (multipliers(seed, rows.device, longest) for seed in (0, 1))
+        chunk = max(1, SUMMED_WORDS[rows.device.type] // columns)
+        sums_R = torch.cat([(part * columns_C[:columns]).sum(dim=1) for part in bits.split(chunk)])
+        sums.append((sums_R * rows_R[start:start + len(rows)]).sum())
+    sums_K = add_shards(sums, [parameter for _, parameter in trained])
+    return torch.cat([sums_K >> 32, sums_K & 0xFFFFFFFF]).double()
+
+
+def joined(halves: Sequence[float]) -> list[int]:
+    """Return the 64-bit checksums that `weight_checksums` divided into halves."""
+    count = len(halves) // 2
+    return [(int(high) << 32 | int(low)) % 2**64 for high, low in zip(halves[:count], halves[count:])]
+
+
+def total_checksum(checksums: Sequence[int]) -> int:
+    """Return one checksum of all tensors, in which each has another odd factor."""
+    factors = multipliers(2, torch.device("cpu"), len(checksums)).tolist()
+    return sum(factor * checksum for factor, checksum in zip(factors, checksums)) % 2**64
 
 
 # ------------------------------------------------------------------------------------ non-finite values

@@ -301,6 +301,21 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
+@collective
+def add_shards(values: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    """Return scalars, one for each parameter, summed over the ranks that divide it, on the ranks' device."""
+    mesh = next((parameter.device_mesh for parameter in like if is_divided(parameter)), None)
+    if mesh is None:
+        return torch.stack([*values])
+    group = mesh.get_group(SHARD)
+    # Each rank of the group has a whole vector; it counts on the first.
+    counted = torch.stack([value.to(mesh.device_type) * (is_divided(parameter) or group.rank() == 0)
+                           for value, parameter in zip(values, like)])
+    with HEARTBEAT.waiting():
+        dist.all_reduce(counted, group=group)
+    return counted
+
+
 @contextmanager
 def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """A `with` block around a backward; yields a function: whether this rank's gradients were finite.

@@ -32,7 +32,8 @@ FILES = {
     "config.json": "current settings, without secrets",
     SEGMENTS: "`step-*.json`: settings from that step on, one file per start with other settings",
     "metrics.jsonl": "one line per logged step: [metrics](metrics.md)",
-    "ledger.jsonl": "one line per step: checksum of its rows, loss, gradient norm, whether weights changed",
+    "ledger.jsonl": "one line per step: checksum of its rows, loss, gradient norm, whether weights changed; "
+                    "with `LEDGER_CHECKSUM`, checksums of the weights",
     "events.jsonl": "time of each start, end, save and evaluation, and problems: [events](metrics.md#events)",
     "evaluations.jsonl": "results of every evaluation, item by item",
     "samples.jsonl": "generated samples",

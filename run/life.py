@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -128,6 +128,7 @@ class StepResult(NamedTuple):
     updated: bool  # False after an fp16 overflow (occasionally normal) or a skipped loss spike
     spike: float  # robust z-score of a loss spike, else 0
     stop: bool  # a rank received a stop signal
+    checksums: Sequence[int] = ()  # of the trained weights, by name, with LEDGER_CHECKSUM
 
 
 @dataclass
@@ -357,7 +358,7 @@ def save_checkpoint(run: Run) -> None:
                                               run.log.warn))
         run.saved, protected = checkpoint, [run.started_from] if run.started_from else []
         ranks.on_rank0(lambda: store.prune(checkpoint.parent, config.keep_last, config.keep_best, protected,
-                                           run.log.warn))
+                                           run.log.warn, config.keep_every))
     seconds = time.perf_counter() - started
     run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)

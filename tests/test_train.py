@@ -325,6 +325,12 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):
     assert finished.steps_saved() == [6, 8]
 
 
+def test_every_nth_step_is_saved_and_kept(tiny_run):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=4, KEEP_EVERY=3, KEEP_LAST=1, KEEP_BEST=0, MAX_STEPS=8)
+    assert run.train() == 0
+    assert run.steps_saved() == [3, 6, 8]
+
+
 def test_no_step_to_take_is_a_measurement(tiny_run, whole):
     run = tiny_run(MAX_STEPS=0)
     assert run.train() == 0

@@ -303,6 +303,13 @@ def test_retention_keeps_last_best_and_protected(tmp_path):
     assert sorted(path.name for path in removed) == ["step-00000001", "step-00000005"]
 
 
+def test_every_nth_step_is_kept(tmp_path):
+    for step in range(1, 9):
+        save(tmp_path, step, val_loss=float(step))
+    store.prune(tmp_path, keep_last=1, keep_best=1, keep_every=3)
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 3, 6, 8)]
+
+
 def test_nothing_is_deleted_while_the_newest_is_bad(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)

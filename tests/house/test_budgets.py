@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
 ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_910, 6_710, 27_780
 BUDGETS = {
-    "config.py": 620,
+    "config.py": 630,
     "data_preparation_utils.py": 320,
     "dataloaders.py": 710,
     "hellaswag_utils.py": 250,
@@ -26,8 +26,8 @@ BUDGETS = {
     "fused/": 550,
     "inference/": 760,
     "learn/": 1750,
-    "observe/": 2220,
-    "parallel/": 1250,
+    "observe/": 2290,
+    "parallel/": 1270,
     "report/": 1480,
     "run/": 2370,
     "scripts/": 6680,

@@ -1,0 +1,123 @@
+"""LEDGER_CHECKSUM: any change of a weight changes the ledger's checksum, however the weights are divided over ranks."""
+
+import pytest
+import torch
+from factories import TINY, UNMEASURED, argv_of, new_model, run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import Config, ModelConfig
+from model_utils import build_model, load_weights
+from observe import guards
+from parallel.ranks import start_ranks, stop_ranks
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+SHAPE = {name.lower(): value for name, value in TINY.items() if name.lower() in ModelConfig.model_fields}
+
+
+def checksums(model) -> list[int]:
+    return guards.joined(guards.weight_checksums(model).tolist())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model(ModelConfig(**SHAPE), 200)
+
+
+def test_a_checksum_is_the_sum_over_elements_modulo_2_64(model):
+    """By Python's integers, which do not wrap around."""
+    trained = dict(sorted(model.named_parameters()))
+    for parameter, checksum in zip(trained.values(), checksums(model)):
+        bits = parameter.detach().view(torch.int32).reshape(len(parameter), -1).tolist()
+        factors = [guards.multipliers(seed, torch.device("cpu"), 512).tolist() for seed in (0, 1)]
+        exact = sum(bit * row * column for row, bits_C in zip(factors[0], bits) for column, bit in zip(factors[1], bits_C))
+        assert checksum == exact % 2**64
+    assert len({*checksums(model)}) > len(trained) / 2, "only norms, which are all ones, have equal ones"
+
+
+@given(st.data())
+def test_any_bit_changes_its_tensor_and_the_total(model, data):
+    before, names = checksums(model), sorted(name for name, _ in model.named_parameters())
+    name = data.draw(st.sampled_from(names))
+    bits = model.get_parameter(name).detach().view(torch.int32).view(-1)
+    place, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, 31))
+    flip = torch.tensor(1 << bit).to(torch.int32)
+    bits[place] ^= flip
+    after = checksums(model)
+    bits[place] ^= flip
+    assert [name for name, one, other in zip(names, before, after) if one != other] == [name]
+    assert guards.total_checksum(before) != guards.total_checksum(after)
+    assert checksums(model) == before
+
+
+SWAPS = {"two values of a row": lambda w: (w[3, [2, 1]], (3, [1, 2])), "two values of a column": lambda w: (w[[2, 1], 3], ([1, 2], 3)),
+         "two rows": lambda w: (w[[2, 1]], [1, 2]), "two columns": lambda w: (w[:, [2, 1]], (slice(None), [1, 2])),
+         "rows with columns": lambda w: (w.T.clone(), ...)}
+
+
+@pytest.mark.parametrize("kind", SWAPS)
+def test_what_is_swapped_is_noticed(kind, model):
+    weight = model.layers[0].attention.wq.weight.data
+    before, kept = checksums(model), weight.clone()
+    values, places = SWAPS[kind](kept)
+    weight[places] = values
+    assert not torch.equal(weight, kept) and checksums(model) != before
+    weight.copy_(kept)
+
+
+def test_swapped_tensors_are_noticed_by_the_total(model):
+    one, *others = checksums(model)
+    assert guards.total_checksum([one, *others]) != guards.total_checksum([others[0], one, *others[1:]])
+
+
+def print_checksums(settings: dict) -> int:
+    ranks = start_ranks("cpu", 60)
+    model = build_model(load_config(argv_of(settings)).config, 200, ranks, torch.float32)
+    print(f"rank {ranks.rank}:", checksums(model))
+    stop_ranks()
+    return 0
+
+
+@pytest.mark.parametrize("world_size, sharding", [
+    (2, {"SHARDING": "full"}), pytest.param(3, {"SHARDING": "full"}, marks=pytest.mark.slow),
+    pytest.param(4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}, marks=pytest.mark.slow)])
+def test_shards_add_up_to_the_checksum_of_the_whole(world_size, sharding, prepared, tmp_path):
+    settings = prepared.settings() | {"OUTPUT_DIR": tmp_path, "TOTAL_BATCH_SIZE": 32 * 24, "WORLD_SIZE": world_size, **sharding}
+    config = Config(**{name.lower(): value for name, value in TINY.items()})
+    expected = checksums(new_model(config, 200, seed=config.seed))
+    text = run_ranks(print_checksums, settings, world_size=world_size, folder=tmp_path)
+    assert [line for line in text.splitlines() if line.startswith("rank")] == [f"rank {rank}: {expected}"
+                                                                               for rank in range(world_size)]
+
+
+def assert_ledger_knows(run, step: int) -> None:
+    """The ledger's checksums of a step are those of the checkpoint's weights."""
+    config = Config(**{name.lower(): str(value) for name, value in run.settings.items()})
+    model = new_model(config, load_tokenizer(str(run.settings["TOKENIZER_PATH"]), "auto").vocab_size)
+    load_weights(run.checkpoint(step), model)
+    found = checksums(model)
+    line = run.lines("ledger")[step - 1]
+    assert line["weights"] == f"{guards.total_checksum(found):016x}"
+    assert line["tensors"] == "".join(f"{checksum >> 32:08x}" for checksum in found)
+
+
+@pytest.mark.parametrize("changes", [{}, {"TIE_EMBEDDINGS": "false"}])
+def test_the_ledger_has_the_checksums_of_the_checkpoint(changes, tiny_run):
+    run = tiny_run(**UNMEASURED, **changes, MAX_STEPS=4, LEDGER_CHECKSUM="true")
+    assert run.train(MAX_STEPS=2, LR_SCHEDULE="constant") == run.train(LR_SCHEDULE="constant") == 0
+    for step in (2, 4):
+        assert_ledger_knows(run, step)
+    assert len({line["weights"] for line in run.lines("ledger")}) == 4
+
+
+def test_a_sharded_run_writes_the_checksums_of_its_checkpoint(tiny_run):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=2, LEDGER_CHECKSUM="true")
+    run.ends([0, 0], SHARDING="full")
+    assert_ledger_knows(run, 2)
+
+
+def test_of_adapters_the_trained_tensors_count(stages, tmp_path):
+    run = stages.run("lora-sft", tmp_path, **UNMEASURED, LEDGER_CHECKSUM="true", MAX_STEPS=2)
+    assert run.train() == 0
+    assert [len(line["tensors"]) for line in run.lines("ledger")] == [8 * (2 * 7 * 2 + 1)] * 2, "A and B of seven layers in two blocks; rows of tokens"
