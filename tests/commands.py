@@ -3,17 +3,21 @@
 import contextlib
 import ipaddress
 import os
+import pty
 import re
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from select import select
 from typing import Any, Optional
 
 import pytest
-from factories import PATIENCE, TinyRun, free_port
+from factories import PATIENCE, Job, TinyRun, free_port, warm
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
@@ -91,6 +95,42 @@ class Command:
 
     def __exit__(self, *_) -> None:
         self.kill()
+
+
+def python(script: Path | str, *arguments: Any, cwd: Path | str = "", env: Optional[dict] = None, stdin: str = "",
+           terminal: bool = False, prepare: Callable[[], Any] = int) -> subprocess.CompletedProcess:
+    """Run `python script arguments` to its end in a process that is forked from one that has imported torch, which takes seconds.
+
+    Args:
+        terminal: give it a terminal, on which `stdin` is typed; `stdout` is what that shows.
+        prepare: module-level function that the process calls first.
+    """
+    ours, theirs = pty.openpty()
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(os.ttyname(theirs))] * 3 if terminal else [Path(folder, name) for name in ("in", "out", "err")]
+        streams[0].write_text(stdin) if not terminal else os.write(ours, stdin.encode())
+        argv, shown = [str(ROOT / script), *map(str, arguments)], b""
+        process = warm().Process(target=call_script, args=(argv, cwd or Path.cwd(), {**(os.environ if env is None else env)}, streams, prepare))
+        process.start()
+        while terminal and (process.is_alive() or select([ours], [], [], 0)[0]):
+            shown += os.read(ours, 1 << 16) if select([ours], [], [], 0.05)[0] else b""
+        Job([process], streams[1:]).wait()
+        said = (shown.decode(), "") if terminal else [stream.read_text(errors="replace") for stream in streams[1:]]
+    os.close(ours)
+    os.close(theirs)
+    return subprocess.CompletedProcess(argv, process.exitcode, *said)
+
+
+def call_script(argv: list[str], cwd: Path, env: dict[str, str], streams: list[Path], prepare: Callable[[], Any]) -> None:
+    for stream, path in enumerate(streams):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOCTTY), stream)
+    sys.stdin, sys.stdout, sys.stderr = (open(stream, "w" if stream else "r", closefd=False) for stream in range(3))
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv, sys.path = argv, [str(Path(argv[0]).parent), *sys.path]
+    prepare()
+    runpy.run_path(argv[0], run_name="__main__")
 
 
 def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:

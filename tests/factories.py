@@ -474,15 +474,20 @@ class Job:
         return "".join(path.read_text(errors="replace") for path in self.outputs if path.exists())
 
 
-def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
-    """Call a module-level function on each rank, in new processes with the environment variables that torchrun sets.
+def warm():
+    """The context of processes that are forked from a server that has imported torch, so that a start takes milliseconds.
 
-    They are forked from a server that has imported torch, so a start takes milliseconds. On a machine with a GPU they are
-    spawned: a process that is forked after CUDA was queried cannot use it.
+    On a machine with a GPU they are spawned: a process that is forked after CUDA was queried cannot use it.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(["torch._dynamo", "pytest", "factories"])
+    return context
+
+
+def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
+    """Call a module-level function on each rank, in new processes with the environment variables that torchrun sets."""
+    context = warm()
     folder.mkdir(parents=True, exist_ok=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     processes, outputs = [], []

@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import python
 from factories import furthest, in_transformers, new_model, run_ranks
 from torch import nn
 
@@ -497,8 +496,7 @@ def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, chang
 
 def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
     adapter, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    done = subprocess.run([sys.executable, SCRIPT, adapter, "--output", tmp_path / "merged", "--dtype", "bf16"],
-                          capture_output=True, text=True)
+    done = python(SCRIPT, adapter, "--output", tmp_path / "merged", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert 0 < float(re.search(r"differ by at most (\S+) from", done.stdout)[1]) < 0.2
     assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}

@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -314,9 +313,7 @@ def test_script_trains_on_files_and_folders(tmp_path):
     (tmp_path / "b.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
     def run(output, *more):
-        script = ROOT / "scripts" / "train_tokenizer.py"
-        return subprocess.run([sys.executable, script, "--vocab-size", "300", "--output", output, *more], cwd=tmp_path,
-                              capture_output=True, text=True, timeout=120)
+        return python("scripts/train_tokenizer.py", "--vocab-size", "300", "--output", output, *more, cwd=tmp_path)
 
     for output in ("out/c.model", "out/d.model"):
         done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")

@@ -3,14 +3,13 @@
 import json
 import pickle
 import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from factories import in_transformers, new_model
 
 from checkpoint import huggingface, store
@@ -281,7 +280,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
         **huggingface.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
     theirs.bfloat16().save_pretrained(source)
     tokenizer.save_huggingface(source)
-    done = subprocess.run([sys.executable, IMPORT_SCRIPT, source, output], capture_output=True, text=True)
+    done = python(IMPORT_SCRIPT, source, output)
     assert done.returncode == 0, done.stderr
     assert "84 rows" in done.stdout
     assert f"PRETRAIN_CHECKPOINT={output}\n" in done.stdout

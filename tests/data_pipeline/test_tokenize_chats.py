@@ -2,12 +2,11 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import python
 from factories import prepare_under_fire, write_jsonl
 
 from common.errors import DataError
@@ -268,7 +267,7 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
 def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output, flags):
     write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](40))
     flags += ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1", "--preparation-workers", "1"]
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / script), *flags], text=True, capture_output=True, cwd=tmp_path)
+    done = python(f"scripts/{script}", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name, path = done.stdout.splitlines()[-1].split("=")
     manifest = files_of(tmp_path / path)[MANIFEST]

@@ -4,14 +4,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+from commands import python
 from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, sentence
 
 import debug.replay
@@ -312,8 +311,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(copied):
 
 
 def test_the_command_tells_it_on_120_columns(finished):
-    done = subprocess.run([sys.executable, "scripts/replay_step.py", str(finished.folder), "--step", "4", "--rows", "2"], cwd=ROOT,
-                          text=True, capture_output=True)
+    done = python("scripts/replay_step.py", finished.folder, "--step", "4", "--rows", "2")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.count("  document: ") == 2 and NOTHING in done.stdout
     assert all(len(line) <= 120 for line in done.stdout.splitlines() if str(finished.folder.parent.parent) not in line)

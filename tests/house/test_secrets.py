@@ -98,9 +98,10 @@ def test_no_secret_reaches_a_file_or_a_stream_of_any_command(place, prepared, mo
     script("import_checkpoint.py", run.checkpoint(4), "imported")
     script("report.py", run.folder, "--plot", "curves.png")
     script("replay_step.py", run.folder, "--step", "3")
-    launched = subprocess.run([sys.executable, ROOT / "scripts" / "launch.py", *argv_of(run.settings | {"RUN_NAME": "launched"})],
-                              capture_output=True, text=True, timeout=300)
+    launched = subprocess.run([sys.executable, ROOT / "scripts" / "launch.py", "train.py",  # as torchrun is called
+                               *argv_of(run.settings | {"RUN_NAME": "launched"})], capture_output=True, text=True, timeout=300)
     assert launched.returncode == 0, launched.stderr
+    assert all(line.startswith("[CPU0] ") for line in launched.stdout.splitlines()), "a line that is no rank's"
     assert_no_canary(place, *capfd.readouterr(), launched.stdout, launched.stderr)
 
 

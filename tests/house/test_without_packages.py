@@ -2,37 +2,33 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 from factories import TINY, UNMEASURED, TinyRun, argv_of
 
 BLOCKED = ("wandb", "datasets", "trl", "transformers", "peft", "bitsandbytes", "matplotlib", "tensorboard", "accelerate",
            "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "rouge_score", "sacrebleu", "lm_eval")
-SITECUSTOMIZE = f"""
-from importlib.machinery import PathFinder
 
-find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.partition(".")[0] in {BLOCKED} else find(name, *rest))
-"""
+
+def block() -> None:
+    assert not {*BLOCKED} & {*sys.modules}, "a module that was imported before uses it"
+    find = PathFinder.find_spec
+    PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.partition(".")[0] in BLOCKED else find(name, *rest))
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory) -> Callable[..., str]:
+def machine() -> Callable[..., str]:
     """A function that runs a command without these packages, and returns its output."""
-    folder = tmp_path_factory.mktemp("machine")
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    env = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
-
     def run(*command, code: int = 0) -> str:
-        done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
-        assert done.returncode == code and "Traceback" not in done.stdout, done.stdout
-        return done.stdout
+        done = python(*command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, prepare=block)
+        said = done.stderr + done.stdout
+        assert done.returncode == code and "Traceback" not in said, said
+        return said
 
     return run
 

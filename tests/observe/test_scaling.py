@@ -1,13 +1,11 @@
 """--check scaling: the bytes that it predicts are those that torch exchanges."""
 
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from commands import ROOT
+from commands import python
 from factories import TINY, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -78,7 +76,7 @@ def test_a_ring_and_a_tree_take_the_time_of_the_formula():
 
 def test_the_option_its_alias_and_run_print_the_same_table():
     flags = ["--preset=llama3.2-1b", "--network", "25", "--micro-batches", "1", "4"]
-    tables = [subprocess.run([sys.executable, ROOT / script, *check, *flags], capture_output=True, text=True, check=True).stdout
+    tables = [python(script, *check, *flags).stdout
               for script, check in (("train.py", ["--check", "scaling"]), ("scripts/plan_scaling.py", []),
                                     ("scripts/run.py", ["--check", "scaling"]))]
     assert tables[0] == tables[1] == tables[2] and tables[0].count("1,236 million weights") == 2

@@ -2,7 +2,6 @@
 
 import io
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 from factories import TINY, argv_of
 
 from common.text import DIM, RECOMMENDED, WIDTH, columns, command, lay_out, paint, print_safely, printable
@@ -155,19 +154,10 @@ def test_several_ranks_keep_their_prefix_and_the_file_has_the_whole_line(world_s
 
 
 def on_terminal(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str]:
-    """Run a command on a pseudo-terminal of 80 columns; returns its exit code and what it shows."""
-    ours, theirs = pty.openpty()
+    """Run a script on a terminal of 80 columns; returns its exit code and what it shows."""
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | environ
-    process = subprocess.Popen(arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    pieces = []
-    try:
-        while piece := os.read(ours, 1 << 16):
-            pieces.append(piece)
-    except OSError:  # Linux: the other side is closed
-        pass
-    os.close(ours)
-    return process.wait(), b"".join(pieces).decode().replace("\r\n", "\n")
+    done = python(*arguments, cwd=cwd, env=env, terminal=True)
+    return done.returncode, done.stdout.replace("\r\n", "\n")
 
 
 def assert_fits(shown: str) -> None:
@@ -180,7 +170,7 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
         (tmp_path / path.name).symlink_to(path)
     settings = {**TINY, "PRETRAIN_DATA_PATH": prepared.shards.name, "TOKENIZER_PATH": "tokenizer.model",
                 "HELLASWAG_PATH": "items.jsonl", "OUTPUT_DIR": "runs", "MAX_STEPS": 4, "REPORT": "true", "SAMPLE_EVERY": 4}
-    start = [sys.executable, str(ROOT / "train.py"), *argv_of(settings)]
+    start = ["train.py", *argv_of(settings)]
 
     code, checked = on_terminal(tmp_path, *start, "--check", TERM="xterm", NO_COLOR="1")
     assert code == 0 and "\x1b" not in checked
@@ -204,13 +194,14 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
     assert report.startswith("report   ") and report.endswith("scripts/report.py runs/run  (wrote report.html)")
     assert use.startswith("use it   ") and use.endswith("scripts/generate.py runs/run")
     assert resume.endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
-    code, colored = on_terminal(tmp_path, "bash", "-c", resume.removeprefix("resume   "), TERM="xterm")
+    _, *again = shlex.split(resume.removeprefix("resume   "))
+    code, colored = on_terminal(tmp_path, *again, TERM="xterm")
     assert code == 0 and re.search(r"^  8/8 +100%  loss ", COLOR.sub("", colored), re.M), colored
     assert_fits(colored)
     assert "\x1b[2mloss\x1b[0m" in colored and "\x1b" not in COLOR.sub("", colored)
     assert subprocess.run(shlex.split(report.removeprefix("report   ").partition("  ")[0]), cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
 
-    piped = subprocess.run([*start, "--run-name=piped"], cwd=tmp_path, text=True, capture_output=True, env={**os.environ, "TERM": "xterm"})
+    piped = python(*start, "--run-name=piped", cwd=tmp_path, env={**os.environ, "TERM": "xterm"})
     assert piped.stdout == (tmp_path / "runs" / "piped" / "log" / "rank-0.txt").read_text() and "\x1b" not in piped.stdout + piped.stderr
     assert all(line.startswith("[CPU0] ") for line in piped.stdout.splitlines())
     assert printable("use it") not in piped.stdout

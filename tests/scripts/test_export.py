@@ -2,7 +2,6 @@
 
 import base64
 import json
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT
+from commands import python
 
 from checkpoint.store import OPTIMIZER, STATE, verify
 from common.errors import CheckpointError, PaddockError
@@ -73,7 +72,7 @@ def hub(monkeypatch):
 
 def export(*flags, code: int = 0) -> str:
     """Run it in a process, because the hub's client reads HF_ENDPOINT when it is imported."""
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "export.py", *map(str, flags)], capture_output=True, text=True)
+    done = python("scripts/export.py", *flags)
     assert done.returncode == code, done
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import python
 from factories import by_transformers, tiny_model_folder, wait_until
 
 import lora
@@ -155,11 +156,10 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_pat
 
 def test_the_command_prints_prompt_and_continuation(folder):
     texts = continued(*script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
-    done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
-                           "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
+    done = python(SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8", "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
     assert "\x1b" in whole  # which only a terminal would obey, and this is a pipe
-    assert done.returncode == 0 and done.stdout.decode() == whole + "\n", done.stderr.decode()
+    assert done.returncode == 0 and done.stdout == whole + "\n", done.stderr
 
 
 @pytest.mark.parametrize("template", ["of the folder", "its own"])

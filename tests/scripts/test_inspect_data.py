@@ -1,7 +1,6 @@
 """scripts/inspect_data.py, and what it counts."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import ROOT
+from commands import python
 from factories import Prepared, sentence
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,8 +130,7 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
 
 
 def test_a_sample_names_its_files_where_they_are(tmp_path):
-    subprocess.run([sys.executable, ROOT / "scripts" / "make_sample.py", "--stories", "2000", "--folder", tmp_path / "sample"], check=True,
-                   capture_output=True)
+    assert python("scripts/make_sample.py", "--stories", "2000", "--folder", tmp_path / "sample").returncode == 0
     for path in (tmp_path / "sample").rglob("manifest.json"):
         manifest = json.loads(path.read_text())
         assert Path(manifest["tokenizer"]) == tmp_path / "sample" / "tokenizer.model"

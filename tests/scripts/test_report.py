@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import ROOT, listening
+from commands import ROOT, listening, python
 from factories import PATIENCE, contents
 
 SCRIPT = ROOT / "scripts" / "report.py"
@@ -24,7 +24,7 @@ def folder(whole, tmp_path):
 
 
 def report(*arguments, cwd=ROOT, code: int = 0) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+    done = python(SCRIPT, *arguments, cwd=cwd)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
     return done
 

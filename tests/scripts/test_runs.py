@@ -1,15 +1,12 @@
 """scripts/runs.py lists what there is, and deletes nothing that was not agreed to or that somebody needs."""
 
 import json
-import os
-import pty
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import python
 from factories import TinyRun
 
 from scripts import runs as script
@@ -87,15 +84,9 @@ def test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole(runs):
 
 def clean(runs: Path, answer: str) -> str:
     """Run --clean on a terminal and type an answer."""
-    master, slave = pty.openpty()
-    process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py", "--clean", "--output-dir", runs], stdin=slave,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    os.write(master, f"{answer}\n".encode())
-    said, _ = process.communicate()
-    os.close(master)
-    os.close(slave)
-    assert process.returncode == 0, said
-    return said
+    done = python("scripts/runs.py", "--clean", "--output-dir", runs, stdin=f"{answer}\n", terminal=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 @pytest.mark.parametrize("answer", ["", "y", "no", "YES", "\x04"])
@@ -108,8 +99,7 @@ def test_nothing_is_deleted_unless_yes_is_typed(answer, runs):
 def test_nothing_is_deleted_without_a_terminal(runs):
     before = files(runs)
     for given in ("yes\n", ""):
-        done = subprocess.run([sys.executable, ROOT / "scripts" / "runs.py", "--clean", "--output-dir", runs], input=given, text=True,
-                              capture_output=True)
+        done = python("scripts/runs.py", "--clean", "--output-dir", runs, stdin=given)
         assert done.returncode == 0 and "Nothing was deleted" in done.stdout and files(runs) == before
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, python
 from factories import flip_bit
 
 SCRIPT = ROOT / "scripts" / "verify_checkpoint.py"
@@ -19,7 +19,7 @@ def copy(whole, tmp_path) -> Path:
 
 
 def verify(*arguments, code: int = 0) -> str:
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    done = python(SCRIPT, *arguments)
     assert done.returncode == code and "Traceback" not in done.stderr, done.stdout + done.stderr
     return done.stdout + done.stderr
 
