@@ -1,17 +1,18 @@
-"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. .ci/run runs the real parts."""
+"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. .ci/run runs most of the real parts."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import ROOT, python
 from factories import wait_until
 
 from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
-
-ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import json, subprocess, sys, time
@@ -94,6 +95,22 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     # A part comes after those that it needs: otherwise a thread would wait for one that no other thread is free to run.
     names = [part.name for part in gpu_suite.PARTS]
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
+
+
+@pytest.mark.parametrize("names", [("use", "fsdp", "power"), [name for name in parts.STAGES if name != "stage-pretrain"]])
+def test_parts_that_only_run_scripts_pass_at_toy_size(names, tmp_path, monkeypatch):
+    """In forked processes; .ci/run runs the other parts as the suite does."""
+    def run(task, script, *arguments, env=None, stdin=""):
+        done = python(script, *arguments, env=os.environ | (env or {}), stdin=stdin)
+        return done.returncode, done.stderr + done.stdout
+
+    monkeypatch.setattr(parts.Task, "run", run)
+    chosen = re.search(r"--parts (\S+)", (ROOT / ".ci" / "run").read_text())[1]
+    assert not {*names} & {part.name for part in gpu_suite.select_parts(chosen)}
+    for part in gpu_suite.select_parts(",".join(names))[1:]:
+        task = parts.Task("cpu", True, tmp_path, part.seconds, tmp_path / f"{part.name}.jsonl")
+        parts.PARTS[part.name](task)
+        assert task.figures() and gpu_suite.read_notes(task.notes)[1:] == ([], None), part.name
 
 
 def test_every_part_has_its_code_and_its_tests():
