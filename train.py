@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Optional
 
-from common.errors import SettingsError
+from common.errors import HangError, SettingsError
 from common.text import exit_if_unread, print_safely, printable, write_line_by_line
 from observe.forecast import FORECASTS
 from parallel.process import (
@@ -268,6 +268,10 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.finished or (progress.step > 0 and is_due):
         save_checkpoint(run)
+    if measured.phases.too_slow and not run.finished:
+        if run.saved is None:
+            save_checkpoint(run)
+        raise HangError(measured.phases.too_slow)
     return metrics
 
 

@@ -178,6 +178,7 @@ class EventLine(Line):
     reason: Optional[str] = None  # for the end of a process
     previous_step: Optional[Count] = None  # for a start: the last step logged before, and its time
     previous_time: Optional[Seconds] = None
+    cause: Optional[str] = None  # for the start of a process that the launcher restarted
     ratio: Optional[Number] = None  # for a slow rank: its time relative to the others
 
 
@@ -240,7 +241,8 @@ METRICS: dict[str, tuple[str, str]] = {
 # The events of events.jsonl, with their fields besides time, step and event.
 EVENTS = {
     "start": "a process starts training after `step`: `world_size`, `device`, `host`, `torch`, `paddock`, "
-             "`seconds` since its launch, `previous_step` and `previous_time` (last line of metrics.jsonl)",
+             "`seconds` since its launch, `previous_step` and `previous_time` (last line of metrics.jsonl); "
+             "after a restart by the launcher, its number `restart` and its `cause`",
     "end": "the process ends: `reason`; missing after a kill -9",
     "save": "a checkpoint was written: `seconds`, `checkpoint`",
     "evaluation": "an evaluation took `seconds`: `what`",

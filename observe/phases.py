@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.heartbeat import HEARTBEAT
+from parallel.process import restart_info
 from parallel.ranks import collective
 from run.life import Run
 
@@ -24,6 +25,7 @@ SLOWER = 1.15  # ratio of a slow rank's time to the median of the others
 LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
 # A comparison adds the excess in standard errors, at most MOST, or subtracts MOST if the rank is not slow. A
 # rank is reported at ENOUGH: after at least two comparisons, or one for saves.
+TOO_SLOW = 10.0  # ratio beyond which RESTART_SLOW acts, if that phase is most of a step
 ENOUGH, MOST = 8.0, {"step": 5.0, "evaluation": 5.0, "save": 8.0}
 
 
@@ -144,6 +146,7 @@ class Phases:
         self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
         self.own_pauses: Counter[str] = Counter()  # since the last comparison
         self.is_first_step = True
+        self.too_slow = ""  # the sentence with which RESTART_SLOW ends this start
 
     def mark(self, name: str, waits: bool) -> None:
         """Record that a phase begins, or that waiting for other ranks begins or ends."""
@@ -211,6 +214,13 @@ class Phases:
         all_time = {"step": step_seconds, "evaluation": since.mean(), "save": since.mean()}
         news = self.slow_ranks.compare(own, dict(zip(COMPARED["step"], variances)), all_time)
         self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
+        may_restart = self.run.config.restart_slow and restart_info()["left"]
+        for rank, phase in [(rank, COMPARED["step"][index]) for (group, rank), index
+                            in self.slow_ranks.named.items() if group == "step" and may_restart]:
+            ratio = own[phase][rank] / max(np.median(np.delete(own[phase], rank)), 1e-6)
+            if ratio > TOO_SLOW and own[phase][rank] > step_seconds / 2:
+                self.too_slow = (f"rank {rank} is alive, but its {phase} takes {ratio:.0f} times as long "
+                                 "as on other ranks (RESTART_SLOW=true)")
         if not news:
             return
         log, step = self.run.log, HEARTBEAT.step

@@ -18,7 +18,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from common.errors import SettingsError, requires_package
 
@@ -28,7 +28,9 @@ EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # path where torch's launchers expect a process's error report
-JOINED = "joined"  # file beside a rank's error file: the rank has state to save
+RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and how many are left
+# Files beside a rank's error file: it has state to save; the folder into which the run writes.
+JOINED, RUN_FOLDER = "joined", "run-folder"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
@@ -57,9 +59,27 @@ def exit_with_launcher() -> None:
     """Ask Linux to send this process SIGTERM (save and exit) when its launcher dies."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     if "RANK" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent()
         if os.getppid() != launcher:  # it died before the call
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_with_parent() -> None:
+    """Ask Linux to send this process SIGTERM when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def restart_info() -> dict[str, Any]:
+    """Return the number of this `restart`, its `cause`, and how many are `left`; 0 without a launcher."""
+    return {"restart": 0, "left": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
+
+
+def leave_note(name: str, text: str = "") -> None:
+    """Write a file beside this process's error file, which a launcher reads."""
+    if file := os.environ.get(ERROR_FILE):
+        with suppress(OSError):  # a full disk is reported when something is saved
+            Path(file).with_name(name).write_text(text, encoding="utf-8")
 
 
 def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:

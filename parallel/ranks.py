@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
@@ -168,9 +167,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    if file := os.environ.get(process.ERROR_FILE):
-        with suppress(OSError):  # a full disk is reported when something is saved
-            Path(file).with_name(process.JOINED).touch()
+    process.leave_note(process.JOINED)
     return ranks
 
 
@@ -194,7 +191,8 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
     store_on_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     join_seconds = timeout_seconds if is_launched else min(timeout_seconds, JOIN_SECONDS)
-    attempt = f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    # The store outlives a start of the job.
+    attempt = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
 
     def connect(seconds: float) -> dist.Store:
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))

@@ -27,6 +27,7 @@ from typing import Any, Optional
 
 Event = dict[str, Any]
 CLOCK_SECONDS = 1.0  # smaller backward steps of the clock are not reported
+RESTARTED = "restarted by the launcher"
 KILLED = "exited without reporting a reason (killed, or machine failure)"
 PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
 
@@ -139,6 +140,8 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
         away = max(0.0, set_up_from(following) - last_sign)
         parts["away"] += away
         step = max(following.get("previous_step") or 0, process.last_step, following["step"])
+        if cause := following.get("cause"):
+            reason = f"{cause} ({RESTARTED})"
         is_set_back = following["time"] < last_sign - CLOCK_SECONDS
         interruptions.append({
             "time": last_sign, "step": step, "resumed_from": following["step"],

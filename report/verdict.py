@@ -7,6 +7,7 @@ from typing import Any, Optional
 import numpy as np
 
 from report.curves import Curve, task_names
+from report.goodput import RESTARTED
 
 Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -65,7 +66,10 @@ def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]])
     """Return the number of alarms of each kind and the time lost to interruptions."""
     away = time_text(sum(each["away_seconds"] or 0.0 for each in interruptions))
     number = len(interruptions)
-    lost = f"{number} interruption{'s' * (number > 1)} ({away} away)" if number else "no interruptions"
+    restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
+    restarted = f", {restarts} {RESTARTED}" * bool(restarts)
+    lost = (f"{number} interruption{'s' * (number > 1)} ({away} away{restarted})" if number
+            else "no interruptions")
     counts = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.most_common())
     if state in ("failed", "unknown"):
         return False, f"{state.capitalize()}. {f'Alarms: {counts}' if counts else 'No alarms'}; {lost}."

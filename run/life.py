@@ -33,6 +33,7 @@ from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
 from model_utils import trim_padding
+from parallel import process
 from parallel.fsdp import RowServer, local_rows, named_parameters
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
@@ -228,10 +229,13 @@ def start_writing(run: Run) -> None:
     run.ranks.on_rank0(clear)
     measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
+    process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
+    restart = process.restart_info()
+    restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, seconds=time.time() - HEARTBEAT.started,
-                  **run.log.previous)
+                  **run.log.previous, **restarted)
 
 
 @collective
@@ -246,6 +250,7 @@ def follow_folder(run: Run) -> bool:
         if path and path.is_relative_to(before):
             setattr(run, name, run.folder / path.relative_to(before))
     HEARTBEAT.stacks_folder = run.folder / "log"
+    process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
     run.log.follow(run.folder, run.progress.step)
     run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
                  f"later: {how_to_resume(run)}")

@@ -3,6 +3,7 @@
     python scripts/launch.py --preset 1.3b
     python scripts/launch.py --nproc-per-node 2 train.py --max-steps 100
     python scripts/launch.py --gpus idle:2 --preset 1.3b
+    python scripts/launch.py --max-restarts 3 --nproc-per-node 6:8 --preset 1.3b
     python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 29500 --preset 1.3b
 
@@ -10,6 +11,10 @@ All other flags are train.py's. This is torchrun (torch's elastic launcher) with
 settings are reported once, before the ranks start. Signals are passed on to the ranks, which then save. The
 last line names the rank that failed first, and the reason. Exit codes: 0 finished, 1 crash, 2 settings, 3
 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
+
+With --max-restarts, a crash or a hang (1, 6) starts the job again from the newest verified checkpoint, unless
+two starts in a row have saved no new one. With --nproc-per-node MIN:MAX, it goes on without GPUs that no
+longer work. A single rank shares the launcher's terminal.
 """
 
 import argparse
@@ -22,10 +27,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+from argparse import ArgumentTypeError
 from contextlib import suppress
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, TextIO
 
@@ -39,27 +48,49 @@ from common.text import print_safely, silence_unread_streams
 from config import Config
 from parallel import process
 from parallel.process import LOOPBACK, GpuRequest, listen_at
+from run.restart import AGREE_SECONDS, Ending, Job, RankExit, agree
 from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # logs of earlier launches
 LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
+PROBE = "import torch; torch.ones(1, device='cuda').item()"
+PROBE_SECONDS = 120  # for a GPU to answer
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
          "SIGBUS": " (a data file truncated while it was read, or a full disk or /dev/shm?)"}
+
+
+class RankCount(int):
+    """The value of --nproc-per-node: a number of ranks, and the `least` with which the job may go on."""
+
+    least: int
+
+    @classmethod
+    def parse(cls, text: str) -> "RankCount":
+        """Parse "8" or "6:8". Raises ArgumentTypeError for argparse."""
+        numbers = text.split(":")
+        if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
+            raise ArgumentTypeError(f"{text:.40}: expected a number of ranks, such as 8, or 6:8")
+        count = cls(numbers[-1])
+        count.least = int(numbers[0])
+        return count
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s [flags below] [train.py] [settings]")
     group = parser.add_argument_group("this machine")
-    group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
-                       help="number of ranks (default: one per GPU, or 1)")
+    group.add_argument("--nproc-per-node", "--nproc_per_node", type=RankCount.parse, metavar="N",
+                       help="number of ranks (default: one per GPU, or 1); MIN:MAX goes on without GPUs that "
+                            "fail")
     group.add_argument("--gpus", type=GpuRequest.parse, metavar="WHICH",
                        help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
                             "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
                        help="seconds the ranks have to save after a signal (default: %(default)s)")
+    group.add_argument("--max-restarts", "--max_restarts", type=int, default=0, metavar="N",
+                       help="restarts of the job after a crash or a hang (default: %(default)s)")
     group = parser.add_argument_group(
         "several machines", "NODE_RANK, MASTER_ADDR and MASTER_PORT can also be set in the environment, the "
                             "last two also in .env.")
@@ -93,10 +124,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
         parser.error("--nnodes requires --node-rank, and the same --master-addr and --master-port everywhere")
     if args.gpus and args.nproc_per_node is None:
-        args.nproc_per_node = args.gpus.count
-    counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
-    if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
-        parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank below --nnodes")
+        args.nproc_per_node = RankCount.parse(str(args.gpus.count))
+    ranks = args.nproc_per_node or RankCount.parse("1")
+    if args.nproc_per_node == 0 or not 1 <= ranks.least <= ranks:
+        parser.error("--nproc-per-node must be 1 or more, or MIN:MAX")
+    if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
+        parser.error("--nnodes must be 1 or more, and --node-rank below --nnodes")
+    if min(args.shutdown_timeout, args.max_restarts) < 0:
+        parser.error("--shutdown-timeout and --max-restarts must be 0 or more")
     if not 0 <= args.master_port < 2**16:
         parser.error("--master-port must be from 1 to 65535")
     return args, flags
@@ -116,19 +151,32 @@ class Logs(NamedTuple):
     """The folder with the ranks' output and error files."""
 
     folder: Path
-    lock: TextIO  # locked while it is open
+    lock: Optional[TextIO] = None  # locked while it is open; none for a temporary folder
 
     @property
     def were_deleted(self) -> bool:
         """True if the folder was deleted during the run; exiting ranks recreate their own files only."""
-        return os.fstat(self.lock.fileno()).st_nlink == 0
+        return self.lock is not None and os.fstat(self.lock.fileno()).st_nlink == 0
+
+    def of_rank(self, local_rank: int) -> Path:
+        return next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank)
 
     def read(self, local_rank: int) -> tuple[Any, bool]:
         """Return a rank's error file (None if there is none), and whether it had something to save."""
-        folder, report = next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank), None
+        folder, report = self.of_rank(local_rank), None
         with suppress(OSError):
             report = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]
         return report, self.were_deleted or (folder / process.JOINED).exists()
+
+    def end(self, exits: list[RankExit], stopped: bool) -> Ending:
+        """Return how the start with these logs ended."""
+        run_folder = None
+        with suppress(OSError):
+            run_folder = Path((self.of_rank(0) / process.RUN_FOLDER).read_text(encoding="utf-8"))
+        was = "was in" if self.were_deleted else "is in"
+        deleted = ", which was deleted" * self.were_deleted
+        where = f". Each rank's output {was} {self.folder}{deleted}" if self.lock else ""
+        return Ending(exits, stopped, run_folder, where)
 
 
 def open_logs(config: Config, node_rank: int) -> Logs:
@@ -150,17 +198,6 @@ def open_logs(config: Config, node_rank: int) -> Logs:
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError if it is locked
             shutil.rmtree(old)
     return Logs(folder, lock)
-
-
-class RankExit(NamedTuple):
-    """How a rank ended. The minimum over the ranks is the cause of a failure."""
-
-    is_secondary: bool  # it failed only because another rank did
-    at: float  # time in seconds
-    rank: int
-    code: int
-    sentence: str = ""
-    trace: str = ""  # details beside the sentence
 
 
 def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined: bool) -> RankExit:
@@ -189,7 +226,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
-    """Return the rendezvous address and port, and on the first machine the listening socket."""
+    """Return the address and port where the ranks meet, and on the first machine the listening socket."""
     if args.node_rank > 0:
         return args.master_addr, args.master_port, None
     try:
@@ -207,49 +244,141 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     return host, port, listening
 
 
-def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs,
-           all_on_console: bool) -> list[RankExit]:
-    """Start the ranks, wait for them, and return how the failed and the preempted ones ended."""
+class LaunchedJob(Job):
+    """This machine's part of a job."""
+
+    def __init__(self, args: argparse.Namespace, flags: list[str], config: Config, ranks: int):
+        super().__init__(config, flags, args.max_restarts, ranks)
+        self.args, self.endpoint, self.store = args, ("", 0), None
+        if args.nnodes * ranks > 1:
+            *self.endpoint, listening = meeting_point(args)
+            if listening:
+                from parallel.ranks import host_store
+
+                # We host the store ourselves, because torch's would listen on all interfaces.
+                self.store = host_store(listening)
+
+    def start(self, number: int, flags: list[str]) -> Ending:
+        if self.args.nnodes * self.ranks == 1:
+            return start_here(flags)
+        logs = open_logs(self.config, self.args.node_rank)
+        return logs.end(*launch(self, number, flags, logs))
+
+    def agree(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        if self.args.nnodes == 1:
+            return state
+        from torch.distributed import TCPStore
+
+        seconds = self.config.distributed_timeout + AGREE_SECONDS
+        keys = [f"ended-{number}-{node}" for node in range(self.args.nnodes)]
+        try:
+            limit = timedelta(seconds=seconds)
+            store = self.store or TCPStore(*self.endpoint, is_master=False, timeout=limit)
+        except RuntimeError:  # the first machine is gone
+            return {**state, "again": False}
+        return agree(store, keys, self.args.node_rank, state, seconds)
+
+    def possible_ranks(self) -> int:
+        """Return how many ranks fit the GPUs that still work, with --nproc-per-node MIN:MAX; 0 if too few."""
+        wanted = self.args.nproc_per_node
+        if self.config.device == "cpu" or wanted is None or wanted.least == self.ranks:
+            return self.ranks
+        names = os.environ.get(process.VISIBLE, ",".join(map(str, range(self.ranks)))).split(",")
+        os.environ[process.VISIBLE] = ",".join(working := working_gpus(names))
+        for ranks in range(min(self.ranks, len(working)), wanted.least - 1, -1):
+            world_size = {"WORLD_SIZE": str(self.args.nnodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            with suppress(SettingsError):
+                load_config(self.flags, {**os.environ, **world_size, "RANK": "0"})
+                return ranks
+        return 0
+
+
+def working_gpus(names: list[str]) -> list[str]:
+    """Return those of these GPUs on which a process can compute."""
+    probes = {name: subprocess.Popen(
+        [sys.executable, "-c", PROBE], env={**os.environ, process.VISIBLE: name},
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=process.end_with_parent)
+        for name in names}
+    deadline, working = time.monotonic() + PROBE_SECONDS, []
+    for name, probe in probes.items():
+        with suppress(subprocess.TimeoutExpired):
+            if probe.wait(max(0.0, deadline - time.monotonic())) == 0:
+                working.append(name)
+        probe.kill()
+        probe.wait()
+    return working
+
+
+def start_here(flags: list[str]) -> Ending:
+    """Start the only rank in this terminal, pass signals on to it, and return how it ended."""
+    received: list[int] = []
+    children: list[subprocess.Popen] = []
+
+    def pass_on(number: int, frame: Any = None) -> None:
+        received.append(number)
+        for child in children:
+            child.send_signal(number)
+
+    with tempfile.TemporaryDirectory(prefix="paddock-", ignore_cleanup_errors=True) as folder:
+        error_file = Path(folder, "0", "error.json")
+        error_file.parent.mkdir()
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        for number in process.stop_signals():
+            signal.signal(number, pass_on)
+        children.append(subprocess.Popen([sys.executable, "-u", str(TRAIN), *flags],
+                                         env={**os.environ, **place, process.ERROR_FILE: str(error_file)}))
+        for number in [*received]:  # while it was started
+            pass_on(number)
+        code = children[0].wait()
+        process.exit_at_signals()
+        ended = rank_exit(0, code, int(time.time()), *Logs(Path(folder)).read(0))
+        if code > 0:
+            ended = ended._replace(code=code)
+        return Logs(Path(folder)).end([ended] if code else [], bool(received))
+
+
+def launch(job: LaunchedJob, number: int, flags: list[str], logs: Logs) -> tuple[list[RankExit], bool]:
+    """Start several ranks, wait for them, and return how those that failed or were preempted ended, and
+    whether a signal ended them all."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from parallel.ranks import host_store
-
-    # Static rendezvous, because the dynamic one unpickles what is in its store. We host the store ourselves,
-    # because torch's would listen on all interfaces.
-    host, port, listening = meeting_point(args)
-    _hosted = listening and host_store(listening)
+    # Static rendezvous, because the dynamic one unpickles what is in its store.
+    args, (host, port) = job.args, job.endpoint
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ""}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
         print_safely("warning: this version of torch kills the ranks 30 s after a signal", sys.stderr)
     config = LaunchConfig(
-        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock",
+        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=job.ranks, run_id=f"paddock-{number}",
         max_restarts=0, rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
         logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL,
-                                    tee=Std.ALL if all_on_console else {0: Std.ALL}),
+                                    tee=Std.ALL if job.config.log_all_ranks else {0: Std.ALL}),
         role="", log_line_prefix_template="${role_name}",  # no prefix: the ranks write their own
         **{name: value for name, value in newer.items() if name in known})
 
-    stop_twice(SignalException)
+    exits = []
     try:
-        elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
-    except ChildFailedError as error:
-        return [rank_exit(rank, failure.exitcode, int(failure.timestamp), *logs.read(failure.local_rank))
-                for rank, failure in error.failures.items()]
+        stop_twice(SignalException)
+        try:
+            elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
+        except ChildFailedError as error:
+            exits = [rank_exit(rank, failure.exitcode, int(failure.timestamp), *logs.read(failure.local_rank))
+                     for rank, failure in error.failures.items()]
+        process.exit_at_signals()  # no rank is left
+        return exits, False
     except SignalException:
-        return [rank_exit(args.node_rank * ranks_here + local_rank, None, int(time.time()),
-                          *logs.read(local_rank)) for local_rank in range(ranks_here)]
+        return exits or [rank_exit(args.node_rank * job.ranks + local_rank, None, int(time.time()),
+                                   *logs.read(local_rank)) for local_rank in range(job.ranks)], True
     except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingsError(
             f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr, "
             "--nnodes, and that --master-port is free on the first machine") from error
-    return []
 
 
 def stop_twice(error: type[Exception]) -> None:
@@ -284,34 +413,32 @@ def main() -> None:
             raise SettingsError("--gpus conflicts with DEVICE=cpu; remove one of them")
         process.take_gpus(args.gpus)
 
-    import torch  # imported here, because it takes seconds and invalid settings are reported first
+    ranks = args.nproc_per_node
+    if ranks is None or ranks.least < ranks:
+        import torch  # imported here, because it takes seconds and invalid settings are reported first
 
-    ranks_here = args.nproc_per_node or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)  # used by SHARDING=hybrid
-    check_settings(flags, args.nnodes * ranks_here)
+        gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+        ranks = gpus if ranks is None else min(ranks, gpus or ranks)
+    ranks = ranks or 1
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # used by SHARDING=hybrid
+    check_settings(flags, args.nnodes * ranks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     os.environ[process.LAUNCHER_PID] = str(os.getpid())
     sys.stdout.reconfigure(line_buffering=True)
-    logs = open_logs(config, args.node_rank)
-    exits = launch(args, flags, ranks_here, logs, config.log_all_ranks)
+    job = LaunchedJob(args, flags, config, ranks)
+    ending, words = job.run()
 
     # Report the cause. From here on, signals and a closed console must not change the exit code.
     for number in process.stop_signals():
         signal.signal(number, signal.SIG_IGN)
     silence_unread_streams()
-    failures = [each for each in exits if each.code not in (0, process.EXIT_PREEMPTED)]
-    if not failures:
-        raise SystemExit(max((each.code for each in exits), default=0))
-    cause = min(failures)
-    on_console = cause.rank % ranks_here == 0 or config.log_all_ranks
-    if cause.trace and not (on_console and cause.code == 1):
-        print_safely(cause.trace, sys.stderr)
-    names_rank = cause.sentence.startswith(("rank", "hang"))
-    sentence = cause.sentence if names_rank else f"rank {cause.rank}: {cause.sentence}"
-    where = f"was in {logs.folder}, which was deleted" if logs.were_deleted else f"is in {logs.folder}"
-    print_safely(f"error: {sentence}. Each rank's output {where}", sys.stderr)
-    raise SystemExit(cause.code)
+    code = ending.cause.code if ending.cause else 0
+    if code not in (0, process.EXIT_PREEMPTED):
+        print_safely(f"error: {job.describe(ending, words)}", sys.stderr)
+    elif words:
+        print_safely(f"{'Stopped by a signal' if code else 'Finished'}; {words}", sys.stdout)
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

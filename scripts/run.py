@@ -9,7 +9,8 @@ a file, folder, glob, URL or hub dataset such as fineweb-edu. Prepared data is c
 preparation resumes. Without any data or .env, the command trains on the sample data.
 
 Flags are settings (`python train.py --help`), launcher flags (`python scripts/launch.py --help`) and
-preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. --check
+preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. After a crash
+or a hang, the run is started again from its newest checkpoint, up to three times (--max-restarts). --check
 prepares the data, then checks the run without training.
 """
 
@@ -32,6 +33,7 @@ from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, pr
 from parallel import process  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags, split_forecast  # noqa: E402
 
+RESTARTS = 3  # unless --max-restarts is given
 KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
 SAMPLE_TEXT = """\
 Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. This
@@ -123,8 +125,9 @@ def main() -> None:
     command = ["train.py", *settings]
     if is_check:
         os.environ.update(planned)
-    elif ranks > 1 or launching != make_parser().parse_args([]):
-        command = ["scripts/launch.py", *([] if launching.gpus else ["--nproc-per-node", str(ranks)]), *flags]
+    else:
+        counted = [] if launching.gpus else ["--nproc-per-node", str(ranks)]
+        command = ["scripts/launch.py", *counted, "--max-restarts", str(RESTARTS), *flags]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *command])
 

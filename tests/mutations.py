@@ -49,6 +49,7 @@ SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_on
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
 STORED, LAUNCH = "tests/learn/test_teacher.py", "tests/system/launch/test_launch.py"
+RESTART = "tests/system/launch/test_restart.py"
 MFU = "tests/learn/test_flops.py::test_mfu_is_of_the_work_and_the_peak_of_all_ranks"
 
 FAULTS = [
@@ -206,6 +207,12 @@ FAULTS = [
           "tests/scripts/test_runs.py::test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole"),
     fault("launcher: a rank that lost another is the cause", "scripts/launch.py", 'RankExit(report["is_secondary"],',
           "RankExit(False,", f"{LAUNCH}::test_the_cause_is_the_first_rank_that_did_not_only_lose_another"),
+    fault("restart: never given up", "run/restart.py", "and len(idle) == IDLE_STARTS", "and len(idle) > IDLE_STARTS",
+          RESTART),
+    fault("restart: after a signal", "run/restart.py", "in RESTARTED and not ending.stopped", "in RESTARTED", RESTART),
+    fault("restart: one machine decides alone", "run/restart.py", "all(each[\"again\"] is True for each in every)",
+          "state[\"again\"]", RESTART),
+    fault("restart: RESUME=never begins anew", "run/restart.py", "config.resume == \"never\" or Path", "Path", RESTART),
     fault("launcher: the newest folders are deleted", "scripts/launch.py", "[:-KEPT_FOLDERS]", "[KEPT_FOLDERS:]",
           f"{LAUNCH}::test_the_folders_of_the_newest_launches_are_kept"),
     fault("launcher: killed before it saved counts as preempted", "scripts/launch.py", "or was_signalled and not joined:",

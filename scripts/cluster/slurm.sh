@@ -45,7 +45,7 @@ echo "$(date '+%F %T') job $SLURM_JOB_ID, restart $restarts: $SLURM_JOB_NUM_NODE
 # shellcheck disable=SC2016
 srun --ntasks-per-node=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=0 --wait=300 \
     --output=slurm-%j-node-%n.out --open-mode=append \
-    bash -c 'NODE_RANK=$SLURM_NODEID exec python scripts/launch.py --nnodes "$SLURM_JOB_NUM_NODES" "$@"' launch "$@" &
+    bash -c 'NODE_RANK=$SLURM_NODEID exec python scripts/launch.py --max-restarts 3 --nnodes "$SLURM_JOB_NUM_NODES" "$@"' launch "$@" &
 srun=$!
 
 # srun forwards USR1 to the launchers, which save; TERM would kill them. A second USR1 would stop without saving.

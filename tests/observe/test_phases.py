@@ -1,5 +1,6 @@
 """Where the time of the steps goes, phase by phase, and which rank is named as slow."""
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dataloaders import RowOrder
 from learn.objectives import NextToken
 from observe import phases
 from observe.phases import COMPARED, Phases, SlowRanks
+from parallel.process import RESTART
 from run import life
 
 
@@ -220,6 +222,22 @@ def sleepy() -> None:
     plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if rank == 1 else FORWARD)
     plant(RowOrder, "micro_batches", lambda: SLOW_READ * (rank == 2))
     plant(life, "named_parameters", lambda: SLOW_SAVE * (rank == 3))
+
+
+def far_too_slow() -> None:
+    """Rank 1 sleeps in the forward, far longer than that takes."""
+    if os.environ["RANK"] == "1":
+        original = NextToken.loss_sum
+        NextToken.loss_sum = lambda *arguments: time.sleep(0.3) or original(*arguments)
+
+
+def test_a_job_with_a_rank_over_ten_times_slower_is_saved_and_ended_to_be_restarted(tiny_run):
+    run = tiny_run(MAX_STEPS=60, LOG_EVERY=10, SAVE_EVERY=0, RESTART_SLOW=True, TOTAL_BATCH_SIZE=128, **UNMEASURED)
+    text = run.ends([6, 6], far_too_slow, env={RESTART: json.dumps({"left": 1})})
+    assert "rank 1 is alive, but its forward takes " in text and "Traceback" not in text
+    step, = run.steps_saved()
+    assert step in (20, 30) and run.metrics()[-1]["step"] == step, "no step and no line is lost"
+    assert "RESTART_SLOW" in run.lines("events")[-1]["reason"]
 
 
 def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):

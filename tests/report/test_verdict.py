@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from report.curves import Curve
+from report.goodput import RESTARTED
 from report.verdict import health, learning, time_text
 
 
@@ -47,8 +48,10 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
     assert health("finished", Counter(), []) == (True, "Healthy: no alarms, no interruptions.")
-    away = [{"away_seconds": 50.0}, {"away_seconds": None}]
+    away = [{"away_seconds": 50.0, "reason": "killed"}, {"away_seconds": None, "reason": "killed"}]
     assert health("running", Counter({"loss spike": 2}), away) == (False, "Alarms: 2 × loss spike; 2 interruptions (50 s away).")
+    away[1]["reason"] = f"killed ({RESTARTED})"
+    assert health("finished", Counter(), away)[1].endswith("2 interruptions (50 s away, 1 restarted by the launcher).")
     assert health("finished", Counter(), away[:1]) == (True, "Healthy: no alarms, 1 interruption (50 s away).")
     assert health("failed", Counter(), []) == (False, "Failed. No alarms; no interruptions.")
 

@@ -55,6 +55,7 @@ def checked(monkeypatch, command: list[str], **settings: str) -> tuple[int, int,
     assert command[:2] == ["python", "scripts/launch.py"]
     monkeypatch.setattr(sys, "argv", command[1:])
     args, flags = launcher.parse_args()
+    assert args.max_restarts == 3
     load_config(flags, {"WORLD_SIZE": "16", "RANK": "0", **settings})
     return args.nnodes, args.node_rank, args.master_addr, args.master_port
 

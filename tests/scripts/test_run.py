@@ -19,6 +19,8 @@ from data_pipeline.shards import MANIFEST
 from data_preparation_utils import is_source, prepare_from_flags
 from settings.load import load_config
 
+ALONE = ["scripts/launch.py", "--nproc-per-node", "1", "--max-restarts", "3"]  # one rank, which is started again
+
 
 class Executed(Exception):
     """The process became another command."""
@@ -60,15 +62,15 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
     with open(".env", "a") as env:
         env.write("PRETRAIN_DATA_PATH=corpus\n")
     command = project.command("--max-steps", "2")
-    assert command[:3] == ["train.py", "--max-steps", "2"]
-    config = load_config(command[1:]).config
+    assert command[:7] == [*ALONE, "--max-steps", "2"]
+    config = load_config(command[5:]).config
     folder = Path(config.pretrain_data_path)
     assert folder.parent == Path("data/pretrain") and config.max_steps == 2
     assert (folder / "train-00000.bin").read_bytes() == (prepared.shards / "train-00000.bin").read_bytes()
     assert "Example 1: " in capsys.readouterr().out
     assert project.command("--max-steps", "2") == command
     assert capsys.readouterr().out == f"Using data prepared earlier:\nPRETRAIN_DATA_PATH={folder}\n"
-    assert project.command(f"--pretrain-data-path={folder}") == ["train.py", f"--pretrain-data-path={folder}"]
+    assert project.command(f"--pretrain-data-path={folder}") == [*ALONE, f"--pretrain-data-path={folder}"]
     assert not project.made, "a user's own data is not the sample"
 
 
@@ -77,7 +79,8 @@ def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
     Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
     *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
                                        "--max-steps", "2")
-    assert command == ["scripts/launch.py", "--gpus", "idle:2", "--max-steps", "2", "--pretrain-data-path"]
+    assert command == [
+        "scripts/launch.py", "--max-restarts", "3", "--gpus", "idle:2", "--max-steps", "2", "--pretrain-data-path"]
     again = prepare_from_flags("documents", ["--source=t.txt", "--documents=blank", "--max-documents=50"])
     assert Path(folder) == again
 
@@ -122,12 +125,15 @@ def test_a_plan_for_other_hardware_needs_no_data(project):
     assert "sample" in project.command(*plan[:1])
 
 
-def test_one_rank_is_train_and_several_are_launched(project, prepared, monkeypatch):
+def test_one_rank_or_several_are_launched_and_started_again(project, prepared, monkeypatch):
     data = ["--pretrain-data-path", str(prepared.shards)]
-    assert project.command(*data) == ["train.py", *data]
+    assert project.command(*data) == [*ALONE, *data]
+    assert project.command(*data, "--max-restarts=0")[-1] == "--max-restarts=0", "the last one counts"
     os.environ["NPROC"] = "2"
-    assert project.command(*data) == ["scripts/launch.py", "--nproc-per-node", "2", *data]
-    assert project.command("--nproc-per-node=4", *data)[:4] == ["scripts/launch.py", "--nproc-per-node", "4", "--nproc-per-node=4"]
+    assert project.command(*data) == ["scripts/launch.py", "--nproc-per-node", "2", "--max-restarts", "3", *data]
+    for wanted in ("4", "2:4"):
+        command = project.command(f"--nproc-per-node={wanted}", *data)
+        assert command[2] == "4" and command[5] == f"--nproc-per-node={wanted}"
     assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "2"
     os.environ["WORLD_SIZE"] = "4"  # to plan for
     assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "4"
@@ -140,13 +146,13 @@ def test_one_rank_is_train_and_several_are_launched(project, prepared, monkeypat
         project.command(*data)
     del os.environ["NPROC"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert project.command(*data) == ["train.py", *data], "DEVICE=cpu"
+    assert project.command(*data) == [*ALONE, *data], "DEVICE=cpu"
     assert project.command(*data, "--device", "auto")[:3] == ["scripts/launch.py", "--nproc-per-node", "4"]
 
 
 def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path(".env").unlink()
-    assert project.command("--device", "cpu") == ["train.py", "--device", "cpu", "--preset", "sample"]
+    assert project.command("--device", "cpu") == [*ALONE, "--device", "cpu", "--preset", "sample"]
     assert project.made == ["scripts/make_sample.py"] and "made-up world" in capsys.readouterr().out
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()
     assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
@@ -155,7 +161,7 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path("results/first/checkpoints").mkdir(parents=True)
     assert project.script.with_sample(flags, False) == flags, "a run that is resumed has its own data"
     os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}
-    assert project.command("--device", "cpu") == ["train.py", "--device", "cpu"]
+    assert project.command("--device", "cpu") == [*ALONE, "--device", "cpu"]
 
 
 NOT = {"a prepared set": "set", "a folder of them": "sets", "token files": "tokens", "nanoGPT's folder": "nano", "a file of tokens":
