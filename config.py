@@ -65,6 +65,8 @@ class RunConfig(Section):
         "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware runs it fast")
     tf32: bool = curve(True, "allow TensorFloat-32 in fp32 matmuls on CUDA")
     deterministic: bool = safe(False, "use deterministic CUDA kernels: exact resume, but slower")
+    reproducible: bool = fixed(
+        False, "compute the same bits on any number of ranks, with any SHARDING; slightly slower")
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
@@ -444,8 +446,18 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches per rank and step."""
-        return self.rows_per_step // (self.micro_batch_size * self.world_size)
+        """Micro-batches per rank and step; with REPRODUCIBLE, a rank may have one less."""
+        return -(-self.rows_per_step // (self.micro_batch_size * self.world_size))
+
+    @property
+    def exact_micro_batches(self) -> int:
+        """Micro-batches in a step over all ranks with REPRODUCIBLE; otherwise 0."""
+        return self.rows_per_step // self.micro_batch_size if self.reproducible else 0
+
+    @property
+    def planned_ranks(self) -> int:
+        """Number of ranks by which unset settings are chosen; with REPRODUCIBLE, not that of this start."""
+        return 4 if self.reproducible else self.world_size
 
     @property
     def ranks_per_copy(self) -> int:
@@ -497,13 +509,15 @@ def shape_rules(c: Config) -> Iterator[str]:
 
 def numeric_rules(c: Config) -> Iterator[str]:
     """Check batch, optimizer and precision."""
-    need = c.micro_batch_size * c.max_seq_len * c.world_size
+    # With REPRODUCIBLE, ranks may have unequal numbers of micro-batches.
+    shares = 1 if c.reproducible and c.sharding == "none" else c.world_size
+    need = c.micro_batch_size * c.max_seq_len * shares
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
-        fits = not c.total_batch_size % (c.max_seq_len * c.world_size)
+        fits = not c.total_batch_size % (c.max_seq_len * shares)
         all_rows = ", or MICRO_BATCH_SIZE=0, which uses all rows of a step" if fits else ""
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
-               f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; "
+               f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {shares} = {need}; "
                f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}")
     if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
         off = "DEBUG=true" if c.debug else "COMPILE=false"
@@ -514,6 +528,17 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield "PRECISION=fp16 has no fast kernels with DEVICE=cpu; use fp32, or bf16"
     if c.early_stopping_patience and not c.validate_every:
         yield "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0"
+    if c.reproducible:
+        if 0 < (count := c.exact_micro_batches) < c.world_size:
+            yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into {count} "
+                   f"micro-batches, too few for WORLD_SIZE={c.world_size}; use at most {count} "
+                   f"rank{'s' * (count > 1)}, or start a new run with a lower MICRO_BATCH_SIZE")
+        if c.gradient_dtype == "bf16":
+            yield "GRADIENT_DTYPE=bf16 conflicts with REPRODUCIBLE=true, which sums integers; set it to fp32"
+        if c.precision == "fp16":
+            yield "PRECISION=fp16 and its loss scale do not work with REPRODUCIBLE=true; use bf16, or fp32"
+        if c.cpu_offload:
+            yield "CPU_OFFLOAD=true does not work with REPRODUCIBLE=true; remove it"
 
 
 def sharding_rules(c: Config) -> Iterator[str]:

@@ -142,7 +142,8 @@ class RowOrder:
 
     def micro_batches(self, step: int) -> np.ndarray:
         """Return this rank's row indices of a step, int64 of shape (micro-batches, micro_batch_size)."""
-        return self.all_rows(step).reshape(self.world_size, -1, self.micro_batch_size)[self.rank]
+        micro_batches = self.all_rows(step).reshape(-1, self.micro_batch_size)
+        return np.array_split(micro_batches, self.world_size)[self.rank]
 
 
 # ---------------------------------------------------------------------------------- batches, and rows of text

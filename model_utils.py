@@ -28,6 +28,7 @@ from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
+from parallel.exact import ExactGradients
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
 
@@ -69,12 +70,12 @@ def device_and_dtype(device: Optional[torch.device],
 
 
 def make_deterministic(config: RunConfig, device_type: str) -> None:
-    """With DETERMINISTIC=true, let torch use only deterministic CUDA kernels; those of a CPU always are.
+    """With DETERMINISTIC or REPRODUCIBLE, let torch use only deterministic CUDA kernels; a CPU's always are.
 
     Call it before the first CUDA computation. An operation without such a kernel raises an error, which
     `classify_exception` explains. With warn_only, torch's attention would not be deterministic.
     """
-    if not config.deterministic or device_type != "cuda":
+    if not (config.deterministic or config.reproducible) or device_type != "cuda":
         return
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
@@ -128,8 +129,11 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
-    if config.sharding != "none":
+    # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the exact reduce-scatter.
+    if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
+        if config.reproducible:  # ExactGradients adds the gradients of the copies
+            model.copies, mesh = fsdp.group_of_copies(mesh), mesh[fsdp.SHARD]
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload)
     model.to_empty(device="cpu" if config.cpu_offload and fsdp.is_sharded(model) else ranks.device)
     for parameter in model.parameters():
@@ -208,12 +212,15 @@ def compile_model(model: Transformer) -> None:
     model.head.compile()
 
 
-def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:
+def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32",
+               exact_micro_batches: int = 0) -> nn.Module:
     """Return the model, wrapped in DDP if several ranks exchange its gradients, in `gradient_dtype`.
 
     A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
-    to the GPU.
+    to the GPU. With REPRODUCIBLE, ExactGradients adds the gradients of so many micro-batches of a step.
     """
+    if exact_micro_batches:
+        return ExactGradients(model, ranks, exact_micro_batches)
     if ranks.world_size == 1 or fsdp.is_sharded(model):
         return model
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -237,6 +244,10 @@ def exchange_in_bf16(process_group, bucket):
 @contextmanager
 def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
     """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
+    if isinstance(model, ExactGradients):
+        with model.adding():
+            yield
+        return
     if fsdp.is_sharded(model):
         # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
         model.set_requires_all_reduce(is_last)
@@ -247,6 +258,8 @@ def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the global gradient norm. Collective if the model is sharded."""
+    if isinstance(model, ExactGradients):
+        return model.norm()
     return fsdp.total_norm(parameter.grad for parameter in model.parameters()
                                if parameter.grad is not None)
 

@@ -44,6 +44,7 @@ from learn.optim import learning_rate
 from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
+from parallel.exact import exponent_for, place, share
 from parallel.fsdp import average_vectors, finite_gradients, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
 from run.life import Run, StepResult, ending, how_to_resume, record_settings, save_checkpoint, start_writing
@@ -101,7 +102,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
         log.info(f"Nothing to do: the run has finished {progress.step} of MAX_STEPS={config.max_steps} "
                  f"steps.{early}")
         return 0
-    ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
+    ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype, config.exact_micro_batches)
     first_bad = guards.FirstBad(run.model) if config.debug else None
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
@@ -163,34 +164,45 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
     units = ranks.all_reduce(torch.full((), count, dtype=torch.float64, device=ranks.device))
-    sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
+    fits, largest = units > 0, units
+    if config.reproducible:
+        ddp_model.begin(run.progress.gradient_exponent)
+        sums = accumulate_gradients(run, ddp_model, batches, 1.0)
+        fits, largest = ddp_model.reduce(units)
+    else:
+        sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
     if is_sharded(ddp_model):
         average_vectors(ddp_model, ranks)
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
-    norm = gradient_norm(run.model)
+    norm = gradient_norm(ddp_model)
     HEARTBEAT.enter("update")
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     stops = torch.full_like(norm, run.context.signals.received is not None)
-    local_sums = torch.stack([value.double() for value in (*sums.values(), norm, stops)])
-    *totals, norms, stops = ranks.all_reduce(local_sums)
+    local_sums = [value.double().flatten() for value in (*sums.values(), norm, stops)]
+    all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
+    *totals, norms, stops = (values.sum() for values in all_sums)
     means = [total / units for total in totals]
 
     middle, deviation = guards.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
-    skipped = ~(means[0].isfinite() & norms.isfinite())
+    skipped = ~(means[0].isfinite() & norms.isfinite() & fits)
     if config.loss_spike_policy != "warn":
         skipped |= means[0] > limit
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
-    values = torch.stack([value.double() for value in (*means, norms, stops, norm, skipped, units)])
+    values = torch.stack([value.double() for value in
+                          (*means, norms, stops, norm, skipped, units, fits, largest)])
     halves = guards.weight_checksums(run.model) if config.ledger_checksum else values[:0]
     numbers = ranks.tolist(torch.cat([values, halves]))
-    *means, norms, stops, norm, skipped, units = numbers[:len(values)]
+    *means, norms, stops, norm, skipped, units, fits, largest = numbers[:len(values)]
     assert units > 0, "the step has no targets"
+    if not fits:
+        run.progress.gradient_exponent = exponent_for(largest)
+        return train_step(run, ddp_model, batches, count, lr)
     loss, *others = means
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
@@ -208,21 +220,27 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     Args:
         scale: world_size / units. Losses are sums, and DDP averages over ranks.
     Returns:
-        The sums over the micro-batches, on the device: "loss" first, then the objective's metrics.
+        The sums over the micro-batches, on the device: "loss" first, then the objective's metrics. With
+        REPRODUCIBLE, the values of all micro-batches of the step, and 0 for those of other ranks.
     """
     # DDP's buckets keep the gradients of several ranks.
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
     ddp_model.train()  # an evaluation may have switched dropout off
     sums: dict[str, Tensor] = {}
+    exact = run.config.exact_micro_batches
+    first = share(exact, run.ranks.rank, run.ranks.world_size).start
     for number, batch in enumerate(batches, 1):
         HEARTBEAT.begin("forward")
+        index = first + number - 1  # in the step
+        if exact:
+            seed_step(run.config.seed, run.progress.step, index)
         with gradient_sync(ddp_model, is_last=number == len(batches)):
             total, metrics = run.objective.loss_sum(ddp_model, batch)
             mean = total * scale
             HEARTBEAT.begin("backward")
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
-            sums[name] = sums.get(name, 0) + value
+            sums[name] = sums.get(name, 0) + (place(value, index, exact) if exact else value)
         HEARTBEAT.beat()
     return sums
 
@@ -236,10 +254,10 @@ def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     scale = run.ranks.world_size / count
     if not is_sharded(run.model):
         sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
+        return math.isfinite(sums["loss"].sum()) and math.isfinite(gradient_norm(run.model))
     with torch.compiler.set_stance("force_eager"), finite_gradients(run.model) as are_finite:
         sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"]) and are_finite()
+        return math.isfinite(sums["loss"].sum()) and are_finite()
 
 
 def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, float]) -> dict[str, Any]:

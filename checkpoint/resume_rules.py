@@ -40,7 +40,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         sources: the source of each explicit setting.
     """
     now = config.public() | now_identity
-    before = {"KEEP_LAYERS": None} | state["settings"] | state["identity"]
+    before = {"KEEP_LAYERS": None, "REPRODUCIBLE": False} | state["settings"] | state["identity"]
     if now["N_LAYERS"] == before.get("N_LAYERS"):  # only matters at the start of a run
         del now["KEEP_LAYERS"]
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling
@@ -52,10 +52,11 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
                 (DistillationConfig, config.distillation_enabled))
     unused = {name for section, is_used in sections if not is_used for name in section.model_fields}
     unused -= {"lora_enabled", "distillation_enabled"}
+    fixed = {*now_identity} | ({"MICRO_BATCH_SIZE"} if config.reproducible else set())
     changed: dict[str, list[str]] = {"safe": [], "curve": [], "fixed": []}
     for name in sorted(now):
         if name in before and before[name] != now[name] and name.lower() not in unused and name not in SILENT:
-            changed["fixed" if name in now_identity else on_resume(name.lower())].append(name)
+            changed["fixed" if name in fixed else on_resume(name.lower())].append(name)
 
     def differences(names: list[str]) -> str:
         places = {name: f" ({sources[name.lower()]})" for name in names if name.lower() in sources}
@@ -72,7 +73,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
     notes = [texts.pop("safe")] if "safe" in texts else []
     warnings = [*texts.values()]
-    if state["world_size"] != config.world_size:
+    if state["world_size"] != config.world_size and not config.reproducible:
         has_dropout = config.lora_enabled and config.lora_dropout
         dropout = ", and LoRA dropout draws different numbers" if has_dropout else ""
         warnings.append(f"the number of ranks was {state['world_size']}, is {config.world_size}: each step "

@@ -32,7 +32,7 @@ from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
 from learn.optim import learning_rate
-from model_utils import gradient_norm, is_vocabulary, seed_step
+from model_utils import gradient_norm, is_vocabulary, seed_step, wrap_model
 from observe.guards import FirstBad, describe_tensors, median_and_deviation, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
@@ -289,6 +289,8 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
         return run.objective.loss_sum(model, batch)
 
     lr = learning_rate(run.progress.updates, run.config)
+    if exact := run.config.exact_micro_batches:  # the same bits as on any number of ranks
+        return train_step(run, wrap_model(run.model, run.ranks, exact_micro_batches=exact), batches, count, lr)
     one_process = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
     return train_step(one_process, run.model, batches, count, lr)
 

@@ -136,7 +136,7 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
     Source: Gao et al. 2020 (arXiv:2101.00027), section 3.1, as in lm-evaluation-harness.
     """
     model.eval()
-    sums, blocks, names, ranks = 0, [], [], context.ranks
+    blocks, names, ranks = [], [], context.ranks
     lengths_V = None if byte_lengths is None else torch.tensor(byte_lengths, device=ranks.device)
     for batch in batches:
         summed = objective.loss_sum(model, batch)
@@ -147,22 +147,21 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
         names = [*summed.metrics]
         values = (objective.count(batch), summed.total, nats, is_target_BT.sum(), n_bytes,
                   *summed.metrics.values())
-        values = torch.stack([value.double() for value in values])
-        sums += values
-        blocks.append(values[:2])
+        blocks.append(torch.stack([value.double() for value in values]))
     model.train()
-    count, loss, nats, targets, n_bytes, *others = ranks.all_reduce_floats(sums.tolist())
+
+    # The sums of the batches of all ranks, without padding: their order does not depend on the ranks.
+    local_BK = torch.stack(blocks)
+    every_RBK = local_BK.new_zeros(ranks.world_size, *local_BK.shape)
+    every_RBK[ranks.rank] = local_BK
+    every_BK = ranks.all_reduce_sum(every_RBK).cpu().flatten(0, 1).numpy()
+    every_BK = every_BK[every_BK[:, 0] > 0]
+    count, loss, nats, targets, n_bytes, *others = every_BK.sum(axis=0).tolist()
     text = {"perplexity": torch.tensor(nats / targets, dtype=torch.float64).exp().item()}
     if n_bytes:
         text["bits_per_byte"] = nats / math.log(2) / n_bytes
     metrics = text | {name: total / count for name, total in zip(names, others)}
-
-    # Units and sums of the batches of all ranks, without padding
-    local_B2 = torch.stack(blocks)
-    every_RB2 = local_B2.new_zeros(ranks.world_size, *local_B2.shape)
-    every_RB2[ranks.rank] = local_B2
-    units, sums = ranks.all_reduce_sum(every_RB2).cpu().reshape(-1, 2).numpy().T
-    return loss / count, metrics, np.stack([sums[units > 0] / units[units > 0], units[units > 0]], axis=1)
+    return loss / count, metrics, np.stack([every_BK[:, 1] / every_BK[:, 0], every_BK[:, 0]], axis=1)
 
 
 @collective

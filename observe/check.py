@@ -89,8 +89,9 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
 def describe_batch(config: Config) -> str:
     """Return the composition of a step's batch."""
     return (f"{config.total_batch_size:,} tokens per step = {config.micro_batch_size} rows x "
-            f"{config.max_seq_len} tokens x {config.accumulation_steps} "
-            f"micro-batch{'es' if config.accumulation_steps > 1 else ''} x {config.world_size} "
+            f"{config.max_seq_len} tokens x {config.exact_micro_batches or config.accumulation_steps} "
+            f"micro-batch{'es' if config.accumulation_steps > 1 else ''} "
+            f"{'over' if config.reproducible else 'x'} {config.world_size} "
             f"rank{'s' if config.world_size > 1 else ''}; {config.max_steps:,} steps")
 
 

@@ -47,6 +47,11 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, ranks.device.type, mesh, mesh_dim_names=("replicate", SHARD))
 
 
+def group_of_copies(mesh: DeviceMesh) -> Optional[dist.ProcessGroup]:
+    """Return the group of ranks that hold the same rows of each copy of the model; None if there is one."""
+    return mesh.get_group("replicate") if mesh.ndim > 1 else None
+
+
 def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
                 gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
     """Divide a model's matrices over the ranks of the mesh, preferably while the model is on the meta device.

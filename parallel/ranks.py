@@ -277,8 +277,8 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
     if not is_from_torch:
         return None
     if operation := re.search(NOT_DETERMINISTIC, text):
-        return ExitReport(f"DETERMINISTIC=true, but {operation[1]} has no deterministic kernel here; "
-                          "set it to false", SettingsError.exit_code)
+        return ExitReport(f"DETERMINISTIC=true or REPRODUCIBLE=true, but {operation[1]} has no deterministic "
+                          "kernel here; set both to false", SettingsError.exit_code)
     if any(words in text for words in TIMED_OUT):
         return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
                           f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "

@@ -117,7 +117,7 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     tokens = TOKENS_PER_PARAMETER * config.matrix_count
     row_groups = 0.58 * tokens**0.571 / (ROWS * config.max_seq_len)
     choose(total_batch_size=max(1, round(row_groups)) * ROWS * config.max_seq_len)
-    rows = max(1, config.rows_per_step // config.world_size)
+    rows = max(1, config.rows_per_step // config.planned_ranks)
     most = min(rows, MOST_ROWS, int(ACTIVATIONS / (config.dim * config.n_layers * config.max_seq_len)))
     choose(micro_batch_size=next(n for n in range(max(1, most), 0, -1) if rows % n == 0))
     steps = math.ceil(tokens / config.total_batch_size)
@@ -198,7 +198,7 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
     The batch is small enough for tens of steps per epoch, and a multiple of the number of ranks.
     """
     chosen: dict[str, Any] = {}
-    stage, ranks, batch_rows = config.training_stage, config.world_size, config.rows_per_step
+    stage, ranks, batch_rows = config.training_stage, config.planned_ranks, config.rows_per_step
     if "total_batch_size" in names and (stage != "pretrain" or rows < BATCHES_PER_EPOCH * batch_rows):
         share = ranks * (1 if "micro_batch_size" in names else config.micro_batch_size)
         wanted = max(1, min(MOST_BATCH_ROWS[stage], rows // BATCHES_PER_EPOCH))

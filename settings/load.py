@@ -262,7 +262,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
     config = config.model_copy(update=by_stage)
     if config.micro_batch_size == 0:
-        rows = max(1, config.rows_per_step // config.world_size)
+        rows = max(1, config.rows_per_step // config.planned_ranks)
+        while config.reproducible and config.rows_per_step % rows:
+            rows -= 1
         config = config.model_copy(update={"micro_batch_size": rows})
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})

@@ -1,0 +1,188 @@
+"""Sums for REPRODUCIBLE, whose bits do not depend on how many ranks add them, or in which order.
+
+The gradient of a micro-batch is rounded to integers, which are multiples of a power of two. Integers can be
+added in any order, on any rank. A step's sum is divided by its units and rounded to float32 once. Floating-
+point numbers (losses, norms) are laid out in a tensor whose shape does not depend on the ranks, and added
+there.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from common.heartbeat import HEARTBEAT
+from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
+from parallel.ranks import Ranks, collective
+
+INTEGER_BITS = 62  # of a sum over all micro-batches
+HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
+LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
+ALIGNMENT = 16  # integers; gradients start at multiples of 128 bytes
+
+
+def share(count: int, rank: int, world_size: int) -> range:
+    """Return a rank's micro-batches of the `count` in a step; the first ranks may have one more."""
+    each, more = divmod(count, world_size)
+    first = rank * each + min(rank, more)
+    return range(first, first + each + (rank < more))
+
+
+def place(value: Tensor, index: int, count: int) -> Tensor:
+    """Return `count` zeros in float64 with a scalar at an index; such tensors of all ranks add up exactly."""
+    return F.pad(value.detach().double()[None], (index, count - 1 - index))
+
+
+def row_sums(values_RC: Tensor) -> Tensor:
+    """Return the (R,) sums of rows, which it overwrites.
+
+    It adds halves of all rows elementwise: a kernel for sums may choose another order for another R.
+    """
+    while (columns := values_RC.shape[1]) > 1:
+        half = -(-columns // 2)
+        values_RC[:, :columns - half] += values_RC[:, half:]
+        values_RC = values_RC[:, :half]
+    return values_RC[:, 0]
+
+
+class ShardedSum:
+    """Sums the gradients of one module of FSDP over micro-batches and ranks, as its custom reduce-scatter.
+
+    FSDP's own results are views of `gradients`; they are overwritten when the sum is complete.
+    """
+
+    gradients: Tensor
+    integers: Optional[Tensor] = None  # this rank's share
+    scale = 1.0
+    peak: Optional[Tensor] = None  # of the last micro-batch
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
+                 async_op: bool = False) -> None:
+        self.gradients, self.peak = output_tensor, largest_of(input_tensor)
+        integers = torch.empty(output_tensor.shape, dtype=torch.int64, device=output_tensor.device)
+        dist.reduce_scatter_tensor(integers, input_tensor.mul_(self.scale).long(), group=group)
+        self.integers = integers if self.integers is None else self.integers.add_(integers)
+
+
+def largest_of(gradient: Tensor) -> Tensor:
+    """Return the largest absolute value, or NaN if there is one."""
+    low, high = torch.aminmax(gradient)
+    return torch.maximum(-low, high).float()
+
+
+class ExactGradients(nn.Module):
+    """Wraps a model as DDP does, and sums gradients over micro-batches and ranks as integers.
+
+    One scale serves all tensors, because all-reduces and FSDP's buffers hold several of them. The integers
+    leave 2^-42 of the largest gradient times the number of micro-batches; an element that rounds to zero is
+    far below ADAM_EPS. If the largest gradient does not fit, the step is repeated with another scale, so that
+    the scale is a function of settings and data.
+
+    Args:
+        micro_batches: number in a step, over all ranks.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, micro_batches: int):
+        super().__init__()
+        self.model, self.ranks = model, ranks
+        self.bits = INTEGER_BITS - (micro_batches - 1).bit_length()
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.whole = [parameter for parameter in self.trained if not is_divided(parameter)]
+        self.sharded = {module: ShardedSum() for module in model.modules() if is_sharded(module)}
+        for module, each in self.sharded.items():
+            module.set_custom_reduce_scatter(each)
+        # One tensor, for one all-reduce: gradients, whether each is not finite, each micro-batch's largest.
+        sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self.whole]
+        sizes += [len(self.whole) + len(self.sharded), micro_batches]
+        self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
+        *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
+
+    def forward(self, *args, **options):
+        return self.model(*args, **options)
+
+    def begin(self, exponent: int) -> None:
+        """Begin a step whose gradients should be at most 2^exponent."""
+        self.exponent, self.scale = exponent, 2.0**(self.bits - exponent)
+        self.integers.zero_()
+        for each in self.sharded.values():
+            each.integers, each.scale = None, self.scale
+        self.done = share(len(self.largest), self.ranks.rank, self.ranks.world_size).start
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """A `with` block around a micro-batch's forward and backward, which adds its gradients."""
+        peaks = [torch.zeros((), device=self.ranks.device)] * len(self.not_finite)
+
+        def add(index: int, parameter: nn.Parameter) -> None:
+            peaks[index] = largest_of(parameter.grad)
+            self.sums[index][:parameter.numel()] += parameter.grad.mul_(self.scale).long().flatten()
+            parameter.grad = None
+
+        for parameter in self.trained:
+            parameter.grad = None
+        with ExitStack() as stack:
+            for index, parameter in enumerate(self.whole):
+                handle = parameter.register_post_accumulate_grad_hook(partial(add, index))
+                stack.callback(handle.remove)
+            yield
+        peaks[len(self.whole):] = [peaks[-1] if each.peak is None else each.peak
+                                   for each in self.sharded.values()]
+        peaks_T = torch.stack(peaks)
+        self.not_finite += ~peaks_T.isfinite()
+        # As bits, which the all-reduce does not change.
+        self.largest[self.done] = peaks_T.where(peaks_T.isfinite(), 0).max().view(torch.int32)
+        self.done += 1
+
+    @collective
+    def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the sums of all ranks; set the gradients to these sums divided by `units`.
+
+        Returns:
+            Whether all gradients fitted, and the largest of a micro-batch. A tensor with a gradient that was
+            not finite becomes NaN.
+        """
+        self.ranks.all_reduce(self.integers)
+        divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()
+        for parameter, integers, divisor in zip(self.whole, self.sums, divisors):
+            integers = integers[:parameter.numel()]
+            gradient = integers.view(torch.float32)[:parameter.numel()]  # in the same memory
+            parameter.grad = gradient.copy_(integers.double().div_(divisor)).view_as(parameter)
+        for each, divisor in zip(self.sharded.values(), divisors[len(self.whole):]):
+            if each.integers is not None:
+                if self.model.copies is not None:
+                    with HEARTBEAT.waiting():
+                        dist.all_reduce(each.integers, group=self.model.copies)
+                each.gradients.copy_(each.integers.double().div_(divisor))
+        largest = self.largest.max().int().view(torch.float32).double()
+        lowest = 2.0**(self.exponent - 2 * HEADROOM_BITS) if self.exponent > LOWEST_EXPONENT else 0.0
+        return (largest <= 2.0**self.exponent) & ((largest > lowest) | (largest == 0)), largest
+
+    @collective
+    def norm(self) -> Tensor:
+        """Return the global gradient norm, from the sums of rows, which ranks never divide."""
+        counts = [len(each) if each.ndim > 1 else 1 for each in self.trained]
+        sums_R = torch.zeros(sum(counts), device=self.ranks.device)
+        mesh = next((each.device_mesh for each in self.trained if is_divided(each)), None)
+        for parameter, sums in zip(self.trained, sums_R.split(counts)):
+            rows = local_rows(parameter.grad)
+            start, end = local_span(parameter) if parameter.ndim > 1 else (0, 1)
+            if end > start and (is_divided(parameter) or mesh is None or mesh.get_local_rank(SHARD) == 0):
+                sums[start:end] = row_sums(rows.square().view(end - start, -1))
+        if mesh is not None:
+            with HEARTBEAT.waiting():
+                dist.all_reduce(sums_R, group=mesh.get_group(SHARD))
+        return row_sums(sums_R[None])[0].sqrt()
+
+
+def exponent_for(largest: float) -> int:
+    """Return the exponent to begin a step with after this largest gradient."""
+    return max(LOWEST_EXPONENT, math.frexp(largest)[1] + HEADROOM_BITS)
