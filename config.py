@@ -528,17 +528,21 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield "PRECISION=fp16 has no fast kernels with DEVICE=cpu; use fp32, or bf16"
     if c.early_stopping_patience and not c.validate_every:
         yield "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0"
-    if c.reproducible:
-        if 0 < (count := c.exact_micro_batches) < c.world_size:
-            yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into {count} "
-                   f"micro-batches, too few for WORLD_SIZE={c.world_size}; use at most {count} "
-                   f"rank{'s' * (count > 1)}, or start a new run with a lower MICRO_BATCH_SIZE")
-        if c.gradient_dtype == "bf16":
-            yield "GRADIENT_DTYPE=bf16 conflicts with REPRODUCIBLE=true, which sums integers; set it to fp32"
-        if c.precision == "fp16":
-            yield "PRECISION=fp16 and its loss scale do not work with REPRODUCIBLE=true; use bf16, or fp32"
-        if c.cpu_offload:
-            yield "CPU_OFFLOAD=true does not work with REPRODUCIBLE=true; remove it"
+    yield from reproducible_rules(c) if c.reproducible else ()
+
+
+def reproducible_rules(c: Config) -> Iterator[str]:
+    """Check that REPRODUCIBLE=true covers the ranks and the other settings."""
+    if 0 < (count := c.exact_micro_batches) < c.world_size:
+        yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into {count} "
+               f"micro-batch{'es' * (count > 1)}, too few for WORLD_SIZE={c.world_size}; use at most {count} "
+               f"rank{'s' * (count > 1)}, or start a new run with a lower MICRO_BATCH_SIZE")
+    if c.gradient_dtype == "bf16":
+        yield "GRADIENT_DTYPE=bf16 conflicts with REPRODUCIBLE=true, which sums integers; set it to fp32"
+    if c.precision == "fp16":
+        yield "PRECISION=fp16 and its loss scale do not work with REPRODUCIBLE=true; use bf16, or fp32"
+    if c.cpu_offload:
+        yield "CPU_OFFLOAD=true does not work with REPRODUCIBLE=true; remove it"
 
 
 def sharding_rules(c: Config) -> Iterator[str]:

@@ -28,7 +28,7 @@ from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
-from parallel.exact import ExactGradients
+from parallel.exact import ExactGradients, check_alignment
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
 
@@ -133,6 +133,7 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
         if config.reproducible:  # ExactGradients adds the gradients of the copies
+            check_alignment(model, config.ranks_per_copy)
             model.copies, mesh = fsdp.group_of_copies(mesh), mesh[fsdp.SHARD]
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload)
     model.to_empty(device="cpu" if config.cpu_offload and fsdp.is_sharded(model) else ranks.device)

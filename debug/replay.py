@@ -289,8 +289,9 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
         return run.objective.loss_sum(model, batch)
 
     lr = learning_rate(run.progress.updates, run.config)
-    if exact := run.config.exact_micro_batches:  # the same bits as on any number of ranks
-        return train_step(run, wrap_model(run.model, run.ranks, exact_micro_batches=exact), batches, count, lr)
+    if run.config.reproducible:  # the same bits as on any number of ranks
+        exact = wrap_model(run.model, run.ranks, exact_micro_batches=run.config.exact_micro_batches)
+        return train_step(run, exact, batches, count, lr)
     one_process = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
     return train_step(one_process, run.model, batches, count, lr)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.errors import SettingsError
 from common.heartbeat import HEARTBEAT
 from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
 from parallel.ranks import Ranks, collective
@@ -24,7 +25,7 @@ from parallel.ranks import Ranks, collective
 INTEGER_BITS = 62  # of a sum over all micro-batches
 HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
 LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
-ALIGNMENT = 16  # integers; gradients start at multiples of 128 bytes
+ALIGNMENT = 16  # numbers in the widest vector of a kernel
 
 
 def share(count: int, rank: int, world_size: int) -> range:
@@ -49,6 +50,22 @@ def row_sums(values_RC: Tensor) -> Tensor:
         values_RC[:, :columns - half] += values_RC[:, half:]
         values_RC = values_RC[:, :half]
     return values_RC[:, 0]
+
+
+def check_alignment(model: nn.Module, ranks: int) -> None:
+    """Raise SettingsError if a rank's rows of a trained matrix would start within a vector of AdamW's kernel.
+
+    On a CPU, the fused kernel computes the last numbers of a tensor, which fill no vector, in another way.
+    """
+    for name, matrix in model.named_parameters():
+        if not matrix.requires_grad or matrix.ndim == 1:
+            continue
+        rows, width = len(matrix), matrix[0].numel()
+        if -(-rows // ranks) * width % ALIGNMENT:
+            raise SettingsError(f"REPRODUCIBLE=true cannot divide {name}, which has {rows} rows of {width} "
+                                f"numbers, over {ranks} ranks: the rows of a rank must have a multiple of "
+                                f"{ALIGNMENT} numbers; use another number of ranks, another SHARD_DEGREE, or "
+                                "SHARDING=none")
 
 
 class ShardedSum:

@@ -372,21 +372,22 @@ def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
 
 
 def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(),
-           choose=lambda config: NextToken(), recent_losses=(), **settings):
+           choose=lambda config: NextToken(), recent_losses=(), exponent: int = 0, **settings):
     """Take one step with a new tiny model; returns the result, the gradients and the model.
 
     Args:
         plant: is called with the model before the step.
         choose: makes the objective from the settings.
         recent_losses: losses of earlier steps.
+        exponent: of the gradients' scale, with REPRODUCIBLE.
     """
     config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
     model = new_model(config, 512, seed=1)
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
-                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),
+                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent),
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
-    trained = wrap_model(model, ranks, config.gradient_dtype)
+    trained = wrap_model(model, ranks, config.gradient_dtype, config.exact_micro_batches)
     count = sum(int(run.objective.count(batch)) for batch in batches)
     result = train.train_step(run, trained, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model

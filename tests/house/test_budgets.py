@@ -7,18 +7,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_910, 6_710, 27_780
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_380, 6_880, 28_340
 BUDGETS = {
-    "config.py": 630,
+    "config.py": 660,
     "data_preparation_utils.py": 320,
     "dataloaders.py": 710,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
     "model.py": 320,
-    "model_utils.py": 370,
+    "model_utils.py": 390,
     "tokenizer.py": 500,
-    "train.py": 280,
-    "checkpoint/": 1860,
+    "train.py": 300,
+    "checkpoint/": 1870,
     "common/": 1010,
     "data_pipeline/": 2990,
     "debug/": 730,
@@ -27,13 +27,13 @@ BUDGETS = {
     "inference/": 760,
     "learn/": 1750,
     "observe/": 2290,
-    "parallel/": 1270,
+    "parallel/": 1480,
     "report/": 1480,
     "run/": 2530,
     "scripts/": 6880,
     "serving/": 850,
-    "settings/": 870,
-    "tests/": 28300,
+    "settings/": 880,
+    "tests/": 28340,
 }
 
 

@@ -1,0 +1,109 @@
+"""Sums that do not depend on order, ranks or shards, and what they do with numbers that do not fit."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from factories import a_step, furthest, uneven_batches
+from torch import nn
+
+from common.errors import SettingsError
+from parallel.exact import (
+    HEADROOM_BITS,
+    ExactGradients,
+    check_alignment,
+    exponent_for,
+    place,
+    row_sums,
+    share,
+)
+from parallel.ranks import Ranks
+
+GRADIENTS = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)) * 10.0**torch.arange(-3, 3)[:, None, None]
+UNITS = torch.tensor(37.0, dtype=torch.float64)
+
+
+def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, bool, float]:
+    """The mean gradient of micro-batches with these gradients, whether they fitted, and the largest."""
+    model = nn.Linear(7, 5, bias=False)
+    exact = ExactGradients(model, Ranks(), len(gradients))
+    exact.begin(exponent)
+    for gradient in gradients:
+        with exact.adding():
+            (model.weight * gradient).sum().backward()
+    fits, largest = exact.reduce(UNITS)
+    return model.weight.grad, bool(fits), float(largest)
+
+
+def test_a_sum_of_micro_batches_has_the_same_bits_in_any_order():
+    expected, fits, largest = summed(GRADIENTS)
+    assert fits and largest == float(GRADIENTS.abs().max())
+    for seed in range(20):
+        order = np.random.default_rng(seed).permutation(len(GRADIENTS))
+        assert torch.equal(summed(GRADIENTS[order])[0], expected)
+
+
+def test_a_sum_is_the_exact_one_rounded_once():
+    found = summed(GRADIENTS)[0]
+    for value, terms in zip(found.flatten().tolist(), GRADIENTS.flatten(1).T.tolist()):
+        exact = sum(map(Fraction, terms)) / 37
+        assert abs(Fraction(value) - exact) <= Fraction(math.ulp(value)) * 2**28 + Fraction(1, 2**45)
+
+
+@pytest.mark.parametrize("factor", [2.0**(HEADROOM_BITS + 5), 2.0**-(HEADROOM_BITS + 5)])
+def test_gradients_beyond_the_scale_are_reported(factor):
+    _, fits, largest = summed(GRADIENTS * factor, exponent_for(float(GRADIENTS.abs().max())))
+    assert not fits and summed(GRADIENTS * factor, exponent_for(largest))[1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_makes_its_tensor_nan(bad):
+    gradients = GRADIENTS.clone()
+    gradients[3, 2, 1] = bad
+    found, fits, largest = summed(gradients)
+    assert found.isnan().all() and fits and math.isfinite(largest)
+
+
+@pytest.mark.parametrize("shape", [(9, 1), (9, 2), (9, 7), (1, 64), (9, 96)])
+def test_sums_of_rows_do_not_depend_on_the_other_rows(shape):
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    expected = row_sums(rows.clone())
+    torch.testing.assert_close(expected, rows.sum(dim=1))
+    for row in range(shape[0]):
+        assert torch.equal(row_sums(rows[row:row + 2].clone())[0], expected[row])
+
+
+@pytest.mark.parametrize("count, world_size", [(16, 3), (4, 4), (5, 2), (7, 1)])
+def test_ranks_share_all_micro_batches_in_order(count, world_size):
+    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    assert [index for each in shares for index in each] == [*range(count)]
+    assert {len(each) - count // world_size for each in shares} <= {0, 1}
+    for each, rows in zip(shares, np.array_split(np.arange(count), world_size)):  # as RowOrder does
+        assert [*each] == rows.tolist()
+
+
+def test_a_placed_value_keeps_its_bits_and_infinity():
+    assert place(torch.tensor(0.1), 1, 3).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
+    assert place(torch.tensor(math.inf), 0, 2).tolist() == [math.inf, 0.0]
+
+
+def test_a_step_is_repeated_with_a_scale_that_fits():
+    batches, settings = uneven_batches(2), {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
+    steps = [a_step(batches, exponent=exponent, **settings) for exponent in (-40, 40)]
+    expected = steps[0][2].state_dict()
+    for result, _, model in steps:
+        assert result.updated and result == steps[0][0]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    ordinary = a_step(batches, MICRO_BATCH_SIZE=2)
+    assert furthest(steps[0][1], ordinary[1]) < 1e-6 and steps[0][0].grad_norm == pytest.approx(ordinary[0].grad_norm, rel=1e-6)
+    assert steps[0][0].loss == pytest.approx(ordinary[0].loss, rel=1e-6)
+
+
+def test_a_matrix_whose_rows_leave_part_of_a_vector_cannot_be_divided():
+    check_alignment(nn.Linear(16, 7), 3)
+    check_alignment(nn.Linear(4, 16), 4)
+    with pytest.raises(SettingsError, match="weight, which has 16 rows of 4 numbers, over 3 ranks"):
+        check_alignment(nn.Linear(4, 16), 3)
+    check_alignment(nn.Linear(4, 16).requires_grad_(False), 3)
