@@ -9,6 +9,7 @@ from pathlib import Path
 from commands import Command, python
 from factories import PATIENCE, TinyRun
 
+import train
 from checkpoint.store import locate
 from scripts.sweep import list_trials
 from settings.load import load_config
@@ -45,6 +46,5 @@ def test_a_start_is_named_as_in_a_single_run_and_a_missing_one_is_reported(prepa
     for trial in trials:
         config = load_config(trial.flags).config
         assert locate(config.pretrain_checkpoint, Path(config.output_dir) / config.run_name) == run.checkpoint(whole.steps_saved()[-1])
-    flags = run.argv(PRETRAIN_CHECKPOINT="missing")
-    with Command(run, "scripts/sweep.py", "--seeds", "2", "--name", "missing", *flags) as command:
-        assert command.wait(PATIENCE) == 1 and "(exit code 5)" in command.last_line()
+    _, trials = list_trials(Namespace(vary=[], seeds=2, name="missing"), run.argv(PRETRAIN_CHECKPOINT="missing"))
+    assert [train.main(trial.flags) for trial in trials] == [5, 5]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import python
 from recipes import ROOT, apply, changes_of
 
 IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn")  # of a copy
@@ -25,9 +26,20 @@ def prove(proof, changes: list[tuple[str, str, str]], prepared, folder: Path) ->
         shutil.copy(path, copy)
     apply(changes, copy)
     (folder / "out").mkdir()
-    call = f"import sys, test_recipes; test_recipes.{proof.__name__}(*map(test_recipes.Path, sys.argv[1:]))"
-    return subprocess.run([sys.executable, "-c", call, *map(str, (*prepared, folder / "out"))], cwd=copy, text=True, capture_output=True,
-                          env=os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / name) for name in IMPORTED_FROM)})
+    (copy / "call.py").write_text("import sys, test_recipes\nif __name__ == '__main__':\n"
+                                  f"    test_recipes.{proof.__name__}(*map(test_recipes.Path, sys.argv[1:]))\n")
+    return python(copy / "call.py", *prepared, folder / "out", cwd=copy, prepare=forget_our_modules,
+                  env=os.environ | {"PYTHONPATH": os.pathsep.join(str(copy / name) for name in IMPORTED_FROM)})
+
+
+def forget_our_modules() -> None:
+    """In the process of a copy: import it, and nothing of the original."""
+    def is_ours(path: str) -> bool:
+        return Path(path).is_relative_to(ROOT) and "site-packages" not in path
+
+    for name in [name for name, module in sys.modules.items() if is_ours(getattr(module, "__file__", None) or "")]:
+        del sys.modules[name]
+    sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep) + [path for path in sys.path if not is_ours(path)]
 
 
 def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
