@@ -338,7 +338,10 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
         trials.append(Trial(f"kill {number}", work, Counter(kills=kills)))
         left -= kills
     points = range(1, len(setup.calls) + 1)
-    if args.points != "all":
+    if args.points == "borders":
+        points = [call for call in points
+                  if len({*setup.calls[max(0, call - 2):call + 1]}) > 1 or call in (1, len(setup.calls))]
+    elif args.points != "all":
         points = sorted(Random(args.seed).sample(points, min(int(args.points), len(points))))
     trials += [Trial(f"point {call} ({setup.calls[call - 1]})", partial(crash_trial, setup, call),
                      Counter({"crash points": 1})) for call in points]
@@ -405,7 +408,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         parser.add_argument(flag, type=int, default=default, metavar="N",
                             help=f"{meaning} (default: %(default)s)")
     parser.add_argument("--points", default="all", metavar="N",
-                        help="number of crash points, or all (default: all)")
+                        help="number of crash points, all, or borders: the first and the last of equal calls "
+                             "in a row (default: all)")
     parser.add_argument("--only", metavar="TRIAL", help="run one trial, named as in a failure's message")
     args, started = parser.parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:

@@ -46,6 +46,11 @@ def refuse_skip(report):
     return report
 
 
+def pytest_collection_modifyitems(items):
+    """Test files that start processes come first: their tests take long, and a file is one worker's."""
+    items.sort(key=lambda item: not {"system", "scripts", "house"} & {*item.path.parts})
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
