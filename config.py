@@ -204,6 +204,8 @@ class OptimConfig(Section):
     micro_batch_size: int = safe(8, "rows per forward pass on one rank; 0 = all rows of the rank", ge=0)
     max_seq_len: int = fixed(1024, "tokens per row; default for sft and dpo: at most the start model's", ge=1)
     max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
+    stop_step: Optional[int] = safe(
+        None, "save and exit after this step; the same command without it continues to MAX_STEPS", ge=1)
     epochs: Optional[float] = safe(
         None, "passes over the training data; replaces MAX_STEPS; without either: sft 3, dpo 1", gt=0)
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")

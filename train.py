@@ -109,7 +109,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run, measured)
             first = progress.step
-            while not run.finished:
+            while not (run.finished or run.stops_here):
                 measured.begin_step(progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
@@ -284,7 +284,7 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
         run.log.step({"step": progress.step, **metrics, **measured.read_pauses()})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
-    if run.finished or (progress.step > 0 and is_due):
+    if run.finished or run.stops_here or (progress.step > 0 and is_due):
         save_checkpoint(run)
     if measured.phases.too_slow and not run.finished:
         if run.saved is None:

@@ -242,8 +242,8 @@ METRICS: dict[str, tuple[str, str]] = {
 # The events of events.jsonl, with their fields besides time, step and event.
 EVENTS = {
     "start": "a process starts training after `step`: `world_size`, `device`, `host`, `torch`, `paddock`, "
-             "`seconds` since its launch, `previous_step` and `previous_time` (last line of metrics.jsonl); "
-             "after a restart by the launcher, its number `restart` and its `cause`",
+             "`commit`, `seconds` since its launch, `previous_step` and `previous_time` (last line of "
+             "metrics.jsonl); after a restart by the launcher, its number `restart` and its `cause`",
     "end": "the process ends: `reason`; missing after a kill -9",
     "save": "a checkpoint was written: `seconds`, `checkpoint`",
     "evaluation": "an evaluation took `seconds`: `what`",

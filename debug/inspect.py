@@ -211,10 +211,11 @@ class DataReport:
             if isinstance(rows, MixedRows):
                 (place,), _ = rows.locate(row)
                 source, name = rows.source_rows[place], f" from {rows.mixture.sources[place].label}"
-            yield from self._describe_row(f"row {row[0]:,}{name}, number {number} of the run", source,
+            yield from self.describe_row(f"row {row[0]:,}{name}, number {number} of the run", source,
                                           rows(row))
 
-    def _describe_row(self, title: str, source: Rows, batch: Batch) -> Iterator[str]:
+    def describe_row(self, title: str, source: Rows, batch: Batch) -> Iterator[str]:
+        """Yield the lines that show a batch of one row of a source."""
         targets_T, tokens_T = batch.targets_BT[0], batch.tokens_BT[0]
         documents_T = batch.document_ids_BT
         documents_T = torch.ones_like(tokens_T) if documents_T is None else documents_T[0]

@@ -244,6 +244,17 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     return config, int(saved.values.get("world_size", (1, ""))[0])
 
 
+def read_ledger(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[str, Any]]:
+    """Return a run's lines of the ledger by step; SettingsError if `step` is not among them."""
+    path = run_dir / "ledger.jsonl"
+    ledger = {entry["step"]: entry for entry in read_entries(path)}
+    if step not in ledger and (step is not None or not ledger):
+        recorded = f"has the steps {min(ledger)} to {max(ledger)}" if ledger else "is missing or empty"
+        asked = f"step {step}: the run has no such step" if step is not None else f"{run_dir} has no steps"
+        raise SettingsError(f"{asked}; {path} {recorded}")
+    return ledger
+
+
 def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
     """Return the run at the last verified checkpoint before the step, in this process alone."""
     device = prepare_device(config)
@@ -404,11 +415,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
         at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
     """
     config, world_size = read_settings(run_dir, flags, step)
-    path = run_dir / "ledger.jsonl"
-    ledger = {entry["step"]: entry for entry in read_entries(path)}
-    if step not in ledger:
-        recorded = f"has the steps {min(ledger)} to {max(ledger)}" if ledger else "is empty"
-        raise SettingsError(f"--step {step}: the run has no such step; {path} {recorded}")
+    ledger = read_ledger(run_dir, step)
     then = ledger[step]
     run = open_run(run_dir, config, step, info)
     info(f"Step {step} of {run_dir} ({config.training_stage}), replayed on {run.ranks.device.type.upper()}")

@@ -168,9 +168,16 @@ class Run:
         return (self.progress.step >= self.config.max_steps
                 or 0 < patience <= self.progress.validations_without_best)
 
+    @property
+    def stops_here(self) -> bool:
+        """Whether STOP_STEP has been reached."""
+        return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
+
     def why_early(self) -> str:
         """Return why the run ends before MAX_STEPS."""
         progress = self.progress
+        if not self.finished:
+            return f"STOP_STEP={self.config.stop_step}: the same command without it continues."
         best = "finite loss"
         if progress.best_step:
             best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
@@ -182,9 +189,10 @@ class Run:
         if error is not None:
             report = classify_exception(error)
             return report.sentence if report else f"{type(error).__name__}: {error}"
-        if not self.finished or self.progress.pending_metrics is not None:
+        if not (self.finished or self.stops_here) or self.progress.pending_metrics is not None:
             return "stopped by a signal"
-        return "finished" if self.progress.step >= self.config.max_steps else "early stopping"
+        early = "early stopping" if self.finished else "STOP_STEP"
+        return "finished" if self.progress.step >= self.config.max_steps else early
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -234,8 +242,8 @@ def start_writing(run: Run) -> None:
     restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
-                  torch=torch.__version__, paddock=__version__, seconds=time.time() - HEARTBEAT.started,
-                  **run.log.previous, **restarted)
+                  torch=torch.__version__, paddock=__version__, commit=commit() if run.ranks.is_rank0 else "",
+                  seconds=time.time() - HEARTBEAT.started, **run.log.previous, **restarted)
 
 
 @collective

@@ -1,0 +1,39 @@
+"""Re-create the checkpoint of any past step of a run, and prove it by the run's ledger.
+
+    ./paddock at-step runs/first 1234 --output models/step-1234
+
+The steps after the nearest kept checkpoint (KEEP_EVERY) are repeated with the recorded settings and number of
+ranks, in a temporary folder beside the output. The run's folder is not changed. With LEDGER_CHECKSUM, the
+checksum of the weights is the proof; without it, the losses and gradient norms of the repeated steps are.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.command_line import CommandParser
+from common.errors import local_path, run_script
+from common.text import show
+from settings.load import find_run
+
+
+def main() -> None:
+    parser = CommandParser(__doc__)
+    parser.add_argument("run", help="a run's folder or name")
+    parser.add_argument("step", type=int, help="step number as in the log")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
+                        help="new folder for the checkpoint")
+    parser.add_argument("--from-start", action="store_true", help="repeat all steps of the run")
+    parser.add_argument("--force", action="store_true",
+                        help="also with another version of the code or torch, or on another device")
+    args = parser.parse_args()
+
+    from debug.history import recreate  # imports torch, which takes seconds
+
+    kept = {} if args.from_start else None
+    recreate(find_run(args.run), args.step, args.output, kept, args.force, show)
+
+
+if __name__ == "__main__":
+    run_script(main)

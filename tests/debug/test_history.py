@@ -1,0 +1,168 @@
+"""Any past step comes back bit for bit, with proof; a flip of an answer is found; the run stays as it is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED, TinyRun, contents
+
+import debug.history
+from checkpoint import store
+from common.errors import CheckpointError, PaddockError, SettingsError
+from debug.history import bisect, diff, judge, recreate
+
+CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {name: file["sha256"] for name, file in store.read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
+
+
+def check_step(run: TinyRun, step: int, output: Path, expected: dict[str, str]) -> str:
+    """Re-create a step; compare it with the checkpoint that the run had, and return what is printed."""
+    lines, before = [], contents(run.folder)
+    recreate(run.folder, step, output, info=lines.append)
+    assert hashes(output) == expected and contents(run.folder) == before
+    store.verify(output)
+    assert sorted(path.name for path in output.parent.iterdir()) == [output.name], "something temporary is left"
+    return "\n".join(lines)
+
+
+def all_steps(run: TinyRun, steps: int) -> dict[int, dict[str, str]]:
+    """The hashes of all checkpoints, of which then only every third stays."""
+    expected = {step: hashes(run.checkpoint(step)) for step in range(1, steps + 1)}
+    for step in expected:
+        if step % 3:
+            shutil.rmtree(run.checkpoint(step))
+    return expected
+
+
+@pytest.fixture(scope="module")
+def checked(prepared, tmp_path_factory):
+    """A run of eight steps with checksums, stopped once, that validates and keeps every third step; and the hashes of all."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("checked"), **CHECKED | {"VALIDATE_EVERY": 2}, SAVE_EVERY=1, MAX_STEPS=8)
+    assert run.train(STOP_STEP=4) == run.train() == 0
+    return run, all_steps(run, 8)
+
+
+def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path):
+    run, expected = checked
+    text = check_step(run, 8, tmp_path / "out" / "eight", expected[8])
+    assert "Step 8" in text and "2 steps from step-00000006, number of ranks: 1, about 0:" in text
+    assert "the checksum of its weights is that of the ledger" in text
+    state = store.read_state(tmp_path / "out" / "eight")
+    assert state["settings"]["SAVE_EVERY"] == 1 and state["settings"]["STOP_STEP"] is None, "a resume keeps the run's settings"
+    assert state["progress"]["step"] == 8 and state["progress"]["best_val_loss"] is not None
+
+
+def test_without_checksums_the_losses_are_the_proof_on_two_ranks(tiny_run, tmp_path):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4)
+    run.ends([0, 0])
+    expected, lines = all_steps(run, 4), []
+    recreate(run.folder, 2, tmp_path / "out" / "two", {}, info=lines.append)
+    assert hashes(tmp_path / "out" / "two") == expected[2]
+    assert "2 steps from the start, number of ranks: 2" in lines[0] and "losses and gradient norms" in lines[-1]
+
+
+def test_a_kept_checkpoint_is_copied(checked, tmp_path):
+    run, expected = checked
+    assert "a verified copy of" in check_step(run, 3, tmp_path / "out" / "three", expected[3])
+
+
+def another_value(run: TinyRun, name: str, value, step: int) -> None:
+    path = run.folder / "ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[step - 1][name] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def start_event(run: TinyRun, **values) -> None:
+    path = run.folder / "events.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | (values if line["event"] == "start" else {})) + "\n"
+                            for line in lines))
+
+
+MISTAKES = {
+    "another weight": (lambda run: another_value(run, "weights", "0" * 16, 5), {}, "step 5 is not the recorded step: weights is"),
+    "another loss": (lambda run: another_value(run, "loss", 1.5, 4), {}, "step 4 is not the recorded step: loss is"),
+    "another version": (lambda run: start_event(run, paddock="0.1"), {}, "taken with paddock 0.1, but this is"),
+    "another commit": (lambda run: start_event(run, commit="abc"), {}, "taken with commit abc, but this is"),
+    "another device": (lambda run: start_event(run, device="NVIDIA H100"), {}, "taken with device NVIDIA H100"),
+    "no checkpoint": (lambda run: shutil.rmtree(run.checkpoint(3)), {}, "add --from-start to repeat all steps, or set KEEP_EVERY"),
+    "no such step": (lambda run: None, {"step": 9}, "step 9: the run has no such step; .* has the steps 1 to 8"),
+    "other data": (lambda run: (run.folder / "configs" / "step-00000005.json").write_text(
+        (run.folder / "configs" / "step-00000005.json").read_text().replace('"SEED": 1337', '"SEED": 7')), {}, "SEED was 1337, is 7")}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written(mistake, checked, tmp_path):
+    run = checked[0].copy(tmp_path / "copy")
+    change, options, words = MISTAKES[mistake]
+    change(run)
+    with pytest.raises((CheckpointError, SettingsError, PaddockError), match=words):
+        recreate(run.folder, options.get("step", 5), tmp_path / "out" / "five", info=lambda text: None)
+    assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").iterdir()]
+
+
+def test_an_answer_that_flips_is_found_with_the_rows_of_its_step(checked):
+    run, lines = checked[0], []
+    losses = {step: value for step, value in run.column("val_loss").items()}
+    limit = (losses[4] + losses[6]) / 2
+    step = bisect(run.folder, {"metric": f"val_loss < {limit}"}, info=lines.append)
+    text = "\n".join(lines)
+    assert step in (5, 6) and f"Step {step} changed the answer" in text
+    rows = [line for line in lines if line.startswith("row ")]
+    assert len(rows) == 8 and "document 1" in text and "The " in text
+
+
+def test_items_and_prompts_are_asked(checked):
+    run = checked[0]
+    answer, text = judge(run.checkpoint(6), {"item": 3})
+    line = run.lines("evaluations")
+    assert text == ("right" if answer else "wrong") and line
+    assert judge(run.checkpoint(6), {"prompt": "The", "expect": ""})[0]
+    assert not judge(run.checkpoint(6), {"prompt": "The", "expect": "zzz"})[0]
+    for question, words in (({"item": 11}, "items 1 to 10"), ({"metric": "val_loss is 3"}, "not of the form"),
+                            ({"metric": "nothing > 3"}, "gives val_loss")):
+        with pytest.raises(SettingsError, match=words):
+            judge(run.checkpoint(6), question)
+    with pytest.raises(SettingsError, match="the answer is the same at the 2 kept checkpoints"):
+        bisect(run.folder, {"metric": "val_loss > 100"}, info=lambda text: None)
+
+
+def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path):
+    run, lines = checked[0], []
+    other = run.copy(tmp_path / "other")
+    assert not diff(run.folder, other.folder, info=lines.append)
+    assert lines == ["The 8 common steps, 1 to 8, are equal: weights included"]
+    tensors = run.lines("ledger")[4]["tensors"]
+    another_value(other, "tensors", "00000000" + tensors[8:], 5)
+    lines.clear()
+    assert diff(run.folder, other.folder, info=lines.append)
+    assert lines[0].startswith("The first difference is in step 5")
+    assert lines[1:] == ["1 of 20 tensors differ after it, the first is layers.0.attention.wk.weight", "Settings: equal"]
+
+
+def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, monkeypatch):
+    """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
+    run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
+    run.ends([0, 0])
+    other, lines, calls, seventh, original = run.copy(tmp_path / "other"), [], [], [0], debug.history.backward_of_row
+    another_value(other, "loss", 1.0, 2)
+
+    def planted(replayed, row, count):
+        result = original(replayed, row, count)
+        calls.append(row)
+        if len(calls) == seventh[0]:
+            replayed.model.norm.weight.grad += 1
+        return result
+
+    monkeypatch.setattr(debug.history, "backward_of_row", planted)
+    for number, words in ((15, "the rows of rank 1 give other gradients"), (0, "settings and data are not the cause")):
+        seventh[0] = number
+        lines.clear(), calls.clear()
+        assert diff(run.folder, other.folder, replays=True, info=lines.append)
+        text = "\n".join(lines)
+        assert "The first difference is in step 2" in text and text.count(words) == 2, text
