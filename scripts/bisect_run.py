@@ -21,12 +21,12 @@ from settings.load import find_run
 
 
 def main() -> None:
-    parser = CommandParser(__doc__)
+    parser = CommandParser(__doc__, usage="%(prog)s RUN --item N | --prompt TEXT --expect TEXT | --metric IF")
     parser.add_argument("run", help="a run's folder or name")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--item", type=int, metavar="N", help="item of a multiple-choice set, counted from 1")
     kinds.add_argument("--prompt", metavar="TEXT", help="text to continue or answer; needs --expect")
-    kinds.add_argument("--metric", metavar="CONDITION", help="such as 'val_loss > 2'")
+    kinds.add_argument("--metric", metavar="IF", help="such as 'val_loss > 2'")
     parser.add_argument("--set", metavar="NAME", help="set of --item (default: the run's first)")
     parser.add_argument("--expect", metavar="TEXT", help="text that the answer should contain")
     parser.add_argument("--rows", type=int, default=16, metavar="N",

@@ -20,7 +20,7 @@ def test_every_command_exists(page):
     for script in re.findall(r"(?:python|bash|sbatch.*|-f|launch.*) (scripts/[\w/]+\.(?:py|sh|yaml))", text):
         assert (ROOT / script).is_file(), script
     commands = {line.split()[0] for line in (ROOT / "paddock").read_text(encoding="utf-8").splitlines()
-                if re.match(r"[a-z]+( .*)? : ", line)}
+                if re.match(r"[a-z-]+( .*)? : ", line)}
     assert "train" in commands
     found = set(re.findall(r"\./paddock ([a-z]\S*)", text))
     assert {re.sub(r"\W+$", "", name) for name in found} <= commands
