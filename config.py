@@ -277,7 +277,7 @@ class LogConfig(Section):
     log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
     log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     ledger_checksum: bool = safe(
-        False, "write a checksum of the trained weights after each step into ledger.jsonl")
+        False, "write a checksum of the weights after each step into ledger.jsonl; on with REPRODUCIBLE")
     report: bool = safe(True, "write report.html into the run folder at each save and at the end")
     peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
     power_hz: float = safe(

@@ -196,7 +196,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     # The only wait for the device.
     values = torch.stack([value.double() for value in
                           (*means, norms, stops, norm, skipped, units, fits, largest)])
-    halves = guards.weight_checksums(run.model) if config.ledger_checksum else values[:0]
+    has_checksums = config.ledger_checksum or config.reproducible
+    halves = guards.weight_checksums(run.model) if has_checksums else values[:0]
     numbers = ranks.tolist(torch.cat([values, halves]))
     *means, norms, stops, norm, skipped, units, fits, largest = numbers[:len(values)]
     assert units > 0, "the step has no targets"

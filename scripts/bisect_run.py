@@ -21,7 +21,7 @@ from settings.load import find_run
 
 
 def main() -> None:
-    parser = CommandParser(__doc__, usage="%(prog)s RUN --item N | --prompt TEXT --expect TEXT | --metric IF")
+    parser = CommandParser(__doc__, usage="%(prog)s RUN --item N [flags below]")
     parser.add_argument("run", help="a run's folder or name")
     kinds = parser.add_mutually_exclusive_group(required=True)
     kinds.add_argument("--item", type=int, metavar="N", help="item of a multiple-choice set, counted from 1")

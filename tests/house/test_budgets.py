@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_380, 6_880, 28_340
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_780, 7_020, 28_530
 BUDGETS = {
     "config.py": 660,
     "data_preparation_utils.py": 320,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 7020,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 28340,
+    "tests/": 28530,
 }
 
 
