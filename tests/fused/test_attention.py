@@ -269,7 +269,7 @@ def test_adapters_and_preferences_of_many_shapes_compile_without_an_error(backen
     lora.add_adapters(model, config, torch.Generator().manual_seed(1))
     compile_model(model)
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # each shape is a graph
-        for length in range(20, 25):
+        for length in range(20, 23):
             tokens = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(length))
             documents = torch.tensor([[1] * 10 + [2] * (length - 10)], dtype=torch.int32)
             model(tokens, tokens, documents).sum().backward()
