@@ -151,11 +151,6 @@ def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
     return places
 
 
-def alone(run: TinyRun, **changes) -> Command:
-    """python train.py."""
-    return Command(run, "train.py", *run.argv(**changes))
-
-
 def torchrun(run: TinyRun, *flags: str, plant: str = "", **changes) -> Command:
     """torchrun train.py, on two ranks."""
     return Command(run, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORLD}", "--master-addr=127.0.0.1",

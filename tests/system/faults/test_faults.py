@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, WORLD, alone, during, listening
+from commands import ROOT, WORLD, during, listening
 from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step, is_rank
 from faults import act, die
 from safetensors.torch import load_file
@@ -56,12 +56,12 @@ def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
 
 def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
     run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
-    with alone(run) as command:
-        command.wait_for_step(2)
-        assert listening(command.pid) == []
-        command.process.send_signal(signal.SIGTERM)
-        assert command.wait() == 143
-    assert "the same command" in command.text() and "Traceback" not in command.text()
+    job = run.start()
+    job.wait_for("Step [2/")
+    assert listening(job.processes[0].pid) == []
+    os.kill(job.processes[0].pid, signal.SIGTERM)
+    assert job.wait() == [143]
+    assert "the same command" in job.text() and "Traceback" not in job.text()
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
 
 
