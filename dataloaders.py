@@ -14,7 +14,7 @@ import threading
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from common.errors import DataError
+from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from data_pipeline.shards import (
@@ -39,6 +40,7 @@ from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS = 10
+BEAT_SECONDS = 1.0  # between looks at a slow reader
 # Bits of a segment of an example, a uint32: its length, whether it ends the example, whether it is a target.
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
 
@@ -661,6 +663,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
     """
     ready: queue.SimpleQueue = queue.SimpleQueue()
     room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
+    was_read = threading.Event()
 
     def read_ahead() -> None:
         try:
@@ -670,14 +673,25 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                 room.acquire()
                 if closed.is_set():
                     return
-                batches = [read_rows(rows) for rows in order.micro_batches(step)]
+                batches = []
+                for rows in order.micro_batches(step):
+                    batches.append(read_rows(rows))
+                    was_read.set()
                 units = sum(int(count(batch)) for batch in batches)
                 ready.put(([batch.pin_memory() for batch in batches] if on_gpu else batches, units))
         except BaseException as error:  # of any kind: otherwise the training loop would wait forever
             ready.put(error)
 
+    def next_item() -> Any:
+        while True:
+            with suppress(queue.Empty):
+                return ready.get(timeout=BEAT_SECONDS)
+            if was_read.is_set():  # a slow disk is not a hang
+                was_read.clear()
+                HEARTBEAT.beat()
+
     def steps() -> Iterator[tuple[list[Batch], int]]:
-        while not isinstance(item := ready.get(), BaseException):
+        while not isinstance(item := next_item(), BaseException):
             room.release()
             batches, units = item
             yield [batch.to(device) for batch in batches], units

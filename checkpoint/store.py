@@ -5,7 +5,6 @@ the size and SHA-256 of every file except README.md, and is renamed last. It is 
 it is deleted. run/life.py decides on the contents, and tensors.py writes the bytes.
 """
 
-import errno
 import os
 import re
 import resource
@@ -24,7 +23,7 @@ from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, open_tensors
 from common import __version__
 from common.errors import CheckpointError
-from common.files import free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
+from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
 from common.text import command, print_safely, printable
 
 STATE = "trainer_state.json"
@@ -33,9 +32,6 @@ OPTIMIZER = "optimizer.safetensors"
 # `replaced-` marks a checkpoint whose step is being saved again; it stays valid until it is replaced.
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
-# Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
-TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN,
-                    errno.EHOSTDOWN, errno.ENETUNREACH}
 RETRY_SECONDS = (1.0, 5.0, 25.0)
 Warn = Callable[[str], None]
 

@@ -20,6 +20,9 @@ from common.errors import PaddockError
 from common.heartbeat import HEARTBEAT
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
+# Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
+TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN,
+                    errno.EHOSTDOWN, errno.ENETUNREACH}
 BLOCK_BYTES = 1 << 26  # written or synced between heartbeats
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)

@@ -9,7 +9,9 @@ import hashlib
 import os
 import re
 import resource
+import sys
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections import ChainMap
@@ -27,10 +29,18 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import NotAFileError, plain, read_json, sha256, why_not_writable, write_json
+from common.files import (
+    TRANSIENT_ERRORS,
+    NotAFileError,
+    plain,
+    read_json,
+    sha256,
+    why_not_writable,
+    write_json,
+)
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
-from common.text import command
+from common.text import command, print_safely
 
 MANIFEST = "manifest.json"
 MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
@@ -111,6 +121,9 @@ def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
     return False
 
 
+READ_RETRY_SECONDS = (1.0, 5.0)
+
+
 class WatchedFile:
     """A file that is read in pieces, and must not change meanwhile.
 
@@ -138,7 +151,7 @@ class WatchedFile:
         before = self.status
         try:
             # Read the status after the content, so that no change in between is missed.
-            content, now = os.pread(self.descriptor, size, offset), os.fstat(self.descriptor)
+            content, now = self._pread(offset, size), os.fstat(self.descriptor)
             # Ignore the change time, which backups with hard links change.
             is_same = before is None or (now.st_size, now.st_mtime_ns, now.st_ino) == (
                 before.st_size, before.st_mtime_ns, before.st_ino)
@@ -160,6 +173,19 @@ class WatchedFile:
             change = "it was written to"
         raise DataError(f"{self.path}: was changed while it was read: {change}; restore the file and start "
                         "again, and the run resumes from its last checkpoint")
+
+    def _pread(self, offset: int, size: int) -> bytes:
+        """Return what is at `offset`; try again if the disk fails for a moment. Raises OSError."""
+        for seconds in READ_RETRY_SECONDS:
+            try:
+                return os.pread(self.descriptor, size, offset)
+            except OSError as error:
+                if error.errno not in TRANSIENT_ERRORS:
+                    raise
+                print_safely(f"warning: {self.path}: {error.strerror}; reading it again in {seconds:g} s",
+                             sys.stderr)
+            time.sleep(seconds)
+        return os.pread(self.descriptor, size, offset)
 
     def _unreadable(self, error: OSError) -> DataError:
         return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and the file's "

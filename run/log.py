@@ -20,6 +20,7 @@ from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common import files
 from common.errors import CheckpointError
 from common.files import plain
+from common.heartbeat import HEARTBEAT
 from common.text import DIM, GREEN, WIDTH, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
@@ -37,6 +38,7 @@ COLUMNS = {"train_loss": ("loss", 4, 7), "reward_accuracy": ("acc", 2, 5), "rewa
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
+CLOSE_RETRY_SECONDS = (0.1, 0.4, 1.5)  # for lines that a disk has refused
 disk_errors = partial(files.disk_errors, failure=CheckpointError,
                       advice="set OUTPUT_DIR to a folder that can be written")
 
@@ -172,12 +174,19 @@ class LineFile:
             try:
                 while self.file and self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+                    if threading.current_thread() is threading.main_thread():  # a slow disk is not a hang
+                        HEARTBEAT.beat()
             except OSError as error:
                 self.warn(f"{self.file.name} cannot be written: {error.strerror}; the run continues, and the "
                           "lines are written as soon as possible")
 
     def close(self) -> None:
+        """Close the file; try again to write what the disk has refused so far."""
         with self.lock:
+            for seconds in CLOSE_RETRY_SECONDS:
+                if self.file and self.unwritten:
+                    time.sleep(seconds)
+                    self.write()
             if self.file:
                 self.file.close()
 

@@ -50,6 +50,7 @@ HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_
 HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
 STORED, LAUNCH = "tests/learn/test_teacher.py", "tests/system/launch/test_launch.py"
 RESTART = "tests/system/launch/test_restart.py"
+SLOW_DISK = "tests/system/faults/test_slow_storage.py"
 MFU = "tests/learn/test_flops.py::test_mfu_is_of_the_work_and_the_peak_of_all_ranks"
 
 FAULTS = [
@@ -207,6 +208,11 @@ FAULTS = [
           "tests/scripts/test_runs.py::test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole"),
     fault("launcher: a rank that lost another is the cause", "scripts/launch.py", 'RankExit(report["is_secondary"],',
           "RankExit(False,", f"{LAUNCH}::test_the_cause_is_the_first_rank_that_did_not_only_lose_another"),
+    fault("slow disk: lines that wait are dropped at the end", "run/log.py", "if self.file and self.unwritten:\n                    time",
+          "if False:\n                    time", SLOW_DISK),
+    fault("slow disk: a read is not repeated", "data_pipeline/shards.py", "if error.errno not in TRANSIENT_ERRORS:",
+          "if True:", SLOW_DISK),
+    fault("slow disk: the ledger counts as a step", "observe/guards.py", 'HEARTBEAT.begin("other")  # a slow', "pass  # a slow", SLOW_DISK),
     fault("restart: never given up", "run/restart.py", "and len(idle) == IDLE_STARTS", "and len(idle) > IDLE_STARTS",
           RESTART),
     fault("restart: after a signal", "run/restart.py", "in RESTARTED and not ending.stopped", "in RESTARTED", RESTART),

@@ -1,0 +1,135 @@
+"""A disk that answers late, fails now and then, or is full for a while: no hang, no lost line, and the goodput shows it."""
+
+import errno
+import os
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from factories import assert_same_run
+
+import dataloaders
+from common.heartbeat import HEARTBEAT
+from data_pipeline import shards
+from dataloaders import RowOrder, load_steps
+from report.data import RunReader
+from run import log as run_log
+
+
+class Disk:
+    """A log's file whose writes take some seconds, and of which some fail; a full disk takes half of the line before."""
+
+    def __init__(self, file, fails, seconds: float):
+        self.file, self.fails, self.seconds = file, fails, seconds
+
+    def write(self, data: bytes) -> int:
+        time.sleep(self.seconds)
+        if error := self.fails():
+            raise OSError(error, os.strerror(error))
+        return self.file.write(data[:1 + len(data) // 2])
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def on_disk(monkeypatch, fails=lambda: 0, seconds: float = 0.0, names=("",)) -> None:
+    """Put the logs with these words in their names on such a disk."""
+    opened = run_log.LineFile.open
+
+    def open_there(lines, path):
+        opened(lines, path)
+        if any(name in path.name for name in names):
+            lines.file = Disk(lines.file, fails, seconds)
+        return lines
+
+    monkeypatch.setattr(run_log.LineFile, "open", open_there)
+
+
+def in_turn(*errors: int):
+    """A function that returns these errors, or 0, in turn."""
+    calls = iter(range(10**9))
+    return lambda: errors[next(calls) % len(errors)]
+
+
+@pytest.mark.parametrize("errors", [(0, 0, errno.EIO), (errno.EIO, 0, 0), (*[0] * 40, *[errno.ENOSPC] * 12)])
+def test_no_line_is_lost_on_a_disk_that_fails_now_and_then_or_is_full_for_a_while(errors, whole, tiny_run, monkeypatch, capsys):
+    run = tiny_run()
+    monkeypatch.setattr(run_log, "CLOSE_RETRY_SECONDS", [0] * 30)
+    on_disk(monkeypatch, in_turn(*errors))
+    assert run.train() == 0
+    assert_same_run(run, whole, 6)
+    assert [line["event"] for line in run.lines("events")] == [line["event"] for line in whole.lines("events")]
+    assert "cannot be written: " in capsys.readouterr().err
+
+
+def test_a_read_that_fails_now_and_then_is_repeated_and_one_that_always_fails_ends_with_the_file(whole, tiny_run, monkeypatch, capfd):
+    run, fails, read = tiny_run(), in_turn(0, 0, 0, 0, errno.EIO), os.pread
+
+    def pread(*arguments):
+        if error := fails():
+            raise OSError(error, os.strerror(error))
+        return read(*arguments)
+
+    monkeypatch.setattr(shards.os, "pread", pread)
+    monkeypatch.setattr(shards, "READ_RETRY_SECONDS", (0.001, 0.002))
+    assert run.train() == 0
+    assert_same_run(run, whole, 6)
+    assert "Input/output error; reading it again in 0.001 s" in capfd.readouterr().err
+    fails = in_turn(errno.EIO)
+    assert tiny_run(RUN_NAME="other").train() == 3 and "cannot be read: Input/output error" in capfd.readouterr().err
+
+
+def test_a_slow_disk_is_told_by_the_goodput_and_not_counted_as_steps(tiny_run, monkeypatch):
+    run, seconds, phases = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, SAVE_EVERY=0), 0.05, []
+    on_disk(monkeypatch, lambda: phases.append(HEARTBEAT.subphase), seconds, names=("ledger", "metrics"))
+    assert run.train() == 0
+    assert set(phases) == {"other"}, "not a phase of the step"
+    reader = RunReader(run.folder, "run")
+    reader.read()
+    parts = {part["name"]: part["seconds"] for part in reader.data(10)["goodput"]["parts"]}
+    assert parts["other"] + parts["start-up"] > (len(phases) - 10) * seconds > 0
+
+
+def beats(make, monkeypatch) -> int:
+    """The number of heartbeats while `make` is called."""
+    found = []
+    monkeypatch.setattr(HEARTBEAT, "beat", lambda: found.append(1))
+    make()
+    return len(found)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_slow_reader_is_no_hang_but_one_that_does_not_read_is(reads, monkeypatch):
+    monkeypatch.setattr(dataloaders, "BEAT_SECONDS", 0.01)
+    order, goes_on, read = RowOrder(8, 8, 1, 0, 0, 1), threading.Event(), []
+
+    def read_rows(rows: np.ndarray) -> torch.Tensor:
+        read.append(rows)
+        goes_on.wait(0.05 if reads else 0.4 * (len(read) == 1))
+        return torch.zeros(1)
+
+    def load() -> None:
+        with load_steps(read_rows, order, torch.device("cpu"), torch.numel, ahead=1) as steps:
+            next(steps)
+            goes_on.set()
+
+    found = beats(load, monkeypatch)
+    assert found >= 2 if reads else found <= 1
+
+
+def test_a_slow_log_is_no_hang_and_the_threads_of_trackers_do_not_beat(tmp_path, monkeypatch):
+    lines = run_log.LineFile(print).open(tmp_path / "lines")
+    assert beats(lambda: lines.write("one"), monkeypatch) == 1
+
+    def write() -> None:
+        thread = threading.Thread(target=lines.write, args=("two",))
+        thread.start()
+        thread.join()
+
+    assert beats(write, monkeypatch) == 0
+    with suppress(OSError):
+        lines.close()
+    assert (tmp_path / "lines").read_text() == "one\ntwo\n"
