@@ -132,10 +132,10 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the exact reduce-scatter.
     if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
-        if config.reproducible:  # ExactGradients adds the gradients of the copies
+        if config.reproducible:
             check_alignment(model, config.ranks_per_copy)
-            model.copies, mesh = fsdp.group_of_copies(mesh), mesh[fsdp.SHARD]
-        fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload)
+        fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload,
+                         config.reproducible)
     model.to_empty(device="cpu" if config.cpu_offload and fsdp.is_sharded(model) else ranks.device)
     for parameter in model.parameters():
         if not fsdp.is_divided(parameter):

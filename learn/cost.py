@@ -325,7 +325,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         kept = min(kept, config.n_layers * compute_bytes * tokens * config.dim)
     # Gradients exist before the backward in DDP's buckets, or from an earlier micro-batch.
     ddp = config.world_size > 1 and not sharded
-    before = gradients if ddp or config.accumulation_steps > 1 else 0.0
+    before = gradients if ddp or config.accumulation_steps > 1 or config.reproducible else 0.0
     gathered = sizes.vocabulary if sharded else 0  # the head, under LoRA with its frozen copy
     if config.lora_enabled and sizes.trained_matrices:
         gathered *= 2
@@ -359,6 +359,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
+    if config.reproducible:  # converted to int64, after FSDP has copied it
+        whole_gradients = 4 if sharded else whole_gradients + 2
     end = exchanged * sharded + whole_gradients * sizes.learned
     phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
@@ -387,7 +389,10 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
 
     # The share of one rank.
     ranks, frozen = config.ranks_per_copy, float(teacher)
-    held = [weights / ranks, trained * FLOAT32 / ranks, moments * FLOAT32 / ranks]
+    gradient = FLOAT32
+    if config.reproducible:  # int64, which become gradients in the same memory; FSDP allocates its own
+        gradient = 2 * FLOAT32 if ranks == 1 else 3 * FLOAT32
+    held = [weights / ranks, trained * gradient / ranks, moments * FLOAT32 / ranks]
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])

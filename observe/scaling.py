@@ -55,7 +55,7 @@ def collectives(mode: str, config: Config, vocab_size: int, ranks: int, per_mach
     """Return one rank's collectives in a step with SHARDING=mode; with hybrid, each machine has a copy."""
     layers, machines = config.n_layers, math.ceil(ranks / per_machine)
     compute_bytes = FLOAT32 if config.precision == "fp32" else 2
-    gradient_bytes = 2 if config.gradient_dtype == "bf16" else FLOAT32
+    gradient_bytes = 8 if config.reproducible else 2 if config.gradient_dtype == "bf16" else FLOAT32
     # Weights of a block, and of the embedding or head; for trained ones, the bytes of their gradients.
     block, vocabulary = config.matrix_count // layers, vocab_size * config.dim
     tables = 1 if config.tie_embeddings else 2
@@ -79,5 +79,5 @@ def collectives(mode: str, config: Config, vocab_size: int, ranks: int, per_mach
         # Once a step, with the last micro-batch, between the GPUs that hold the same rows of each copy.
         Collective("all_reduce", trained_block / shard, layers, copies, copies),
         Collective("all_reduce", trained_vocabulary / shard, tables, copies, copies),
-        Collective("all_reduce", vectors * FLOAT32, 1, ranks, machines)]
+        Collective("all_reduce", vectors * max(gradient_bytes, FLOAT32), 1, ranks, machines)]
     return [each for each in work if each.ranks > 1 and each.bytes]

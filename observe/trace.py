@@ -25,6 +25,7 @@ from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_utils import clip_scale, gradient_norm, gradient_sync
 from observe.check import probe_objective
+from parallel.exact import ExactGradients
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
 
@@ -82,7 +83,7 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
         lora.cast_base(frozen.requires_grad_(False), dtype)
     if mesh:
         for each in [model] if teacher or frozen is None else [model, frozen]:
-            shard_model(each, mesh, dtype, offload=config.cpu_offload)
+            shard_model(each, mesh, dtype, offload=config.cpu_offload, exact=config.reproducible)
     return model, frozen, objective
 
 
@@ -113,13 +114,18 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                 # One document or pair in each row; the host reads these two values.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
-            micro_batches = min(2, config.accumulation_steps)
+            micro_batches, wrapped = min(2, config.accumulation_steps), model
             with tracker:
+                if config.reproducible:
+                    wrapped = ExactGradients(model, ranks, config.exact_micro_batches)
+                    wrapped.begin(0)
                 for number in range(1, micro_batches + 1):
-                    with gradient_sync(model, is_last=number == micro_batches):
-                        objective.loss_sum(model, Batch(tokens_BT, tokens_BT, ids_BT)).total.backward()
+                    with gradient_sync(wrapped, is_last=number == micro_batches):
+                        objective.loss_sum(wrapped, Batch(tokens_BT, tokens_BT, ids_BT)).total.backward()
+                if config.reproducible:
+                    wrapped.reduce(torch.ones((), dtype=torch.float64))
                 gradients = nbytes(parameter.grad for parameter in trained)
-                scale = clip_scale(gradient_norm(model), config.max_grad_norm)
+                scale = clip_scale(gradient_norm(wrapped), config.max_grad_norm)
                 optimizer.step(config.learning_rate, scale, torch.zeros(()))
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
             return Traced(nbytes(model.parameters()), gradients, nbytes(optimizer.state_tensors().values()),

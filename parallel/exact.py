@@ -47,7 +47,7 @@ def row_sums(values_RC: Tensor) -> Tensor:
     """
     while (columns := values_RC.shape[1]) > 1:
         half = -(-columns // 2)
-        values_RC[:, :columns - half] += values_RC[:, half:]
+        values_RC[:, :columns - half].add_(values_RC[:, half:])
         values_RC = values_RC[:, :half]
     return values_RC[:, 0]
 
@@ -76,8 +76,8 @@ class ShardedSum:
 
     gradients: Tensor
     integers: Optional[Tensor] = None  # this rank's share
-    scale = 1.0
-    peak: Optional[Tensor] = None  # of the last micro-batch
+    scale: float
+    peak: Tensor  # largest absolute value of the micro-batch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -141,19 +141,20 @@ class ExactGradients(nn.Module):
 
         def add(index: int, parameter: nn.Parameter) -> None:
             peaks[index] = largest_of(parameter.grad)
-            self.sums[index][:parameter.numel()] += parameter.grad.mul_(self.scale).long().flatten()
+            gradient = parameter.grad.mul_(self.scale).long().flatten()
+            self.sums[index][:len(gradient)].add_(gradient)
             parameter.grad = None
 
         for parameter in self.trained:
             parameter.grad = None
+        for each in self.sharded.values():
+            each.peak = peaks[-1]
         with ExitStack() as stack:
             for index, parameter in enumerate(self.whole):
                 handle = parameter.register_post_accumulate_grad_hook(partial(add, index))
                 stack.callback(handle.remove)
             yield
-        peaks[len(self.whole):] = [peaks[-1] if each.peak is None else each.peak
-                                   for each in self.sharded.values()]
-        peaks_T = torch.stack(peaks)
+        peaks_T = torch.stack(peaks[:len(self.whole)] + [each.peak for each in self.sharded.values()])
         self.not_finite += ~peaks_T.isfinite()
         # As bits, which the all-reduce does not change.
         self.largest[self.done] = peaks_T.where(peaks_T.isfinite(), 0).max().view(torch.int32)

@@ -47,13 +47,9 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
     return DeviceMesh.from_group(groups, ranks.device.type, mesh, mesh_dim_names=("replicate", SHARD))
 
 
-def group_of_copies(mesh: DeviceMesh) -> Optional[dist.ProcessGroup]:
-    """Return the group of ranks that hold the same rows of each copy of the model; None if there is one."""
-    return mesh.get_group("replicate") if mesh.ndim > 1 else None
-
-
 def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
-                gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
+                gradient_dtype: torch.dtype = torch.float32, offload: bool = False,
+                exact: bool = False) -> None:
     """Divide a model's matrices over the ranks of the mesh, preferably while the model is on the meta device.
 
     Ranks gather weights in `compute_dtype`: a block for its forward and again for its backward, the embedding
@@ -63,7 +59,10 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     Args:
         gradient_dtype: dtype in which ranks exchange gradients.
         offload: keep parameters, gradients and optimizer state in the host's memory.
+        exact: let ExactGradients, not FSDP, add the gradients of the copies, over the group `model.copies`.
     """
+    if exact:
+        model.copies, mesh = mesh.get_group("replicate") if mesh.ndim > 1 else None, mesh[SHARD]
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     # Inputs are not cast: cosines and sines stay float32.
     policy = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)

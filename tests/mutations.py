@@ -45,6 +45,7 @@ RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_ident
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
 EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settings/test_load.py"
 PROPERTIES = "tests/data_pipeline/test_properties.py"
+EXACT = "tests/parallel/test_exact_sums.py::"
 SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
@@ -91,6 +92,19 @@ FAULTS = [
     fault("random numbers: the same in every step", "model_utils.py", "SeedSequence((seed, step, rank))",
           "SeedSequence((seed, rank))",
           "tests/test_model_utils.py::test_random_numbers_follow_from_seed_step_and_rank"),
+
+    # REPRODUCIBLE
+    fault("reproducible: the order of a sum depends on the rows", "parallel/exact.py", "return values_RC[:, 0]",
+          "return values_RC.sum(dim=1)", EXACT + "test_sums_of_rows_do_not_depend_on_the_other_rows"),
+    fault("reproducible: the last micro-batch replaces the others", "parallel/exact.py",
+          "[:len(gradient)].add_(gradient)", "[:len(gradient)].copy_(gradient)",
+          EXACT + "test_a_sum_is_the_exact_one_rounded_once"),
+    fault("reproducible: a gradient that does not fit wraps", "parallel/exact.py", "(largest <= 2.0**self.exponent) &",
+          "", EXACT + "test_gradients_beyond_the_scale_are_reported"),
+    fault("reproducible: a step is not repeated", "train.py", "if not fits:", "if False:",
+          EXACT + "test_a_step_is_repeated_with_a_scale_that_fits"),
+    fault("reproducible: NaN becomes an integer", "parallel/exact.py", ".where(self.not_finite == 0, torch.nan)", "+ 0 * self.not_finite",
+          EXACT + "test_a_gradient_that_is_not_finite_makes_its_tensor_nan"),
 
     # Sharding
     fault("sharding: gradients of norms are not averaged", "train.py", "average_vectors(ddp_model, ranks)", "pass",

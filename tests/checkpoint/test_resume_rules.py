@@ -128,3 +128,12 @@ def test_another_number_of_ranks_is_a_warning():
     lora = dict(lora_enabled=True, lora_dropout=0.1)
     (warning,) = changes(Config(**lora), Config(**lora, world_size=2)).warnings
     assert warning.endswith("LoRA dropout draws different numbers")
+
+
+def test_a_reproducible_run_changes_its_ranks_silently_but_not_its_micro_batches():
+    assert changes(Config(reproducible=True), Config(reproducible=True, world_size=3, sharding="full")).warnings == []
+    with pytest.raises(CheckpointError, match="MICRO_BATCH_SIZE was 8, is 4"):
+        changes(Config(reproducible=True), Config(reproducible=True, micro_batch_size=4))
+    with pytest.raises(CheckpointError, match="REPRODUCIBLE was False, is True"):  # also a checkpoint of an older version
+        state = {"settings": {"LORA_ENABLED": False}, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
+        check_changes(state, Config(reproducible=True), identity(Config(), "data", "tokenizer"), CHECKPOINT)

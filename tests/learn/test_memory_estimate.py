@@ -26,6 +26,7 @@ HYBRID = {"world_size": 8, "sharding": "hybrid", "shard_degree": 4}
 BLOCK, UNTIED, LONG = {"activation_checkpointing": "block"}, {"tie_embeddings": False}, {"max_seq_len": 2048, "micro_batch_size": 1}
 ONE = {"total_batch_size": 2048, "micro_batch_size": 2}  # a single micro-batch: no gradients are there when it begins
 DPO = {"training_stage": "dpo", "dpo_reference": "live"}
+EXACT = {"reproducible": True}
 LORA = {"lora_enabled": True, "lora_rank": 8}
 B8 = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "n_layers": 32, **UNTIED, **LONG}
 B1 = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192, "n_layers": 4, **LONG}
@@ -37,8 +38,9 @@ TRACED = [
     ({}, SMALL, "bf16"), ({}, 32_000, "fp32"), (UNTIED | BLOCK, 32_000, "bf16"), (ONE, SMALL, "bf16"), (FULL, 32_000, "bf16"),
     (FULL | BLOCK | LONG | UNTIED, LARGE, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), ({"optimizer": "muon"}, SMALL, "bf16"),
     (LORA | FULL, 32_000, "bf16"), (DPO | FULL, SMALL, "bf16"), ({"distillation_enabled": True}, SMALL, "bf16"),
-    (FULL | {"cpu_offload": True}, SMALL, "bf16"),
+    (FULL | {"cpu_offload": True}, SMALL, "bf16"), (EXACT, 32_000, "fp32"), (EXACT | HYBRID, 32_000, "bf16"),
     *(pytest.param(*each, marks=slow) for each in (
+        (EXACT | ONE, SMALL, "bf16"), (EXACT | FULL | UNTIED, LARGE, "bf16"), (EXACT | B1 | FULL, LARGE, "bf16"), (EXACT | LORA, SMALL, "fp32"),
         (ONE | UNTIED, LARGE, "bf16"), (BLOCK, SMALL, "bf16"), ({"world_size": 4, "document_mask": True}, SMALL, "bf16"), (LONG, LARGE, "fp32"),
         (FULL | {"world_size": 2}, SMALL, "bf16"), (FULL | {"world_size": 64}, SMALL, "bf16"), (FULL, SMALL, "fp32"),
         (FULL | LONG, LARGE, "bf16"), (HYBRID | UNTIED, 32_000, "bf16"), (FULL | {"optimizer": "muon"}, SMALL, "bf16"),

@@ -107,3 +107,17 @@ def test_a_matrix_whose_rows_leave_part_of_a_vector_cannot_be_divided():
     with pytest.raises(SettingsError, match="weight, which has 16 rows of 4 numbers, over 3 ranks"):
         check_alignment(nn.Linear(4, 16), 3)
     check_alignment(nn.Linear(4, 16).requires_grad_(False), 3)
+
+
+@pytest.mark.parametrize("row", [0, 7])
+def test_a_gradient_that_is_not_finite_stops_a_reproducible_step(row):
+    batches = uneven_batches(2)
+
+    def poison(model):
+        model.tok_embeddings.register_forward_hook(
+            lambda module, inputs, output: output * math.nan if torch.equal(inputs[0], batches[row // 2].tokens_BT) else None)
+
+    result, gradients, model = a_step(batches, plant=poison, REPRODUCIBLE="true", MICRO_BATCH_SIZE=2)
+    assert not result.finite and not result.updated and math.isnan(result.grad_norm)
+    assert all(gradient.isnan().all() for gradient in gradients.values())
+    assert torch.equal(model.norm.weight, torch.ones(32))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.errors import SettingsError
 from config import Config
-from settings.derived import settings_of_depth
+from settings.derived import settings_of_data, settings_of_depth
 from settings.load import PRESETS_DIR, load_config
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
@@ -169,3 +169,31 @@ def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):
     assert "DEPTH=2 sets N_LAYERS=2, DIM=128, " in capsys.readouterr().out
     assert run.train(MAX_STEPS=4) == 0 and run.steps_saved() == [3, 4]
     assert run.train(DEPTH=3, MAX_STEPS=5) == 5 and "DIM was 128, is 192" in capsys.readouterr().err
+
+
+def reproducible(world: int, **settings) -> dict:
+    config = Config(reproducible=True, world_size=world, **settings)
+    return settings_of_data(config, 5000, {"total_batch_size", "micro_batch_size", "max_steps", "warmup_steps"})
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_reproducible_run_has_the_same_batch_on_any_number_of_ranks(world):
+    flags = "--reproducible=true", "--check", f"--world-size={world}"
+    for depth in DEPTHS:
+        assert sized(depth, *flags).micro_batch_size == sized(depth, *flags[:1]).micro_batch_size
+    config = load("--total-batch-size=16384", "--max-seq-len=1024", "--micro-batch-size=0", *flags).config  # 16 rows
+    assert (config.micro_batch_size, config.exact_micro_batches) == (4, 4)
+    assert reproducible(world, training_stage="sft", epochs=3.0) == reproducible(1, training_stage="sft", epochs=3.0)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--world-size=3", "--sharding=full"], "MICRO_BATCH_SIZE * MAX_SEQ_LEN * WORLD_SIZE = 1 * 1024 * 3"),
+    (["--world-size=32"], "16 micro-batches, too few for WORLD_SIZE=32; use at most 16 ranks"),
+    (["--gradient-dtype=bf16"], "GRADIENT_DTYPE=bf16"), (["--precision=fp16"], "PRECISION=fp16"),
+    (["--sharding=full", "--cpu-offload=true"], "CPU_OFFLOAD=true")])
+def test_what_reproducible_does_not_cover_is_refused(flags, words):
+    batch = ["--check", "--reproducible=true", "--total-batch-size=16384", "--max-seq-len=1024", "--micro-batch-size=1"]
+    assert load(*batch, "--world-size=3").config.accumulation_steps == 6  # 16 on 3 ranks
+    with pytest.raises(SettingsError, match=re.escape(words)) as caught:
+        load(*batch, *flags)
+    assert len(str(caught.value).splitlines()) == 1
