@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_780, 7_020, 28_530
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_850, 7_110, 28_730
 BUDGETS = {
     "config.py": 660,
     "data_preparation_utils.py": 320,
-    "dataloaders.py": 710,
+    "dataloaders.py": 730,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
     "model.py": 320,
@@ -20,20 +20,20 @@ BUDGETS = {
     "train.py": 300,
     "checkpoint/": 1870,
     "common/": 1010,
-    "data_pipeline/": 2990,
+    "data_pipeline/": 3010,
     "debug/": 1120,
     "evaluation/": 470,
     "fused/": 550,
     "inference/": 760,
-    "learn/": 1750,
-    "observe/": 2290,
+    "learn/": 1760,
+    "observe/": 2300,
     "parallel/": 1480,
     "report/": 1480,
-    "run/": 2540,
-    "scripts/": 7020,
+    "run/": 2550,
+    "scripts/": 7110,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 28530,
+    "tests/": 28730,
 }
 
 
