@@ -257,8 +257,7 @@ EVENTS = {
 
 def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:
     """Return the value if it is a number between -most and most, else None."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) <= most else None
+    return float(value) if type(value) in (float, int) and -most <= value <= most else None
 
 
 def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     If the runs share no step, the row shows each run's last value and its step.
     """
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
-    tasks = task_names(names, runs[0].settings.get("HELLASWAG_NAME", "HellaSwag"))
+    tasks = task_names(names, runs[0].hellaswag)
     titles = {"val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
               "val_bits_per_byte": ("bits per byte", "lower"),
               **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
@@ -195,7 +195,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     Evaluations without such a step are explained in the second list.
     """
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
-    pairs, refused = [], []
+    pairs, refused, titles = [], [], {"hellaswag": runs[0].hellaswag}
     for a, b in combinations(range(len(runs)), 2):
         for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
             common = [key for key in scored[a] & scored[b] if key[1] == name]
@@ -204,8 +204,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
                 continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
-            refused.append(f"{title_of(name, runs[a])}: {last[0]} and {last[1]} did not score the same items "
-                           "at the same step, so there is no test")
+            refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items at "
+                           "the same step, so there is no test")
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
@@ -216,14 +216,10 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
             if scores[0] is None or scores[1] is None:
                 continue
             weights = {"weights": lines[a][key].get("count")} if metric == "loss" else {}
-            family = families.setdefault((f"{title_of(key[1], runs[a])} {kind.label}", kind), [])
+            family = families.setdefault((f"{titles.get(key[1], key[1])} {kind.label}", kind), [])
             family.append((runs[a].name, runs[b].name, key[0], kind.test(*scores, **weights)))
     made = [test for (label, kind), family in families.items() for test in corrected(label, kind, family)]
     return made, refused
-
-
-def title_of(name: str, run: RunReader) -> str:
-    return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
 def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from config import Config
 from report.curves import Curve, as_json, rounded
-from report.goodput import KILLED, Process, clock_steps, elapsed, goodput
+from report.goodput import KILLED, Process, clock_steps, goodput
 from report.power import PowerTrace
 from report.verdict import health, learning, time_text
 from settings.load import describe_settings
@@ -154,6 +154,7 @@ class RunReader:
                                   "OUTPUT_DIR")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
+        self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
 
@@ -311,7 +312,7 @@ class RunReader:
         best = self.curves["val_loss"].lowest if "val_loss" in self.curves else None
         alarms, time_spent = self.alarms(), goodput(self.processes)
         kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
-        verdict = [*learning(self.curves, state, kinds, self.settings.get("HELLASWAG_NAME", "HellaSwag")),
+        verdict = [*learning(self.curves, state, kinds, self.hellaswag),
                    health(state, kinds, time_spent["interruptions"] if time_spent else [])]
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
         return {"name": self.name, "state": state, "sentence": sentence, "verdict": verdict, "step": step,
@@ -380,7 +381,6 @@ class RunReader:
         if self.processes:
             start |= self.processes[-1].events[0]
             yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(self.processes[0].started))]
-            yield ["time", time_text(elapsed(self.processes))]
         for label, name in (("device", "device"), ("host", "host"), ("ranks", "world_size"),
                             ("torch", "torch"), ("Paddock", "paddock")):
             if start.get(name):

@@ -107,12 +107,6 @@ def set_up_from(start: Event) -> float:
     return start["time"] - max(0.0, start.get("seconds") or 0.0)
 
 
-def elapsed(processes: Sequence[Process]) -> float:
-    """Return the seconds from a run's first start to its last sign of life."""
-    alive = sum(max(0.0, process.last_sign - process.started) for process in processes)
-    return alive + sum(max(0.0, after.started - before.last_sign) for before, after in pairwise(processes))
-
-
 def clock_steps(processes: Sequence[Process]) -> Iterator[tuple[int, float]]:
     """Yield (next step, seconds at least) for each time the clock stepped back."""
     for process in processes:

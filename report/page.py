@@ -22,7 +22,7 @@ from report.data import RunReader
 ASSETS = Path(__file__).parent / "assets"
 FORMAT = 1
 MOST_BYTES = 800_000  # of data; the page is limited to 1 MB
-MOST_POINTS = 40_000  # over all curves
+MOST_POINTS = 24_000  # over all curves
 MOST_RUNS = 4  # with more, list only changed settings
 
 
@@ -46,7 +46,7 @@ class Report:
         names = [run.name for run in self.runs]
         made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
                 "generated": time.time(), "live": live, "runs": [],
-                "charts": charts(last, self.runs[0].settings.get("HELLASWAG_NAME", "HellaSwag")),
+                "charts": charts(last, self.runs[0].hellaswag),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
         share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS

@@ -7,19 +7,20 @@ from typing import Any, Optional
 import numpy as np
 
 from checkpoint.schema import MOST_SECONDS, LogFile
-from report.curves import Curve, rounded
+from report.curves import Curve, Points, as_json
 
-MOST_VALUES = 12_000  # over all GPUs
+MOST_POINTS = 8000  # over all GPUs
 MOST_WATTS = 1e9
 MOST_MARKS = 1000  # newest phase marks
 COLUMNS = {"time", "gpu", "watts", "phase", "step"}
 FAST_SECONDS = 0.3  # samples closer than this come from a POWER_STEPS window
+GAP_SECONDS = 60  # a longer silence is a gap, unless the samples are as rare
 
 
 class PowerTrace:
-    """The power files of a run, read incrementally. Long traces keep the extremes of each time bucket.
+    """The power files of a run, read incrementally.
 
-    Fast samples have separate buckets, so they keep their detail in a trace of several days.
+    Fast samples have a separate curve, so they keep their detail in a trace of several days.
     """
 
     def __init__(self, folder: Path):
@@ -31,7 +32,7 @@ class PowerTrace:
         self.columns: dict[Path, list[str]] = {}  # from each file's header
         self.start: Optional[float] = None
         self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
-        self.before: dict[str, float] = {}  # time of each GPU's previous sample
+        self.before: dict[str, tuple[float, float]] = {}  # each GPU's last sample: time, seconds since the previous
         self.marks: deque = deque(maxlen=MOST_MARKS)
 
     def paths(self) -> list[Path]:
@@ -79,62 +80,21 @@ class PowerTrace:
         if rank := path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-"):
             gpu = f"rank {rank}, GPU {gpu}" if gpu.isdecimal() else f"rank {rank}, {gpu}"
         self.gpus.setdefault(gpu, (Curve(), Curve()))
-        is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
-        self.before[gpu] = time
+        before, interval = self.before.get(gpu, (-np.inf, np.inf))
+        self.before[gpu] = time, time - before
+        if time - before > max(GAP_SECONDS, 10 * interval):
+            middle = (before + time) / 2 - self.start
+            samples.setdefault((gpu, False), []).append((round(1000 * middle), np.nan))
         point = round(1000 * (time - self.start)), watts if row["watts"] else np.nan
-        samples.setdefault((gpu, is_fast), []).append(point)
+        samples.setdefault((gpu, time - before < FAST_SECONDS), []).append(point)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
         """Return the trace for the page's data, within this share of the limits; None without samples."""
         if not self.gpus:
             return None
-        most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))
-        rows = sorted((*self._rows(False, most), *self._rows(True, most)), key=lambda row: row[0])
-        columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus, 1)}
-        return {"files": [file.path.name for file in self.files], "start": self.start,
-                "time": [round(row[0] / 1000, 3) for row in rows], "gpus": columns,
-                "marks": [*self.marks][-round(share * MOST_MARKS):]}
-
-    def _rows(self, fast: bool, most: int) -> list[list[float]]:
-        """Return (ms, watts of each GPU) for slow or fast samples, with one or two rows per bucket."""
-        points = [pair[fast].points(most) for pair in self.gpus.values()]
-        width = max([1.0, *(2 * np.ptp(each.x) / most for each in points if len(each.x))])
-        buckets: dict[int, list[list[tuple[float, float]]]] = {}  # (ms, watts) of each GPU
-        for gpu, each in enumerate(points):
-            for x, low, high in np.stack((each.x, each.low, each.high), 1).tolist():
-                samples = buckets.setdefault(int(x // width), [[] for _ in points])[gpu]
-                samples += [(x, low), (x, high)] if low < high else [(x, low)]
-
-        rows = []
-        for index, samples in buckets.items():
-            first = min(x for of_gpu in samples for x, _ in of_gpu)
-            kept = [_extremes(of_gpu) for of_gpu in samples]
-            rows.append((first, *(pair[0] for pair in kept)))
-            if max(map(len, samples)) > 1:
-                rows.append(((first + (index + 1) * width) / 2, *(pair[1] for pair in kept)))
-        if not rows:
-            return []
-
-        # Interpolate where only other GPUs have a sample, except in long gaps.
-        table = np.array(sorted(rows))
-        time = table[:, 0]
-        for watts in table.T[1:]:
-            known = np.isfinite(watts)
-            if known.sum() < 2:
-                continue
-            at = time[known]
-            after = np.searchsorted(at, time).clip(1, len(at) - 1)
-            gaps = np.diff(at)
-            inside = (time >= at[0]) & (time <= at[-1]) & (gaps[after - 1] <= 3 * np.median(gaps))
-            watts[:] = np.where(known | ~inside, watts, np.interp(time, at, watts[known]))
-        return table.tolist()
-
-
-def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return the lowest and highest value in chronological order, or NaN without finite values."""
-    finite = [(x, y) for x, y in points if y == y]
-    if not finite:
-        return np.nan, np.nan
-    (_, first), (_, last) = sorted((min(finite, key=lambda point: point[1]),
-                                    max(finite, key=lambda point: point[1])))
-    return first, last
+        most = max(4, round(share * MOST_POINTS / 2 / len(self.gpus)))
+        gpus = {}
+        for gpu, pair in self.gpus.items():
+            points = np.concatenate([curve.points(most) for curve in pair], axis=1)
+            gpus[gpu] = as_json(Points(*points[:, points[0].argsort(kind="stable")]))
+        return {"start": self.start, "gpus": gpus, "marks": [*self.marks][-round(share * MOST_MARKS):]}

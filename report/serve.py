@@ -51,12 +51,10 @@ class Live:
 
     async def points(self, request: Request) -> Response:
         """Return the curves for a range of steps, in more detail than the page contains."""
-        try:
-            run, low, high = (int(request.query_params[name]) for name in ("run", "low", "high"))
-            reader = self.report.runs[run]
-        except (KeyError, ValueError, IndexError):
-            return Response(status_code=400)
-        curves = await asyncio.to_thread(reader.range, low, high, MOST_RAW)
+        run, low, high = request.path_params.values()
+        if run >= len(self.report.runs):
+            return Response(status_code=404)
+        curves = await asyncio.to_thread(self.report.runs[run].range, low, high, MOST_RAW)
         return JSONResponse(curves, headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
@@ -83,7 +81,7 @@ def serve(report: Report, port: int) -> None:
     live = Live(report)
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
     app = Starlette(routes=[Route("/", live.page), Route("/events", live.events),
-                            Route("/points", live.points)], middleware=[hosts])
+                            Route("/points/{run:int}/{low:int}/{high:int}", live.points)], middleware=[hosts])
     app.router.redirect_slashes = False
     with listen(HOST, port) as listening:
         # No graceful shutdown: an open event stream would delay Ctrl-C.

@@ -34,14 +34,12 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
         kinds: kinds of the run's alarms.
         hellaswag: HELLASWAG_NAME.
     """
-    def newest(name: str) -> Optional[float]:
-        return curves[name].newest[0] if name in curves and curves[name].newest else None
-
+    newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     found = [name for name in ("val_loss", "train_loss") if name in curves and len(curves[name].recent) > 1]
     if not found:
         return
     curve, kind = curves[found[0]], "validation" if found[0] == "val_loss" else "training"
-    first, last, error = curve.first, newest("val_loss"), newest("val_loss_stderr") or 0.0
+    first, last, error = curve.first, newest.get("val_loss"), newest.get("val_loss_stderr") or 0.0
     if kind == "training":
         last, error = np.median(curve.recent).item(), np.std(curve.recent).item()
     is_lower, (best, step) = last < first - 2 * error, curve.lowest
@@ -50,13 +48,12 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
         words, is_lower = ("", "Diverged"), False
     texts = [f"{words[not is_lower]}: {kind} loss {value_text(first)} → {value_text(last)}"]
     for name, label in task_names(curves, hellaswag).items():
-        stem, accuracy = name.removesuffix("_acc"), newest(name)
-        if stem == name or accuracy is None:
-            continue
-        stderr, chance = newest(f"{stem}_stderr"), newest(f"{stem}_chance")
-        error_text = f" ± {100 * stderr:.1f}" if stderr else ""
-        chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
-        texts.append(f"accuracy on {label} {100 * accuracy:.1f} %{error_text}{chance_text}")
+        stem = name.removesuffix("_acc")
+        if stem != name and name in newest:
+            stderr, chance = newest.get(f"{stem}_stderr"), newest.get(f"{stem}_chance")
+            error_text = f" ± {100 * stderr:.1f}" if stderr else ""
+            chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
+            texts.append(f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}")
     yield is_lower, "; ".join(texts) + "."
     if kind == "validation" and is_lower and last > best + max(3 * error, 0.02 * abs(best)):
         yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."

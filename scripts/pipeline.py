@@ -51,6 +51,7 @@ from data_pipeline.templates import load_chat_format  # noqa: E402
 from dataloaders import ExampleRows, open_example_set  # noqa: E402
 from inference.generate import generate  # noqa: E402
 from learn.objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from report.page import ASSETS  # noqa: E402
 from run.adapters import load_for_use  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
@@ -196,43 +197,42 @@ def table(summary: dict) -> str:
                       *(f"| {name} | {values} |" for name, values in rows.items())])
 
 
-def plot(output: Path) -> None:
-    """Plot the validation metric of each stage."""
+def plot(summary: dict, output: Path) -> None:
+    """Plot each stage before and after, and the students of all seeds as dots."""
     with requires_package("matplotlib", "a plot"):
-        import matplotlib
+        from matplotlib import style
+        from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    style.use(ASSETS / "figure.mplstyle")
+    figure = Figure(figsize=(5.5, 2.4), layout="constrained")
+    stages, students = figure.subplots(1, 2, width_ratios=(3, 2))
+    shares = {"pretraining: right ending": summary["pretrain"]["item_accuracy"],
+              "SFT: exact answer": summary["sft"]["exact_answers"],
+              "LoRA SFT: exact answer": summary["lora"]["exact_answers"],
+              "DPO: right preference": summary["dpo"]["preference_accuracy"]}
+    for place, (before, after) in enumerate(shares.values()):
+        stages.plot([100 * before, 100 * after], [place, place], color="C0")
+        stages.plot(100 * before, place, "o", color="C0", markerfacecolor="white", label="before")
+        stages.plot(100 * after, place, "o", color="C0", label="after")
+    stages.set(xlabel="held-out items (%)", yticks=range(len(shares)), yticklabels=shares, ylim=(3.6, -0.6))
+    handles, labels = stages.get_legend_handles_labels()
+    figure.legend(handles[:2], labels[:2], loc="outside upper left", ncols=2)
 
-    students = {f"{kind}-{seed}": metric for kind, metric in
-                (("student", "val_loss"), ("distilled", "val_cross_entropy")) for seed in SEEDS}
-    panels = [("Pretraining", "loss (nats per token)", {"pretrain": "val_loss"}),
-              ("SFT, full and LoRA", "loss (nats per target)", {"sft": "val_loss", "lora": "val_loss"}),
-              ("DPO", "reward margin", {"dpo": "val_reward_margin"}),
-              ("Students", "loss (nats per token)", students)]
-    figure, axes = plt.subplots(2, 2, figsize=(9, 6))
-    for axis, (title, unit, runs) in zip(axes.flat, panels):
-        for name, metric in runs.items():
-            points, style = curve(name, metric), {"label": name}
-            if title == "Students":
-                points = points[1:]  # the initial loss is the same for all, and would flatten the curves
-                is_first, alone = name.endswith("-1"), name.startswith("student")
-                style = {"color": "tab:blue" if alone else "tab:orange",
-                         "label": ("without teacher" if alone else "distilled") if is_first else None}
-            axis.plot(*zip(*points), marker="o", **style)
-        axis.set(title=title, xlabel="step", ylabel=unit)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(output, dpi=100)
+    losses = summary["distill"]["val_loss"]
+    for place, values in enumerate(losses):
+        students.plot([place] * len(values), values, "o", color=f"C{place}", alpha=0.7)
+        students.plot(place, mean(values), "_", color=f"C{place}", markersize=24)
+    students.set(ylabel="loss (nats per token)", xticks=range(len(losses)), xlim=(-0.6, 1.6),
+                 xticklabels=["without\nteacher", "with\nteacher"])
+    figure.savefig(output)
 
 
 def report(summary: dict, pipeline: Pipeline) -> None:
     """Print the table, and write it with plots into RUNS."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    picture = "\n![curves](pipeline.png)\n"
+    picture = "\n![Each stage before and after](pipeline.png)\n"
     try:
-        plot(RUNS / "pipeline.png")
+        plot(summary, RUNS / "pipeline.png")
     except SettingsError as error:
         print(f"No plots: {error}", file=sys.stderr)
         picture = ""

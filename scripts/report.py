@@ -11,10 +11,8 @@ The report of several runs compares them: curves, settings, results, and paired 
 
 import argparse
 import os
-import re
 import signal
 import sys
-from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +24,7 @@ from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
 from report.compare import by_configuration, results  # noqa: E402
 from report.curves import task_names  # noqa: E402
-from report.page import Report, join_assets, render  # noqa: E402
+from report.page import ASSETS, Report, render  # noqa: E402
 from settings.load import find_run, load_config  # noqa: E402
 
 
@@ -60,27 +58,27 @@ def draw(report: Report, path: Path, width: float, log: bool) -> None:
     """Draw loss and accuracy with matplotlib: of runs that differ only in seeds, mean and range."""
     with requires_package("matplotlib", "--figure"):
         import numpy as np
-        from matplotlib import rcParams
+        from matplotlib import style
         from matplotlib.figure import Figure
 
-    runs, colors = report.runs, re.findall(r"--color-\d: light-dark\((#\w+)", join_assets("base.css"))
+    runs = report.runs
     groups = {each["name"]: each["runs"] for each in by_configuration(runs, [*results(runs)])}
     groups = groups or {run.name: [run.name] for run in runs}
     drawn = sorted({name for run in runs for name, curve in run.curves.items() if len(curve) > 1})
-    tasks = task_names(drawn, runs[0].settings.get("HELLASWAG_NAME", "HellaSwag"))
+    tasks = task_names(drawn, runs[0].hellaswag)
     panels = [("loss (nats per token)", 1, [name for name in ("val_loss", "train_loss") if name in drawn]),
               *((f"accuracy on {tasks[name]} (%)", 100, [name]) for name in [*tasks][:1])]
-    rcParams.update({"font.size": 9, "pdf.fonttype": 42})
+    style.use(ASSETS / "figure.mplstyle")
     figure = Figure(figsize=(width, 0.62 * width * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
     for (title, factor, names), (axis,) in zip(panels, axes):
         axis.set(ylabel=title, yscale="log" if log and factor == 1 else "linear")
         axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter("{x:g}" if log and factor == 1 else "")
-        axis.grid(alpha=0.25)
         if chance := factor == 100 and runs[0].value(f"{names[0].removesuffix('_acc')}_chance"):
             axis.axhline(100 * chance, color="grey", linestyle=":")
-        for (group, members), color in zip(groups.items(), cycle(colors)):
+        for number, (group, members) in enumerate(groups.items()):
+            color = f"C{number}"
             labels = (group.replace("$", r"\$"), None) if len(groups) > 1 else ("validation", "training")
             chosen = [run.curves for run in runs if run.name in members]
             shared = [name for name in names if all(name in curves for curves in chosen)]
@@ -89,12 +87,12 @@ def draw(report: Report, path: Path, width: float, log: bool) -> None:
                 steps = sorted(set.intersection(*({*each.x} for each in points)))
                 values = factor * np.array([np.interp(steps, each.x, each.y) for each in points])
                 axis.plot(steps, values.mean(0), "." * (len(steps) < 30) + "-", label=label, color=color,
-                          alpha=alpha, linewidth=1.3)
+                          alpha=alpha)
                 axis.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
-    axes[0][0].legend(frameon=False)
+    axes[0][0].legend()
     axes[-1][0].set_xlabel("step")
     with disk_errors(path, CheckpointError, "name another file"):
-        figure.savefig(path, dpi=200)
+        figure.savefig(path)
 
 
 def main() -> None:

@@ -288,21 +288,17 @@ class Api:
                 "parameters": sum(parameter.numel() for parameter in batcher.model.model.parameters())}
 
     def find(self, name: str) -> str:
-        """Return a model's id, given its id or the path on the command line. Raises ApiError if unknown."""
-        ids = [id for id, batcher in self.batchers.items() if name in (id, batcher.model.name)]
+        """Return a model's id, given its id or the path on the command line; a single model has any name."""
+        ids = [id for id, batcher in self.batchers.items()
+               if len(self.batchers) == 1 or name in (id, batcher.model.name)]
         if not ids:
             raise ApiError(404, f"there is no model {name!r}; choose from {str([*self.batchers])[1:-1]}",
                            "model", "model_not_found")
         return ids[0]
 
-    def requested_model(self, body: RequestBody) -> tuple[str, Batcher]:
-        """Return the id and batcher of the requested model; a single model answers to any name."""
-        name = next(iter(self.batchers)) if len(self.batchers) == 1 else self.find(body.model)
-        return name, self.batchers[name]
-
     async def chat(self, request: Request) -> Response:
         body = await read(request, ChatBody)
-        name, batcher = self.requested_model(body)
+        batcher = self.batchers[name := self.find(body.model)]
         if batcher.model.chat_format is None:
             raise ApiError(400, f"{name} cannot chat: {batcher.model.no_chat_reason}; use "
                                 "/v1/completions", "model")
@@ -318,7 +314,7 @@ class Api:
 
     async def complete(self, request: Request) -> Response:
         body = await read(request, CompletionBody)
-        name, batcher = self.requested_model(body)
+        batcher = self.batchers[name := self.find(body.model)]
         batcher.check_room(len(body.prompt) * body.n)
         prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, body.prompt)])
         jobs = [job for prompt in prompts

@@ -75,7 +75,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 def model_ids(names: Sequence[str]) -> list[str]:
     """Return short, distinct names: the end of a path, or RUN@STEP for a checkpoint."""
     paths = [Path(name).expanduser().absolute() for name in names]
-    return names and distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
+    return distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
                            if path.parent.name == "checkpoints" else path for path in paths])
 
 

@@ -1,5 +1,6 @@
 """Opens the models named on the command line."""
 
+import re
 from pathlib import Path
 from typing import Optional
 
@@ -39,7 +40,6 @@ def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
         return [" ".join(text.removeprefix(start).split()[:8]) for text in examples]
     # User messages of single-turn examples that the manifest does not shorten
     before, after = decode(model.chat_prompt([{"role": "user", "content": "?"}]).ids).split("?", 1)
-    first_turns = [text.partition("\u27e6")[0].partition("\nchosen: ")[0].strip() for text in examples]
-    after = after.strip()
-    return [*dict.fromkeys(text[len(before):-len(after)] for text in first_turns if text.startswith(before)
-                           and text.endswith(after) and " tokens ...] " not in text)]
+    message = rf"{re.escape(before)}([^\u27e6]*?){re.escape(after.strip())}\s*(\u27e6|\nchosen: |$)"
+    found = dict.fromkeys(match[1] for text in examples if (match := re.match(message, text.strip())))
+    return [text for text in found if " tokens ...] " not in text]

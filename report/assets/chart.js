@@ -39,7 +39,7 @@ function format(value, how = {}, digits = 4) {
 const placesOf = (values) =>
   Math.max(0, Math.min(6, 3 - Math.floor(Math.log10(Math.abs(last(values)) || 1))));
 
-const whole = (value) => format(Math.round(value));
+const whole = (value) => format(value && Math.round(value));
 
 /** A value and its error as [text, " ± text"], rounded to two digits of the error. */
 function measured(value, error, how = {}) {
@@ -66,6 +66,8 @@ const least = (values) => values.reduce((a, b) => (b < a ? b : a), Infinity);
 const most = (values) => -least(values.map((value) => -value));
 const known = (values) => values.filter((value) => value !== null);
 const last = (values) => values.findLast((value) => value !== null);
+const mean = (values) => values.reduce((a, b) => a + b, 0) / values.length;
+const pointsOf = ({x, y}) => x.map((at, i) => [at, y[i]]).filter(([, value]) => value !== null);
 
 /** The index of the last element <= `value` in an ascending list, or -1. */
 function place(sorted, value, key = (each) => each) {
@@ -80,8 +82,8 @@ function place(sorted, value, key = (each) => each) {
 /** The linearly interpolated value of a curve at `step`. */
 function interpolate({x, y}, step) {
   const i = place(x, step), j = i + 1;
-  if (i < 0 || j >= x.length) return y[i < 0 ? 0 : i];
-  return y[i] + (y[j] - y[i]) * (step - x[i]) / (x[j] - x[i]);
+  if (i < 0 || j >= x.length || x[i] === step) return y[Math.max(0, i)] ?? null;
+  return y[i] === null || y[j] === null ? null : y[i] + (y[j] - y[i]) * (step - x[i]) / (x[j] - x[i]);
 }
 
 /** Lines fitted around each point with weights exp(-distance / span); a mean would bend towards the ends. */
@@ -187,8 +189,7 @@ function stroke(ctx, color, dash, ...points) {
     of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
-    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
-    this.above = null;
+    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false, above: null});
     this.title = h("h3", {id: `title-${key}`});
     this.tools = h("span", {});
     this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
@@ -279,33 +280,35 @@ class Chart {
     this.update(this.chart, this.lines);
   }
 
-  summary(line) {
-    const points = line.y.map((value, i) => [value, line.steps[i]]).filter(([value]) => value !== null);
-    if (!points.length) return `${line.label}: no values.`;
+  summary({label, steps, y, low, high, how}) {
+    const [values, lows, highs] = [y, low || y, high || y].map((ends) => pointsOf({x: steps, y: ends}));
+    if (!values.length) return `${label}: no values.`;
     const where = (step) => (this.chart.phaseAt ? duration(step) : `step ${whole(step)}`);
-    const say = ([value, step]) => `${format(value, line.how)} at ${where(step)}`;
-    const range = (ends) => line.steps.map((step, i) => [ends[i], step]).filter(([value]) => value !== null);
-    const [low, high] = [[-1, line.low], [1, line.high]].map(([sign, ends]) =>
-      range(ends || line.y).reduce((a, b) => (sign * (b[0] - a[0]) > 0 ? b : a)));
-    return `${line.label}: last ${say(points[points.length - 1])}, lowest ${say(low)}, highest ${say(high)}.`;
+    const say = ([step, value]) => `${format(value, how)} at ${where(step)}`;
+    const lowest = lows.reduce((a, b) => (b[1] < a[1] ? b : a));
+    const highest = highs.reduce((a, b) => (b[1] > a[1] ? b : a));
+    return `${label}: last ${say(values.at(-1))}, lowest ${say(lowest)}, highest ${say(highest)}.`;
+  }
+
+  /** The labels of the lines, then a row for each step; `cell` makes the text of a line's point. */
+  rows(empty, cell) {
+    const rows = new Map();
+    this.lines.forEach((line, column) => line.steps.forEach((step, i) => {
+      if (!rows.has(step)) rows.set(step, [String(step), ...this.lines.map(() => empty)]);
+      if (line.y[i] !== null) rows.get(step)[column + 1] = cell(line, i);
+    }));
+    const head = [this.chart.phaseAt ? "seconds" : "step", ...this.lines.map(({label}) => label)];
+    return [head, ...[...rows].sort(([a], [b]) => a - b).map(([, row]) => row)];
   }
 
   /** Fill the chart's table of values, if it is open. */
   fillTable() {
     if (!this.details.open) return;
-    const rows = new Map(), short = (value, digits) => String(Number(value.toPrecision(digits)));
-    this.lines.forEach((line, column) => line.steps.forEach((step, i) => {
-      if (!rows.has(step)) rows.set(step, Array(this.lines.length).fill("–"));
-      const error = line.error && line.error[i] !== null ? ` ± ${short(line.error[i], 2)}` : "";
-      const range = isRange(line, i) ? ` (${short(line.low[i], 4)} to ${short(line.high[i], 4)})` : "";
-      if (line.y[i] !== null) rows.get(step)[column] = short(line.y[i], 6) + error + range;
-    }));
-    const every = Math.ceil(rows.size / 2000), all = [...rows].sort(([a], [b]) => a - b);
-    const some = all.filter((_, i) => i % every === 0 || i === all.length - 1);
-    const left = every > 1 ? `, every ${every}th of ${whole(all.length)} rows` : "";
-    const head = [this.chart.phaseAt ? "seconds" : "step", ...this.lines.map((line) => line.label)];
-    fill(this.details.lastChild,
-      table(this.chart.title + left, head, some.map(([step, cells]) => [String(step), ...cells])));
+    const short = (value, digits) => String(Number(value.toPrecision(digits)));
+    const [head, ...rows] = this.rows("–", ({y, error, low, high}, i) => short(y[i], 6)
+      + (error && error[i] !== null ? ` ± ${short(error[i], 2)}` : "")
+      + (isRange({low, high}, i) ? ` (${short(low[i], 4)} to ${short(high[i], 4)})` : ""));
+    fill(this.details.lastChild, table(this.chart.title, head, rows));
   }
 
   // ------------------------------------------------------------------------------------------------- drawing
@@ -323,16 +326,9 @@ class Chart {
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
       if (isSmooth && !low) push("raw", y);
       const means = low && !line.group ? [...y.slice(0, -1), null] : y;  // the last is one value
-      push("main", isSmooth ? this.smoothed({...line, y: means}, span * (end - start)) : means);
+      push("main", isSmooth ? smooth(x, means, span * (end - start)) : means);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
-  }
-
-  /** The smoothed line; where it falls to zero on a logarithmic axis, the mean of its logarithms. */
-  smoothed({x, y, low}, span) {
-    if (!this.isLog || this.lowest > 0 || low) return smooth(x, y, span);
-    const logs = y.map((value) => (value === null ? null : Math.log(this.onAxis(value))));
-    return smooth(x, logs, span).map((value) => (value === null ? null : Math.exp(value)));
   }
 
   /** The sums of these columns, the largest first, where the longest has points: each has its own. */

@@ -40,6 +40,13 @@ function patch(old, fresh) {
   while (old.childNodes.length > children.length) old.lastChild.remove();
 }
 
+/** Save content as a file. */
+function download(name, type, ...parts) {
+  const link = h("a", {href: URL.createObjectURL(new Blob(parts, {type})), download: name});
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
 /** Replace the children of an element with `patch`. */
 function fill(element, ...children) {
   const fresh = element.cloneNode(false);

@@ -8,13 +8,12 @@ function drawingOf({plot, slots, chart, lines, off}) {
     .map((each) => each.toFixed(1)).join(",");
   const words = (x, y, anchor, text, color = muted) =>
     svg("text", {x, y, "text-anchor": anchor, fill: color, "font-size": 12}, text);
-  const seen = ({x, y}) => x.map((each, i) => [each, y[i]]).filter(([, value]) => value !== null);
   const path = (points) => points.map(([x, y]) => at(x, y)).join("L");
   const shapes = slots.flatMap((slot, i) => {
-    const {line, role} = slot, points = seen(slot), color = ink(line.color);
+    const {line, role} = slot, points = pointsOf(slot), color = ink(line.color);
     if (!points.length || role === "low") return [];
     if (role === "high") {
-      const band = [...points, ...seen(slots[i + 1]).reverse()];
+      const band = [...points, ...pointsOf(slots[i + 1]).reverse()];
       return svg("path", {d: `M${path(band)}Z`, fill: color, "fill-opacity": .15});
     }
     const d = `M${path(points)}`, ends = [last(points), points[0]].map(([x]) => left + plot.valToPos(x, "x"));
@@ -46,35 +45,22 @@ function drawingOf({plot, slots, chart, lines, off}) {
     legend);
 }
 
-/** The values of the chart, with a row per step. */
-function csvOf({lines, chart}) {
-  const rows = new Map(), quoted = (words) => `"${words.replaceAll('"', '""')}"`;
-  const cell = (words) => (/[",\n]/.test(words) ? quoted(words) : words);
-  lines.forEach(({steps, y}, column) => steps.forEach((step, i) => {
-    if (!rows.has(step)) rows.set(step, Array(lines.length).fill(""));
-    rows.get(step)[column] = y[i] ?? "";
-  }));
-  const head = [chart.phaseAt ? "seconds" : "step", ...lines.map(({label}) => label)];
-  const body = [...rows].sort(([a], [b]) => a - b).map(([step, cells]) => [step, ...cells]);
-  return [head, ...body].map((row) => row.map(String).map(cell).join(",")).join("\n") + "\n";
-}
-
-function download(name, blob) {
-  const link = h("a", {href: URL.createObjectURL(blob), download: name});
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-}
+const svgText = (drawing) => new XMLSerializer().serializeToString(drawing);
+const svgAddress = (drawing) => `data:image/svg+xml,${encodeURIComponent(svgText(drawing))}`;
 
 /** Save a chart as "csv", "svg" or "png". */
 async function saveChart(chart, kind) {
   const name = `${chart.key}.${kind}`;
-  if (kind === "csv") return download(name, new Blob([csvOf(chart)], {type: "text/csv"}));
-  const drawing = drawingOf(chart), text = new XMLSerializer().serializeToString(drawing);
-  if (kind === "svg") return download(name, new Blob([text], {type: "image/svg+xml"}));
-  const image = new Image(), canvas = h("canvas", {});
-  image.src = `data:image/svg+xml,${encodeURIComponent(text)}`;
+  if (kind === "csv") {
+    const cell = (words) => (/[",\n]/.test(words) ? `"${words.replaceAll('"', '""')}"` : words);
+    const rows = chart.rows("", ({y}, i) => String(y[i]));
+    return download(name, "text/csv", rows.map((row) => `${row.map(cell).join(",")}\n`).join(""));
+  }
+  const drawing = drawingOf(chart), image = new Image(), canvas = h("canvas", {});
+  if (kind === "svg") return download(name, "image/svg+xml", svgText(drawing));
+  image.src = svgAddress(drawing);
   await image.decode();
   [canvas.width, canvas.height] = [3 * image.width, 3 * image.height];
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-  canvas.toBlob((blob) => download(name, blob));
+  canvas.toBlob((blob) => download(name, blob.type, blob));
 }

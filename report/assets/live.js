@@ -19,7 +19,7 @@ async function fetchPoints() {
     const [low, high] = stepsIn(run, zoom), known = details.get(run.name);
     const isCoarse = Object.values(run.curves).some(({low: range}) => range);
     if (!isCoarse || !shown().includes(run) || (known && known.low <= low && known.high >= high)) continue;
-    const answer = await fetch(`points?run=${index}&low=${low}&high=${high}`).catch(() => null);
+    const answer = await fetch(`points/${index}/${low}/${high}`).catch(() => null);
     if (answer?.ok) details.set(run.name, {low, high, curves: await answer.json()});
   }
   if (group.zoom === zoom) drawCharts();

@@ -4,7 +4,6 @@
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ stopped", failed: "✕ failed",
   unknown: "? unknown"};
-const PARTS = ["steps", "repeated steps", "evaluation", "saving", "start-up", "away", "other"];
 const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3], "dashed"]]
   .map(([dash, shape]) => ({dash, shape}));
 const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // curves that convert steps
@@ -14,17 +13,10 @@ const charts = new Map();
 const details = new Map();  // name of a run: {low, high, curves}, fetched by a live page
 let report = null;
 
-/** The names that the browser keeps under `key`; these instead, if given. A browser may forbid it. */
-function kept(key, names) {
-  try {
-    if (names) localStorage.setItem(key, JSON.stringify(names));
-    return JSON.parse(localStorage.getItem(key) ?? "[]");
-  } catch {
-    return [];
-  }
-}
-
-const pins = new Set(kept("paddock-pins"));
+const pins = new Set();  // ids of the charts that come first, kept in the browser
+try {
+  JSON.parse(localStorage.getItem("paddock-pins") ?? "[]").forEach((id) => pins.add(id));
+} catch { /* A browser may forbid storage. */ }
 
 // ------------------------------------------------------------------------------------------------------ runs
 
@@ -37,18 +29,13 @@ const named = (run) => `${letter(run)} ${run.name}`.trim();
 const color = (index) => `var(--color-${index % 8})`;
 const groupIndex = (run) => groupsOfSeeds().findIndex(({runs}) => runs.includes(run.name));
 const runColor = (run) => color(groupIndex(run) < 0 ? report.runs.indexOf(run) : groupIndex(run));
-const text = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
-const two = (number) => String(number).padStart(2, "0");
-const change = ({name, before, after}) => `${name} ${text(before)} → ${text(after)}`;
+const change = ({name, before, after}) => `${name} ${before ?? "–"} → ${after ?? "–"}`;
 const changes = (segment) => segment.changes.map(change).join(", ") || "nothing";
 const percent = (value) => format(value, {percent: true}, 3);
 
-/** A time as 2026-11-23 06:08, in the reader's time zone. */
-function date(seconds) {
-  const at = new Date(seconds * 1000);
-  const day = [at.getFullYear(), two(at.getMonth() + 1), two(at.getDate())].join("-");
-  return `${day} ${two(at.getHours())}:${two(at.getMinutes())}`;
-}
+/** A time as 2026-11-23 06:08, which is Swedish usage, in the reader's time zone. */
+const date = (seconds) =>
+  new Date(seconds * 1000).toLocaleString("sv", {dateStyle: "short", timeStyle: "short"});
 
 /** The function from a run's step to its position on the chosen axis; null if the run lacks the curve. */
 function axisOf(run) {
@@ -60,8 +47,7 @@ function axisOf(run) {
 
 /** The run's first and last step in this range of the axis, extended by one at each end. */
 function stepsIn(run, [low, high]) {
-  const grids = Object.values(run.curves).map(({x}) => x);
-  const steps = grids.reduce((a, b) => (b.length > a.length ? b : a), [0]);
+  const steps = Object.values(run.curves).reduce((a, {x}) => (x.length > a.length ? x : a), [0]);
   const from = place(steps, low, axisOf(run)), to = place(steps, high, axisOf(run)) + 1;
   return [steps[Math.max(0, from)], steps[Math.min(steps.length - 1, to)]];
 }
@@ -131,13 +117,17 @@ function groupLines(lines) {
     families.set(key, [...(families.get(key) || []), {...line, group: groups[index]}]);
   }
   return [...families].map(([key, family]) => {
-    if (family.length < 2) return family[0];
-    const [{group, series}] = family, longest = family.reduce((a, b) => (b.x.length > a.x.length ? b : a));
-    const values = longest.x.map((at) => known(family.map((line) => interpolate(line, at) ?? null)));
-    const each = (make) => values.map((some) => (some.length ? make(some) : null));
-    return {...longest, key, label: `${group.name} ${series.label}`, letter: "", error: null,
-      y: each((some) => some.reduce((a, b) => a + b) / some.length), low: each(least), high: each(most)};
+    const label = `${family[0].group?.name} ${family[0].series.label}`;
+    return family.length < 2 ? family[0] : {...combined(family, mean), key, label, letter: "", error: null};
   });
+}
+
+/** The longest of these lines with a statistic of all their values, and a band from lowest to highest. */
+function combined(lines, statistic) {
+  const longest = lines.reduce((a, b) => (b.x.length > a.x.length ? b : a));
+  const columns = longest.x.map((at) => known(lines.map((line) => interpolate(line, at))));
+  const each = (pick) => columns.map((values) => (values.length ? pick(values) : null));
+  return {...longest, group: lines, y: each(statistic), low: each(least), high: each(most)};
 }
 
 // ---------------------------------------------------------------------------------------------------- charts
@@ -151,20 +141,17 @@ function drawChart(key, groupName, place, chart, lines) {
   if (lines.length) charts.get(key).update(chart, lines);
 }
 
-/** The charts, those that the reader has pinned first. */
-const inOrder = () => [...report.charts].sort((a, b) => pins.has(b.id) - pins.has(a.id));
-
 const isFound = ({title, series}) => [title, ...series.flatMap(({label, curve}) => [label, curve])]
   .some((words) => words.toLowerCase().includes(byId("find").value.trim().toLowerCase()));
 
 /** Pin a chart above the others, or put it back. */
-function pin({chart: {id}, figure, tools}) {
+function pin({chart: {id}, tools}) {
   if (!pins.delete(id)) pins.add(id);
-  kept("paddock-pins", [...pins]);
-  for (const {id: next} of inOrder()) {
-    for (const each of charts.values()) if (each.chart?.id === next) figure.parentNode.append(each.figure);
-  }
+  document.querySelectorAll("#charts figure").forEach((figure) => figure.remove());
   drawCharts();
+  try {
+    localStorage.setItem("paddock-pins", JSON.stringify([...pins]));
+  } catch { /* A browser may forbid storage. */ }
   tools.querySelector("[data-do=pin]").focus();
 }
 
@@ -172,7 +159,7 @@ function drawCharts() {
   const group = Object.assign(groupOf("steps"), {extent: extent(), marks: marks()});
   const place = document.querySelector("#charts .charts");
   const axis = {seconds: view.axis === "time", axis: view.axis === "step" ? "step" : "tokens"};
-  for (const chart of inOrder()) {
+  for (const chart of [...report.charts].sort((a, b) => pins.has(b.id) - pins.has(a.id))) {
     const bytes = chart.unit === "bytes" ? {divisor: 2 ** 30, unit: "GiB"} : chart.percent ? {unit: ""} : {};
     const full = {...chart, ...axis, ...bytes, isFloating: isMany()};
     const runs = isFound(chart) ? shown() : [];
@@ -196,42 +183,42 @@ function phasesOf(turns) {
     const [[start, phase], [end]] = turns.slice(i);
     lengths.set(phase, (lengths.get(phase) || []).concat(end - start));
   }
-  const limit = (all) => 10 * all.sort((a, b) => a - b)[all.length >> 1];
-  const limits = new Map([...lengths].map(([phase, all]) => [phase, limit(all)]));
+  const limits = new Map([...lengths].map(([phase, all]) => [phase, 10 * median(all)]));
   return (seconds) => {
     const [start, phase, step] = turns[place(turns, seconds, ([at]) => at)] || [];
     return seconds - start <= (limits.get(phase) || 0) ? [phase, step] : [null, null];
   };
 }
 
-/** The median of many GPUs, with a band from lowest to highest. */
-function medianOf(lines) {
-  const columns = lines[0].x.map((_, i) => known(lines.map(({y}) => y[i])).sort((a, b) => a - b));
-  const each = (pick) => columns.map((some) => (some.length ? pick(some) : null));
-  const middle = (some) => (some[(some.length - 1) >> 1] + some[some.length >> 1]) / 2;
-  return {...lines[0], key: "median", isSingle: false, label: `median of ${lines.length} GPUs`, group: lines,
-    y: each(middle), low: each(([first]) => first), high: each(last)};
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
 }
 
 /** Draw each GPU's power (for many GPUs, the median) and the phases of the steps on one time axis. */
 function drawPower() {
   for (const [index, run] of report.runs.entries()) {
-    const {time, gpus, marks: turns, start} = run.power || {time: []}, key = `power-${index}`;
-    if (!time.length) continue;
-    const isMedian = Object.keys(gpus).length > 4;
-    const lines = Object.entries(gpus).map(([gpu, y], i) => ({
-      key: gpu, label: /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu, steps: time, x: time, y, color: color(i),
-      ...STYLES[i % 4], how: {places: 0}, isSingle: isMedian,
-    }));
-    const drawn = isMedian ? [medianOf(lines), ...lines] : lines;
+    if (!run.power) continue;
+    const {gpus, marks: turns, start} = run.power, key = `power-${index}`;
+    const count = Object.keys(gpus).length, isMedian = count > 4;
+    const lines = Object.entries(gpus).map(([gpu, {x: milliseconds, ...values}], i) => {
+      const x = milliseconds.map((each) => each / 1000), label = /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu;
+      return {key: gpu, label, steps: x, x, ...values, color: color(i), ...STYLES[i % 4], how: {places: 0},
+        isSingle: isMedian};
+    });
+    if (isMedian) {
+      const [label, isSingle] = [`median of ${count} GPUs`, false];
+      lines.unshift({...combined(lines, median), key: "median", label, isSingle});
+    }
     const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean), isNew = !charts.has(key);
     const chart = {
       title: isSeveral() ? named(run) : "Power of the GPUs", unit: `watts, from ${date(start)}`,
       seconds: true, phaseAt: phasesOf(turns), phases: names.map((name, i) => [name, color(i + 2)]),
     };
-    groupOf(key).extent = [time[0], Math.max(last(time), time[0] + 1e-3)];
-    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? drawn : []);
-    if (isNew && isMedian) lines.forEach((line) => charts.get(key).off.add(line.key));
+    const times = lines.flatMap(({x}) => x), low = least(times);
+    groupOf(key).extent = [low, Math.max(most(times), low + 1e-3)];
+    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? lines : []);
+    if (isNew && isMedian) lines.slice(1).forEach((line) => charts.get(key).off.add(line.key));
     if (isNew) charts.get(key).clicked({dataset: {do: "wide"}});
   }
   byId("power").hidden = ![...document.querySelectorAll("#power figure")].some(({hidden}) => !hidden);
@@ -244,8 +231,7 @@ const headOf = (run) => isSeveral() && h("h3", {}, swatch(runColor(run)), named(
 
 /** A curve in 60 by 20 pixels, without its steep start. */
 function sparkline({x, y}) {
-  const points = x.map((at, i) => [at, y[i]]).filter(([, value]) => value !== null);
-  const recent = points.slice(points.length > 20 ? points.length >> 4 : 0);
+  const points = pointsOf({x, y}), recent = points.slice(points.length > 20 ? points.length >> 4 : 0);
   const some = recent.filter((_, i) => (recent.length - 1 - i) % Math.ceil(recent.length / 60) === 0);
   if (some.length < 2) return null;
   const [[start], [end]] = [some[0], last(some)], values = some.map(([, value]) => value);
@@ -287,10 +273,6 @@ function tiles(run) {
   return found.length > 0 && h("dl", {class: "tiles"}, found);
 }
 
-function copyButton(words) {
-  return h("button", {type: "button", "data-copy": words}, "Copy");
-}
-
 /** Why a run failed, the last checkpoint, and the command that examines the step. */
 function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
   const [first, ...others] = reason.split(/(?<=\.) (?=\S)/), more = others.join(" ");
@@ -299,19 +281,23 @@ function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
     h("h3", {}, `✕ Failed ${where}`, steps > 0 && ` of ${whole(steps)}`),
     h("p", {}, `${what} Saved: ${saved}.`),
     command && h("p", {class: "command"}, "Examine the step with ", h("code", {}, command), " ",
-      copyButton(command)),
+      h("button", {type: "button", "data-copy": command}, "Copy")),
     more && h("details", {}, h("summary", {}, "Full message"), h("p", {}, more)));
 }
 
 function verdict({verdict: sentences = [], sentence}) {
   const isUsual = /^(finished|running|failed)/.test(sentence) || isSeveral();
   const sign = {true: "✓", false: "✕", null: "•"}, kind = {true: "good", false: "bad", null: ""};
-  const lead = !isUsual && h("p", {}, `• ${sentence}`);
-  return h("div", {class: "verdict"}, lead, sentences.map(([isGood, words]) =>
+  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([isGood, words]) =>
     h("p", {class: kind[isGood]}, h("span", {"aria-hidden": "true"}, `${sign[isGood]} `), words)));
 }
 
+const badge = ({state}) => h("span", {class: `badge ${state}`}, STATES[state]);
 const timeLeft = ({eta_seconds: eta}) => (typeof eta === "number" ? `about ${duration(eta)} left` : "");
+
+const toggle = (run) => h("label", {},
+  h("input", {type: "checkbox", "data-run": run.name, checked: !view.away.has(run.name)}),
+  swatch(runColor(run)), named(run));
 
 /** The columns of the table of runs: title, and a function from a run to [cell, sort key]. */
 function columnsOfRuns() {
@@ -322,20 +308,17 @@ function columnsOfRuns() {
   };
   const ofSetting = ({name, values}) => [name, (run) => {
     const value = values[report.runs.indexOf(run)], isNumber = value && !Number.isNaN(Number(value));
-    return [text(value), isNumber ? Number(value) : value];
+    return [value ?? "–", isNumber ? Number(value) : value];
   }];
   const has = (name) => report.runs.some((run) => run.curves[name]);
   return [
-    ["run", (run) => [h("label", {}, h("input", {type: "checkbox", "data-run": run.name,
-      checked: !view.away.has(run.name)}), swatch(runColor(run)), named(run)), report.runs.indexOf(run)]],
-    ["state", (run) => [h("span", {class: `badge ${run.state}`}, STATES[run.state]), run.state]],
+    ["run", (run) => [toggle(run), report.runs.indexOf(run)]],
+    ["state", (run) => [badge(run), run.state]],
     ["step", (run) => [whole(run.step), run.step]],
     has("val_loss") && ["validation loss", ofCurve("val_loss", "val_loss_stderr")],
     task && [`${task.label} accuracy`, ofCurve(task.curve, task.error, {percent: true})],
-    has("tokens_per_second") && ["tokens/s", (run) => {
-      const speed = run.recent.tokens_per_second;
-      return [measured(speed)[0], speed];
-    }],
+    has("tokens_per_second") && ["tokens/s",
+      ({recent: {tokens_per_second: speed}}) => [measured(speed)[0], speed]],
     ...report.comparison.settings.slice(0, 8).map(ofSetting),
   ].filter(Boolean);
 }
@@ -343,9 +326,9 @@ function columnsOfRuns() {
 /** The table of runs, sorted by the selected column. */
 function runTable() {
   const columns = columnsOfRuns(), [by, sign] = view.sort, [, sorted] = columns[by] || columns[0];
-  const value = (run) => sorted(run)[1], order = (a, b) => (a === b ? 0 : a < b ? -sign : sign);
-  const runs = [...report.runs].sort((a, b) => (value(a) ?? null) === null ? 1
-    : (value(b) ?? null) === null ? -1 : order(value(a), value(b)));
+  const key = (run) => sorted(run)[1] ?? null, order = (a, b) =>
+    a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -sign : sign;
+  const runs = [...report.runs].sort((a, b) => order(key(a), key(b)));
   const element = table("Runs", columns.map(([title], i) =>
     h("button", {type: "button", "data-sort": i}, title, by === i && (sign > 0 ? " ▲" : " ▼"))),
   runs.map((run) => columns.map(([, cell]) => cell(run)[0])));
@@ -356,10 +339,9 @@ function runTable() {
 
 function overview() {
   if (isMany()) return runTable();
-  const badge = (state) => h("span", {class: `badge ${state}`}, STATES[state]);
   const steps = (run) => [run.sentence, timeLeft(run)].filter(Boolean).join(", ");
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
-    isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run.state)),
+    isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run)),
     run.failure ? [failure(run), alarmList([run])] : isSeveral() && h("p", {}, steps(run)),
     verdict(run), tiles(run))));
 }
@@ -407,16 +389,11 @@ function comparison() {
   const {settings: differing, results, tests, refused, configurations = []} = report.comparison;
   const names = report.runs.map(named);
   const sentences = [...tests.map((test) => test.sentence), ...refused];
-  const numbers = tests.map((test) => [
-    test.name, whole(test.step), test.a, test.b, whole(test.n), format(test.a_value), format(test.b_value),
-    `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
-  const head = ["measure", "step", "first", "second", "items", "first value", "second value", "difference",
-    "p"];
   const how = {places: placesOf([configurations[0]?.results[0].mean ?? 1])};
   const overSeeds = configurations.map(({name, runs, results: [{mean, stderr}]}) =>
     [name, whole(runs.length), format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
   const isMatrix = isMany() && tests.some(({a}) => report.runs.some(({name}) => name === a));
-  const values = differing.map((each) => [each.name, ...each.values.map(text)]);
+  const values = differing.map((each) => [each.name, ...each.values.map((value) => value ?? "–")]);
   const tables = [
     results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
     values.length ? table("Settings that differ", ["setting", ...names], values)
@@ -426,9 +403,7 @@ function comparison() {
       ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
     isMatrix && tests.length > 0 && matrices(tests),
     sentences.length > 0 && !isMatrix && [h("h3", {}, "Is one better than the other?"),
-      h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence))),
-      tests.length > 0 && h("details", {}, h("summary", {}, "In numbers"),
-        table("Paired tests; p with Holm's correction", head, numbers))],
+      h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence)))],
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
@@ -442,47 +417,46 @@ function samples() {
   slider.setAttribute("aria-valuetext", `step ${whole(step)}`);
   const ofRun = (prompt) => (run) => {
     const sample = run.samples.findLast((each) => each.prompt === prompt && each.step <= step);
-    const head = () => h("small", {}, isSeveral() && `${named(run)}, `, `step ${whole(sample.step)}`);
-    return sample && h("div", {}, head(), h("blockquote", {}, sample.text));
+    return sample && h("div", {}, h("small", {}, isSeveral() && `${named(run)}, `,
+      `step ${whole(sample.step)}`), h("blockquote", {}, sample.text));
   };
   const prompts = [...new Set(all.map(({prompt}) => prompt))];
   return prompts.map((prompt) => box(h("h3", {class: "prompt"}, prompt || "(no prompt)"),
     h("div", {class: "texts"}, shown().map(ofRun(prompt)))));
 }
 
+const bar = (shares, label) => h("div", {class: "bar", role: "img", "aria-label": label},
+  shares.map((share, i) => h("span", {style: `flex: ${share}; color: ${color(i)}`})));
+const legendOf = (labels) => h("ul", {class: "parts"},
+  labels.map((label, i) => label && h("li", {}, swatch(color(i)), label)));
+
 /** How a run spent its time, as a bar with a legend. */
 function goodput({share, seconds, parts}) {
-  const seen = parts.filter((part) => part.seconds > 1e-4 * seconds)
-    .map((part) => ({...part, color: color(Math.max(0, PARTS.indexOf(part.name)))}));
+  const said = `${percent(share)} of ${duration(seconds)} was spent on steps that count (goodput).`;
+  const shares = parts.map((part) => part.seconds / seconds), isSeen = (part) => part > 1e-4;
   const say = (part) => `${part.name}: ${duration(part.seconds)} (${percent(part.seconds / seconds)})`;
-  return [h("p", {}, `${percent(share)} of ${duration(seconds)} was spent on steps that count (goodput).`),
-    h("div", {class: "bar", "aria-hidden": "true"},
-      seen.map((part) => h("span", {style: `flex: ${part.seconds}; color: ${part.color}`}))),
-    h("ul", {class: "parts"}, seen.map((part) => h("li", {}, swatch(part.color), say(part))))];
+  return [h("p", {}, said), bar(shares, said),
+    legendOf(parts.map((part, i) => isSeen(shares[i]) && say(part)))];
 }
 
 /** The phases of each run's steps, as bars of equal length. */
 function phaseBars() {
   const chart = report.charts.find(({stacked}) => stacked);
   if (!isMany() || !chart) return [];
-  const mean = (values) => values.reduce((a, b) => a + b, 0) / (values.length || 1);
+  const labels = chart.series.map(({label}) => label);
   const rows = shown().map((run) => {
-    const seconds = chart.series.map(({curve}) => mean(known(run.curves[curve]?.y || [])));
-    const all = seconds.reduce((a, b) => a + b, 0);
+    const seconds = chart.series.map(({curve}) => mean(known(run.curves[curve]?.y || [])) || 0);
+    const all = seconds.reduce((a, b) => a + b), shares = seconds.map((part) => part / all);
     return all > 0 && [h("p", {}, `${named(run)}: ${format(all, {}, 3)} s per step`),
-      h("div", {class: "bar", role: "img", "aria-label": chart.series.map(({label}, i) =>
-        `${label} ${percent(seconds[i] / all)}`).join(", ")},
-      seconds.map((part, i) => h("span", {style: `flex: ${part / all}; color: ${color(i)}`})))];
+      bar(shares, labels.map((label, i) => `${label} ${percent(shares[i])}`).join(", "))];
   });
-  return [box(h("h3", {}, chart.title), rows, h("ul", {class: "parts"},
-    chart.series.map(({label}, i) => h("li", {}, swatch(color(i)), label))))];
+  return [box(h("h3", {}, chart.title), rows, legendOf(labels))];
 }
 
 function time() {
   const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
     each.away_seconds === null ? "–" : duration(each.away_seconds), whole(each.repeated_steps)];
-  const start = (each, i) => [whole(each.step), each.world_size ? whole(each.world_size) : "–",
-    i ? changes(each) : "first start"];
+  const start = (each, i) => [whole(each.step), whole(each.world_size), i ? changes(each) : "first start"];
   const runs = shown().filter((run) => run.goodput || run.segments.length > 1);
   return [...phaseBars(), ...runs.map((run) => box(
     headOf(run), run.goodput && goodput(run.goodput),
@@ -507,16 +481,14 @@ const alarms = () => [alarmList(shown().filter((run) => !run.failure))].filter(B
 function sources() {
   const columns = {share: percent, tokens: whole, documents: whole, epochs: (value) => format(value, {}, 3)};
   return shown().filter((run) => run.sources.length).map((run) => {
-    const isGiven = (source, name) => typeof source[name] === "number";
-    const names = Object.keys(columns).filter((name) => run.sources.some((source) => isGiven(source, name)));
-    const cell = (source) => (name) => (isGiven(source, name) ? columns[name](source[name]) : "–");
+    const names = Object.keys(columns).filter((name) => run.sources.some((source) => source[name] > 0));
     return box(headOf(run), table("Sources of the training data", ["source", ...names],
-      run.sources.map((source) => [source.label, ...names.map(cell(source))])));
+      run.sources.map((source) => [source.label, ...names.map((name) => columns[name](source[name]))])));
   });
 }
 
 function settings() {
-  const row = (each) => [each.name, text(each.value), text(each.default), each.meaning];
+  const row = (each) => [each.name, each.value ?? "–", each.default ?? "–", each.meaning];
   const list = (caption, rows) => rows.length > 0
     && table(caption, ["setting", "value", "default", "meaning"], rows.map(row));
   return shown().filter((run) => run.settings.length).map((run) => {
@@ -530,7 +502,7 @@ function settings() {
 
 // --------------------------------------------------------------------------------------------------- display
 
-const SECTIONS = {overview, comparison, samples, time, alarms, sources, settings};
+const SECTIONS = {overview, comparison, facts, samples, time, alarms, sources, settings};
 
 /** Draw the report with the current display options. */
 function refresh() {
@@ -540,15 +512,8 @@ function refresh() {
     fill(byId(id).lastElementChild, found);
   }
   drawCharts();
-  const found = facts();
-  fill(byId("facts").lastElementChild, found);
-  byId("facts").hidden = !found.length;
   drawPower();
-  const isShown = (run) => !view.away.has(run.name);
-  const toggle = (run) => h("label", {},
-    h("input", {type: "checkbox", "data-run": run.name, checked: isShown(run)}),
-    swatch(runColor(run), ""), named(run));
-  fill(byId("runs"), isSeveral() && report.runs.length <= 8 && report.runs.map(toggle));
+  fill(byId("runs"), isSeveral() && !isMany() && report.runs.map(toggle));
   byId("grouping").hidden = !report.comparison?.configurations?.length;
   for (const option of byId("axis").options) {
     option.disabled = option.value !== "step" && !report.runs.some((run) => run.curves[AXES[option.value]]);
@@ -573,15 +538,10 @@ function say(connection) {
 
 /** The icon of the browser's tab: a falling curve in the colour of the state. */
 function setIcon(state) {
-  const canvas = h("canvas", {width: 32, height: 32}), ctx = canvas.getContext("2d");
   const inks = {failed: "var(--bad)", running: "var(--strong)", finished: "var(--color-2)"};
-  Object.assign(ctx, {fillStyle: ink(inks[state] || MUTED), strokeStyle: "white", lineWidth: 4});
-  ctx.fillRect(0, 0, 32, 32);
-  ctx.beginPath();
-  ctx.moveTo(6, 5);
-  ctx.quadraticCurveTo(8, 26, 27, 26);
-  ctx.stroke();
-  document.querySelector("link[rel=icon]").href = canvas.toDataURL();
+  document.querySelector("link[rel=icon]").href = svgAddress(svg("svg", {viewBox: "0 0 32 32"},
+    svg("rect", {width: 32, height: 32, fill: ink(inks[state] || MUTED)}),
+    svg("path", {d: "M6 5Q8 26 27 26", stroke: "white", "stroke-width": 4, fill: "none"})));
 }
 
 function receive(data) {
@@ -597,23 +557,20 @@ function receive(data) {
 
 /** The address of this page with the current display options. */
 function linkToView() {
-  const {zoom} = groupOf("steps"), {axis, smoothing, away} = view;
-  const chosen = {axis, smoothing, theme: byId("theme").value, zoom: zoom ? zoom.join(" ") : "",
-    away: JSON.stringify([...away])};
-  return `${location.href.split("#")[0]}#view?${new URLSearchParams(chosen)}`;
+  const {axis, smoothing, away} = view, {zoom} = groupOf("steps");
+  const options = JSON.stringify({axis, smoothing, away: [...away], zoom, theme: byId("theme").value});
+  return `${location.href.split("#")[0]}#view?${encodeURIComponent(options)}`;
 }
 
 /** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
-  const chosen = new URLSearchParams(location.hash.slice(6));
-  const zoomed = chosen.get("zoom")?.split(" ").map(Number);
-  if (chosen.get("axis") in AXES) byId("axis").value = view.axis = chosen.get("axis");
-  byId("smoothing").value = view.smoothing = Number(chosen.get("smoothing")) || 0;
-  view.away = new Set(JSON.parse(chosen.get("away") || "[]"));
-  setTheme(byId("theme").value = chosen.get("theme") || "");
+  const {axis, smoothing, away, zoom: range, theme} = JSON.parse(decodeURIComponent(location.hash.slice(6)));
+  Object.assign(view, {axis, smoothing, away: new Set(away)});
+  for (const [id, value] of Object.entries({axis, smoothing, theme})) byId(id).value = value;
+  setTheme(theme);
   refresh();
-  if (zoomed?.length === 2) zoom(groupOf("steps"), zoomed);
+  zoom(groupOf("steps"), range);
 }
 
 function setTheme(theme) {
@@ -650,10 +607,8 @@ addEventListener("afterprint", () => {
   setTheme(byId("theme").value);
   document.querySelectorAll("figure > svg").forEach((each) => each.remove());
 });
-byId("display").addEventListener("click", ({currentTarget: button}) => {
-  const isOpen = byId("controls").classList.toggle("open");
-  button.setAttribute("aria-expanded", String(isOpen));
-});
+byId("display").addEventListener("click", ({currentTarget: button}) =>
+  button.setAttribute("aria-expanded", byId("controls").classList.toggle("open")));
 addEventListener("click", ({target}) => {
   const button = target.closest("[data-copy]"), heading = target.closest("[data-sort]");
   if (heading) {

@@ -3,8 +3,6 @@
 
 const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // for this tab, kept after a reload
 const KEPT = "paddock-conversation-";  // prefix of the ids of stored conversations
-const DEFAULTS = {system: "", temperature: "0.8", top_p: "0.95", top_k: "0", min_p: "0",
-  repetition_penalty: "1", max_tokens: "512", seed: "", stop: ""};
 const SILENCE = 3000;  // milliseconds without a token until the page reports it
 const TOP = 5;  // alternatives shown for each token
 const MEASURABLE = 10;  // least milliseconds between first and last token to report a speed
@@ -17,7 +15,7 @@ const newId = () => `${Date.now()}-${Math.random()}`;
 const chat = {models: ["", null], panel: false, drawer: false, fields: {}, turns: [], draft: "",
   id: newId(), at: Date.now(), ...JSON.parse(sessionStorage.getItem(STORE))};
 const running = new Map();  // answer -> {stopper, since: when it last wrote}
-const tokensOf = new WeakMap();  // answer -> its tokens with their log-probabilities, until the page is left
+const tokensOf = new WeakMap();  // answer -> tokens, log-probabilities; storage holds too few (200 B a token)
 let served = [], key = sessionStorage.getItem(KEY_STORE), wantsKey = false;
 let editing = null, copied = null, notice = null, follows = true;
 let library = null;  // stored conversations, once read
@@ -336,8 +334,10 @@ function draw() {
   }
   if (chat.drawer) drawKept();
   fill(byId("send"), isRunning() ? "Stop" : "Send");
-  const limit = Math.min(...chosen.map(({max_tokens: most}) => most ?? Infinity));
-  fill(byId("limit"), Number.isFinite(limit) && ` (at most ${limit.toLocaleString("en")})`);
+  for (const name of ["max_tokens", "context_length"]) {
+    const limit = Math.min(...chosen.map((model) => model[name]));
+    fill(byId(name), chosen.length > 0 && `at most ${limit.toLocaleString("en")}`);
+  }
   if (follows) main.scrollTop = main.scrollHeight;
   byId("latest").hidden = follows || main.scrollHeight - main.scrollTop - main.clientHeight < 40;
 }
@@ -380,9 +380,7 @@ function save() {
 function exportAs(name, command, records) {
   const lines = [...new Set(records.map((record) => `${JSON.stringify(record, wellFormed)}\n`))];
   if (!lines.length) return say(`There is nothing to export. ${byId("files-note").textContent}`);
-  const url = URL.createObjectURL(new Blob(lines, {type: "application/jsonl"}));
-  h("a", {href: url, download: name}).click();
-  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+  download(name, "application/jsonl", ...lines);
   say(`${many(lines.length, "line")} saved in ${name}. To train on them: ${command} ${name}`);
 }
 
@@ -405,22 +403,13 @@ async function importFile(file) {
 
 // ------------------------------------------------------------------------------------------- actions
 
-/** Open another conversation, with Undo. */
+/** Show another conversation, or other turns of this one, with Undo. */
 function openConversation({id, at, turns}, words) {
   const before = {id: chat.id, at: chat.at, turns: chat.turns};
   stop();
   save();
   [chat.id, chat.at, chat.turns, editing, follows] = [id, at, turns, null, true];
   say(before.turns.length > 0 && words, "Undo", () => openConversation(before));
-  save();
-}
-
-/** Continue from these turns, with Undo for the turns they replace. */
-function replaceTurns(turns, words) {
-  const before = chat.turns;
-  stop();
-  [chat.turns, editing] = [turns, null];
-  say(before.length > 0 && words, "Undo", () => replaceTurns(before));
   save();
 }
 
@@ -440,7 +429,7 @@ function send(text, earlier = chat.turns) {
   if (matchMedia("(max-width: 760px)").matches) chat.panel = chat.drawer = false;  // they hide it
   const turn = {text, answers: []}, seed = newSeed();
   if (earlier === chat.turns) say(null);
-  else replaceTurns(earlier, "The conversation continues from the edited message.");
+  else openConversation({...chat, turns: earlier}, "The conversation continues from the edited message.");
   [chat.turns, chat.at] = [[...earlier, turn], Date.now()];
   columns().forEach((column) => answer(turn, column, seed));
   save();
@@ -466,9 +455,8 @@ function edit(index) {
   (byId("editor") ?? document.querySelector(`[data-do=edit][data-turn="${before}"]`)).focus();
 }
 
-function setFields(fields) {
-  chat.fields = {...fields};
-  for (const [name, value] of Object.entries(fields)) byId("panel").elements[name].value = value;
+function readFields() {
+  chat.fields = Object.fromEntries(new FormData(byId("panel")));
 }
 
 const ACTIONS = {
@@ -514,7 +502,7 @@ const ACTIONS = {
       reply.mark = isBetter ? (each === its.better ? "good" : "bad") : undefined;
     });
   },
-  defaults() { setFields(DEFAULTS); },
+  defaults() { byId("panel").reset(); readFields(); },
   prompt(_, element) { send(element.textContent); byId("text").focus(); },
   latest() { follows = true; byId("text").focus(); },
   notice() { notice.act(); byId("text").focus(); },
@@ -537,8 +525,14 @@ document.addEventListener("click", ({target}) => {
 });
 document.addEventListener("keydown", (event) => {
   const {key: pressed, target} = event;
-  if (pressed === "Escape" && editing !== null) edit(null);
-  else if (pressed === "Escape") stop();
+  const step = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[pressed];
+  if (step && target.role === "group" && target.querySelector("[data-token]")) {
+    showToken((target.contains(showToken.shown) && showToken.shown[step]) || target.firstElementChild);
+  }
+  if (pressed === "Escape") {
+    showToken(null);
+    if (editing === null) stop(); else edit(null);
+  }
   // In an input method (such as Japanese), Enter selects a candidate; Safari reports it only as 229.
   if (pressed !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
   if (target.id === "editor" || target.id === "text") event.preventDefault();
@@ -556,9 +550,7 @@ byId("key").addEventListener("submit", () => {
   loadModels();
 });
 byId("text").addEventListener("input", ({target}) => { chat.draft = target.value; });
-byId("panel").addEventListener("input", () => {
-  chat.fields = Object.fromEntries(new FormData(byId("panel")));
-});
+byId("panel").addEventListener("input", readFields);
 byId("models").addEventListener("change", ({target}) => {
   chat.models[target.id.at(-1)] = target.value;
   redraw();
@@ -577,13 +569,6 @@ byId("file").addEventListener("change", async ({target}) => {
 });
 addEventListener("storage", () => { library = null; redraw(); });  // from another tab
 document.addEventListener("pointerover", ({target}) => showToken(target.closest("[data-token]")));
-document.addEventListener("keydown", ({key: pressed, target}) => {
-  const step = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[pressed];
-  if (pressed === "Escape") showToken(null);
-  else if (step && target.role === "group" && target.querySelector("[data-token]")) {
-    showToken((target.contains(showToken.shown) && showToken.shown[step]) || target.firstElementChild);
-  }
-});
 addEventListener("resize", redraw);
 addEventListener("pagehide", save);
 setInterval(() => isRunning() && redraw(), 1000);  // update the waiting time
@@ -591,6 +576,7 @@ setInterval(() => isRunning() && redraw(), 1000);  // update the waiting time
 for (const reply of chat.turns.flatMap(({answers}) => answers)) {
   if (reply?.state === "running") Object.assign(reply, {state: "failed", error: RELOADED});
 }
-setFields({...DEFAULTS, ...chat.fields});
+for (const [name, value] of Object.entries(chat.fields)) byId("panel").elements[name].value = value;
+readFields();
 byId("text").value = chat.draft;
 loadModels();

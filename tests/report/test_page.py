@@ -18,6 +18,10 @@ def curve(steps, value) -> dict:
     return {"x": [*steps], "y": [value(step) for step in steps]}
 
 
+def watts(first: float) -> dict:
+    return {"x": [0, 500, 1000, 1500], "y": [first, 200, 150, None]}
+
+
 def run(name: str = "first", offset: float = 0.0) -> dict:
     """A run with something in every part of the contract."""
     rare = STEPS[9::10]
@@ -41,7 +45,7 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
                                            "away_seconds": 500, "repeated_steps": 10}]},
             "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "failure": None,
             "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}],
-            "power": {"files": ["power.csv"], "start": 1.7e9, "time": [0, 0.5, 1, 1.5], "gpus": {"0": [100, 200, 150, None]},
+            "power": {"start": 1.7e9, "gpus": {"0": watts(100)},
                       "marks": [[0, "forward", 7], [0.8, "backward", 7], [1.6, "forward", 8]]}}
 
 
@@ -129,6 +133,11 @@ def test_text_can_be_read_on_its_ground(scheme):
     for ground, ink in [("card", ink) for ink in sorted(inks)] + [("page", "text"), ("page", "muted"), ("page", "strong")]:
         low, high = sorted(map(luminance, (colors[ground], colors[ink])))
         assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink)
+
+
+def test_figures_have_the_colors_of_the_page():
+    page = re.findall(r"--color-\d: light-dark\(#(\w{6})", (ASSETS / "base.css").read_text())
+    assert re.findall(r"'(\w{6})'", (ASSETS / "figure.mplstyle").read_text()) == page
 
 
 # The connection of a live page, which the tests speak through: fake.emit("data", {...}).
@@ -228,7 +237,7 @@ def test_the_first_screen_of_a_phone_has_the_verdict_the_tiles_and_the_loss(show
     tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".verdict", ".tiles", "#chart-loss .plot")]
     assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the chart of a screen of 844 pixels"
     assert page.title() == "▶ 50 % · first" and page.inner_text("#progress") == "step 1,000 / 2,000 · about 8 min 20 s left"
-    assert page.get_attribute("link[rel=icon]", "href").startswith("data:image/png")
+    assert page.get_attribute("link[rel=icon]", "href").startswith("data:image/svg+xml,")
     assert page.locator(".tiles svg").count() == 4, "sparklines of loss, accuracy and two speeds"
     page = show(report(run("a" * 80)), 1440)
     assert page.locator("header").bounding_box()["height"] == 44
@@ -276,14 +285,14 @@ def test_a_zoomed_end_shows_the_finer_points_and_a_live_page_fetches_more(show):
     loss |= {"low": [0] * 100, "high": [9] * 100, "fine": fine}
     page = show(data, live=True)
     shown = "charts.get('loss').lines[0].steps.length"
-    page.evaluate("""window.fetch = async (url) => { window.asked = url; return {ok: url.includes("low=500"),
+    page.evaluate("""window.fetch = async (url) => { window.asked = url; return {ok: url.includes("/500/"),
         json: async () => ({train_loss: {x: [500, 501, 502], y: [1, 2, 3]}})}; }; null""")
     assert page.evaluate(shown) == 100
     page.evaluate("zoom(groupOf('steps'), [920, 990])")
     assert page.evaluate(shown) == 101
     page.evaluate("zoom(groupOf('steps'), [500, 502])")
     page.evaluate(f"async () => {{ while ({shown} !== 3) await new Promise((resolve) => setTimeout(resolve, 20)); }}")
-    assert page.evaluate("asked") == "points?run=0&low=500&high=510"
+    assert page.evaluate("asked") == "points/0/500/510"
     page.evaluate("zoom(groupOf('steps'), null)")
     assert page.evaluate(shown) == 100
 
@@ -310,7 +319,7 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
     page.locator("#overview [data-run=a1]").uncheck()
     assert page.evaluate("charts.get('loss').lines.length") == 6
     assert page.locator("#comparison table").first.locator("tbody tr").count() == 4, "a matrix of paired tests"
-    assert page.locator("#time .bar[role=img]").count() == 3, "one bar of phases for each run that is shown"
+    assert page.locator("#time .box").first.locator(".bar").count() == 3, "one bar of phases for each run that is shown"
 
 
 def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show, four):
@@ -360,7 +369,7 @@ def test_charts_are_found_by_name_and_pinned_first_also_at_the_next_visit(show):
 
 def test_many_gpus_are_a_median_with_a_band_and_single_ones_show_under_the_pointer(show):
     data = report(run())
-    data["runs"][0]["power"]["gpus"] = {str(gpu): [100 + 10 * gpu, 200, 150, None] for gpu in range(8)}
+    data["runs"][0]["power"]["gpus"] = {str(gpu): watts(100 + 10 * gpu) for gpu in range(8)}
     page = show(data)
     drawn = "charts.get('power-0').slots.map(({role, line, y}) => [role, line.label, y[0]])"
     bands = [["high", "median of 8 GPUs", 170], ["low", "median of 8 GPUs", 100], ["main", "median of 8 GPUs", 135]]
@@ -438,7 +447,7 @@ def test_a_point_of_a_long_curve_shows_the_range_of_its_values(show):
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_on_a_report(show, four, violations, width, scheme):
     failed = {"state": "failed", "failure": {"where": "in step 9", "reason": "it was not finite", "saved": "step-00000008", "command": "./paddock replay x"}}
-    power = run()["power"] | {"gpus": {str(gpu): [100, 200, 150, None] for gpu in range(8)}}
+    power = run()["power"] | {"gpus": {str(gpu): watts(100) for gpu in range(8)}}
     pages = {390: (report(run() | failed), four), 1440: (report(run() | {"power": power}), report(run(), run("second")))}
     for data in pages[width]:
         page = show(data, width, scheme=scheme)
@@ -504,6 +513,7 @@ def test_the_table_of_a_chart_holds_its_data(show):
     data = report(run())
     page = show(data)
     page.locator("#chart-loss summary").click()
+    page.locator("#chart-loss tbody tr").first.wait_for()  # details tell of their toggle later
     rows = page.locator("#chart-loss tbody tr").evaluate_all("rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))")
     training, validation = (data["runs"][0]["curves"][name] for name in ("train_loss", "val_loss"))
     assert [int(row[0]) for row in rows] == STEPS

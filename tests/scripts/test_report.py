@@ -150,10 +150,10 @@ def test_the_served_page_follows_the_run_and_writes_nothing(server, folder):
 
 
 def test_the_points_of_some_steps_are_served_and_other_questions_are_refused(server):
-    status, answer = server.request("GET", "/points?run=0&low=2&high=4")
+    status, answer = server.request("GET", "/points/0/2/4")
     assert status == 200 and json.loads(answer)["train_loss"]["x"] == [2, 3, 4]
-    for query in ("", "?run=1&low=1&high=2", "?run=0&low=x&high=2", "?run=0&low=1"):
-        assert server.request("GET", f"/points{query}")[0] == 400, query
+    for path in ("", "/1/1/2", "/0/x/2", "/0/1", "/-1/1/2"):
+        assert server.request("GET", f"/points{path}")[0] == 404, path
 
 
 def test_nothing_but_the_page_is_served_and_only_to_this_machine(server):
