@@ -253,11 +253,11 @@ function tile(label, [value, error = ""], below, curve) {
 function resultTile(run, chart, series) {
   const curve = run.curves[series.curve], isLoss = series.curve === "val_loss";
   if (!known(curve?.y || []).length || !(isLoss || (series.error && series.reference))) return null;
-  const [best, at] = run.best || [];
-  const below = isLoss ? `lowest ${measured(best)[0]} at step ${whole(at)}`
+  const [best, at] = run.best || [], error = last(run.curves[series.error]?.y || []);
+  const below = isLoss ? `lowest ${measured(best, error)[0]} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
   return tile(isLoss ? "Validation loss" : `Accuracy, ${series.label}`,
-    measured(last(curve.y), last(run.curves[series.error]?.y || []), chart), below, curve);
+    measured(last(curve.y), error, chart), below, curve);
 }
 
 /** Key figures: validation, evaluations, recent speed and goodput. */
