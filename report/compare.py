@@ -204,8 +204,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
                 continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
-            refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items at "
-                           "the same step, so there is no test")
+            refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
+                           "at the same step, so there is no test")
     chosen = {key for *_, key in pairs}
     lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]

@@ -32,7 +32,7 @@ class PowerTrace:
         self.columns: dict[Path, list[str]] = {}  # from each file's header
         self.start: Optional[float] = None
         self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
-        self.before: dict[str, tuple[float, float]] = {}  # each GPU's last sample: time, seconds since the previous
+        self.before: dict[str, tuple[float, float]] = {}  # each GPU's last time, and interval
         self.marks: deque = deque(maxlen=MOST_MARKS)
 
     def paths(self) -> list[Path]:

@@ -41,7 +41,8 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
     curve, kind = curves[found[0]], "validation" if found[0] == "val_loss" else "training"
     first, last, error = curve.first, newest.get("val_loss"), newest.get("val_loss_stderr") or 0.0
     if kind == "training":
-        last, error = np.median(curve.recent).item(), np.std(curve.recent).item()
+        last = np.median(curve.recent[len(curve.recent) // 2:]).item()
+        error = np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
     is_lower, (best, step) = last < first - 2 * error, curve.lowest
     words = ("Learning", "Not learning") if state == "running" else ("Learned", "Did not learn")
     if state == "failed" and not STOPPED_LEARNING.isdisjoint(kinds):

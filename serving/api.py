@@ -331,9 +331,8 @@ class Api:
                            "context_length_exceeded")
         seed = secrets.randbits(32) if body.seed is None else body.seed
         temperature = body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0
-        top_logprobs = body.logprobs
-        if isinstance(body, ChatBody):
-            top_logprobs = body.top_logprobs if body.logprobs else None
+        is_off = isinstance(body, ChatBody) and not body.logprobs
+        top_logprobs = None if is_off else getattr(body, "top_logprobs", body.logprobs)
         sampling = Sampling(temperature, body.top_p, body.top_k, body.min_p, body.repetition_penalty,
                             seed, body.presence_penalty, body.frequency_penalty)
         return [Job(prompt, min(room, self.max_tokens, limit or room), replace(sampling, seed=seed + copy),

@@ -218,8 +218,8 @@ class Chart {
     group.charts.push(this);
   }
 
-  size() {
-    return {width: Math.max(this.area.clientWidth, 100), height: this.area.clientHeight};
+  size(most = Infinity) {
+    return {width: Math.max(100, Math.min(most, this.area.clientWidth)), height: this.area.clientHeight};
   }
 
   /** Show these lines; `chart` has the form of the data's charts. */
@@ -414,7 +414,8 @@ class Chart {
     const top = this.isLog || this.chart.phaseAt ? high : this.usualTop(low);
     this.above = high - low > 1.5 * (top - low) ? high : null;
     high = this.above === null ? high : top;
-    [low, high] = [Math.min(low, ...this.references()), Math.max(high, ...this.references())];
+    const slack = Math.abs(high) > 100 * (high - low) ? Math.abs(high) / 100 : 0;  // of a constant
+    [low, high] = [Math.min(low - slack, ...this.references()), Math.max(high + slack, ...this.references())];
     if (!this.isLog) return uPlot.rangeNum(low, high, .1, true);
     return low < high ? [low / (high / low) ** .05, high * (high / low) ** .05] : [low / 2, high * 2];
   }
@@ -611,7 +612,7 @@ class Chart {
       if (scale > 0) zoom(this.group, [other - still * scale, other + rest * scale]);
     });
     const lift = (event) => fingers.delete(event.pointerId);
-    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, lift);
+    ["pointerup", "pointercancel"].forEach((end) => addEventListener(end, lift));
   }
 }
 

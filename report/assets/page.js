@@ -206,10 +206,8 @@ function drawPower() {
       return {key: gpu, label, steps: x, x, ...values, color: color(i), ...STYLES[i % 4], how: {places: 0},
         isSingle: isMedian};
     });
-    if (isMedian) {
-      const [label, isSingle] = [`median of ${count} GPUs`, false];
-      lines.unshift({...combined(lines, median), key: "median", label, isSingle});
-    }
+    if (isMedian) lines.unshift({...combined(lines, median), key: "median", isSingle: false,
+      label: `median of ${count} GPUs`});
     const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean), isNew = !charts.has(key);
     const chart = {
       title: isSeveral() ? named(run) : "Power of the GPUs", unit: `watts, from ${date(start)}`,
@@ -348,9 +346,8 @@ function overview() {
 
 /** Machine, versions and counts of each run. */
 function facts() {
-  const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
-  return shown().filter((run) => run.facts.length).map((run) =>
-    [headOf(run), h("dl", {class: "facts"}, run.facts.map(fact))]);
+  return shown().filter((run) => run.facts.length).map((run) => [headOf(run), h("dl", {class: "facts"},
+    run.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value))))]);
 }
 
 /** The paired tests of each metric as a matrix: row's run minus column's run. */
@@ -470,9 +467,8 @@ function time() {
 function alarmList(runs) {
   const items = runs.flatMap((run) => run.alarms.map(({step, kind, text: words}) => h("li", {},
     h("b", {}, isSeveral() && `${named(run)}, `, `step ${whole(step)}, ${kind}: `), words)));
-  const title = `${items.length} alarm${items.length > 1 ? "s" : ""}`;
   return items.length > 0
-    && box(h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": title}, h("ul", {}, items)));
+    && box(h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": "Alarms"}, h("ul", {}, items)));
 }
 
 /** Alarms of runs without a failure banner, which has its own list. */
@@ -557,9 +553,8 @@ function receive(data) {
 
 /** The address of this page with the current display options. */
 function linkToView() {
-  const {axis, smoothing, away} = view, {zoom} = groupOf("steps");
-  const options = JSON.stringify({axis, smoothing, away: [...away], zoom, theme: byId("theme").value});
-  return `${location.href.split("#")[0]}#view?${encodeURIComponent(options)}`;
+  const options = {...view, away: [...view.away], zoom: groupOf("steps").zoom, theme: byId("theme").value};
+  return `${location.href.split("#")[0]}#view?${encodeURIComponent(JSON.stringify(options))}`;
 }
 
 /** Restore the display options in the address. */
@@ -598,14 +593,18 @@ groupOf("steps").zoomed.push(() => drawCharts());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(byId("theme").value));
 addEventListener("beforeprint", () => {
   setTheme("light");
-  for (const chart of charts.values()) if (!chart.figure.hidden) chart.figure.append(drawingOf(chart));
-  document.querySelectorAll("main > section > details, .body > details, #facts").forEach((each) => {
-    each.open = true;
-  });
+  for (const chart of charts.values()) {
+    if (chart.figure.hidden) continue;
+    chart.plot.batch(() => chart.plot.setSize(chart.size(720)));
+    chart.figure.append(drawingOf(chart));
+  }
+  document.querySelectorAll("main > section > details, .body > details, #facts")
+    .forEach((each) => each.setAttribute("open", ""));
 });
 addEventListener("afterprint", () => {
   setTheme(byId("theme").value);
   document.querySelectorAll("figure > svg").forEach((each) => each.remove());
+  charts.forEach((chart) => chart.plot?.setSize(chart.size()));
 });
 byId("display").addEventListener("click", ({currentTarget: button}) =>
   button.setAttribute("aria-expanded", byId("controls").classList.toggle("open")));
