@@ -336,7 +336,7 @@ function draw() {
   fill(byId("send"), isRunning() ? "Stop" : "Send");
   for (const name of ["max_tokens", "context_length"]) {
     const limit = Math.min(...chosen.map((model) => model[name]));
-    fill(byId(name), chosen.length > 0 && `at most ${limit.toLocaleString("en")}`);
+    fill(byId(name), limit.toLocaleString("en"));
   }
   if (follows) main.scrollTop = main.scrollHeight;
   byId("latest").hidden = follows || main.scrollHeight - main.scrollTop - main.clientHeight < 40;

@@ -270,6 +270,10 @@ def test_the_vertical_axis_fits_the_last_values_and_names_what_lies_above(show):
     data["runs"][0]["curves"]["tokens_per_second"] = curve(STEPS, lambda step: 900 if step < 50 else 10 + step % 7)
     page = show(data)
     assert page.evaluate("charts.get('speed').plot.scales.y.max") < 30 and page.evaluate("charts.get('speed').above") == 900
+    data["runs"][0]["curves"]["tokens_per_second"] |= {"y": [5.0001] * 100, "low": [5.0] * 100, "high": [5.0] * 100}
+    low, high = show(data).evaluate("(({min, max}) => [min, max])(charts.get('speed').plot.scales.y)")
+    assert low < 4.95 < 5.05 < high, "roundings of a constant do not fill the chart"
+    del data["runs"][0]["curves"]["tokens_per_second"]["low"]
     data["charts"][0] |= {"log": False, "falling": True}
     assert not show(data).evaluate("charts.get('loss').isLog")
     data["runs"][0]["curves"]["train_loss"] = curve(STEPS, lambda step: 3 + 20 / step)
@@ -414,6 +418,7 @@ def test_a_printed_page_has_drawings_instead_of_controls(show):
     page.emulate_media(media="print")
     assert not page.locator("#controls").is_visible() and not page.locator(".plot").first.is_visible()
     assert page.locator("figure > svg").count() == page.locator("figure:not([hidden])").count() and page.locator("figure > svg").first.is_visible()
+    assert page.locator("#chart-loss > svg").get_attribute("width") == "720", "wider ones would shrink, with their text"
     assert page.evaluate("document.querySelector('#settings details').open")
     page.emulate_media(media="screen")
     page.evaluate("dispatchEvent(new Event('afterprint'))")

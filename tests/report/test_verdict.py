@@ -44,6 +44,8 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
     assert is_good and text.startswith("Learned: training loss 5.00 → ")
     (is_good, text), = learning(curves(train_loss=[2.1, *(2 + 0.1 * noise)]), "finished", (), "")
     assert not is_good and text.startswith("Did not learn")
+    (is_good, text), = learning(curves(train_loss=[7.5, 7.1, 6.3, 5.5, 4.8, 4.4, 3.9, 3.5, 3.1]), "running", (), "")
+    assert is_good and text == "Learning: training loss 7.50 → 3.90.", "a steep fall is not noise"
 
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():

@@ -721,7 +721,7 @@ def test_an_empty_page_offers_prompts_and_the_settings_name_the_limit(chat, stub
     page = chat()
     assert page.locator("#panel").is_hidden()
     page.toggle("panel")
-    page.sees("at most 2,047", where="#max_tokens")
+    page.sees("2,047", where="#max_tokens")
     page.do("prompt", 1)
     page.sees("What is green?", where=".said .text")
     page.reads("seed")
