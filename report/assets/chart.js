@@ -120,7 +120,7 @@ const TIME_TICKS = [
   1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, .001, .002, .005, .01, .02, .05, .1, .2, .5,
   ...[1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800],
   ...[1, 2, 3, 6, 12, 24, 48, 120, 240, 480, 1200].map((hours) => 3600 * hours)];
-const WHOLE_TICKS = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
+const STEP_TICKS = [...Array(15).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
 const UNITS = {  // from which value on, what one is, its sign
   count: [[1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"], [0, 1, ""]],
   seconds: [[172800, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [0, 1, " s"]],
@@ -190,7 +190,7 @@ function stroke(ctx, color, dash, ...points) {
     of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
-    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false, above: null});
+    Object.assign(this, {key, group, off: new Set(), isWide: false, isTurned: false, above: null});
     this.title = h("h3", {id: `title-${key}`});
     this.tools = h("span", {});
     this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
@@ -363,7 +363,7 @@ class Chart {
     const rule = {stroke: () => ink("var(--grid)"), width: 1};
     const axis = {stroke: () => ink(MUTED), font: font(12), grid: rule, ticks: {...rule, size: 4}, gap: 4};
     const bottom = {...axis, space: chart.phaseAt ? 84 : 62, size: 26,
-      incrs: chart.seconds ? TIME_TICKS : WHOLE_TICKS, values: (_, at) => ticks(at, {seconds: chart.seconds})};
+      incrs: chart.seconds ? TIME_TICKS : STEP_TICKS, values: (_, at) => ticks(at, {seconds: chart.seconds})};
     const width = (_, labels) => 14 + 7 * Math.max(2, ...(labels || []).map(({length}) => length));
     const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};
     if (isLog) {

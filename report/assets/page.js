@@ -286,8 +286,8 @@ function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
 function verdict({verdict: sentences = [], sentence}) {
   const isUsual = /^(finished|running|failed)/.test(sentence) || isSeveral();
   const sign = {true: "✓", false: "✕", null: "•"}, kind = {true: "good", false: "bad", null: ""};
-  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([isGood, words]) =>
-    h("p", {class: kind[isGood]}, h("span", {"aria-hidden": "true"}, `${sign[isGood]} `), words)));
+  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([good, text]) =>
+    h("p", {class: kind[good]}, h("span", {"aria-hidden": "true"}, `${sign[good]} `), text)));
 }
 
 const badge = ({state}) => h("span", {class: `badge ${state}`}, STATES[state]);
@@ -467,8 +467,8 @@ function time() {
 function alarmList(runs) {
   const items = runs.flatMap((run) => run.alarms.map(({step, kind, text: words}) => h("li", {},
     h("b", {}, isSeveral() && `${named(run)}, `, `step ${whole(step)}, ${kind}: `), words)));
-  return items.length > 0
-    && box(h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": "Alarms"}, h("ul", {}, items)));
+  const attributes = {class: "scroll", tabindex: 0, role: "group", "aria-label": "Alarms"};
+  return items.length > 0 && box(h("div", attributes, h("ul", {}, items)));
 }
 
 /** Alarms of runs without a failure banner, which has its own list. */
