@@ -28,7 +28,7 @@ BUDGETS = {
     "learn/": 1760,
     "observe/": 2300,
     "parallel/": 1480,
-    "report/": 1480,
+    "report/": 1440,
     "run/": 2550,
     "scripts/": 7110,
     "serving/": 850,
