@@ -77,6 +77,13 @@ def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
             for (begins, path), end in zip(segments, ends) if max(first, begins) <= min(last, end)]
 
 
+class Machine(NamedTuple):
+    """How steps are repeated."""
+
+    force: bool = False  # do not compare code, torch and device with the recorded ones
+    ranks: Optional[int] = None  # instead of the recorded number, with REPRODUCIBLE
+
+
 def check_same_place(run_dir: Path, legs: Sequence[Leg]) -> None:
     """Raise CheckpointError if code, torch or device are not those of the recorded steps."""
     for leg in legs:
@@ -130,12 +137,11 @@ def kept_checkpoints(run_dir: Path, last: int) -> dict[int, Path]:
 
 
 def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int, Path]] = None,
-             force: bool = False, info: Info = print) -> None:
+             machine: Machine = Machine(), info: Info = print) -> None:
     """Write the checkpoint of a past step to the folder `output`, once the ledger has proved it.
 
     Args:
         kept: checkpoints to begin from, by step; None = the run's, which must have one; {} = the run's start.
-        force: do not compare code, torch and device with the recorded ones.
     """
     ledger = read_ledger(run_dir, step)
     if os.path.lexists(output) or run_dir.resolve() in output.resolve().parents:
@@ -150,8 +156,13 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
 
     # Print the time that it takes, and check that the result can be the same.
     legs = read_legs(run_dir, begin, step)
-    if not force:
+    if not machine.force:
         check_same_place(run_dir, legs)
+    for leg in legs if machine.ranks else ():
+        if not leg.settings.get("REPRODUCIBLE"):
+            raise SettingsError(f"--ranks {machine.ranks}: without REPRODUCIBLE, which this run did not set, "
+                                "the weights depend on the number of ranks; remove it")
+        leg.settings.update(WORLD_SIZE=machine.ranks, SHARD_DEGREE=0)
     seconds = [entry["step_seconds"] for entry in read_entries(run_dir / "metrics.jsonl")
                if isinstance(entry.get("step_seconds"), float)]
     needed = (step + 1 - begin) * statistics.median(seconds or [0])
@@ -275,7 +286,7 @@ def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_sh
         while high - low > 1:
             middle = (low + high) // 2
             folder = Path(temporary) / f"step-{middle:08d}"
-            recreate(run_dir, middle, folder, kept, force, info)
+            recreate(run_dir, middle, folder, kept, Machine(force), info)
             kept[middle], answers[middle] = folder, judge(folder, question)
             info(f"after step {middle}: {answers[middle][1]}")
             low, high = (low, middle) if answers[middle][0] != answers[low][0] else (middle, high)

@@ -27,12 +27,16 @@ def main() -> None:
     parser.add_argument("--from-start", action="store_true", help="repeat all steps of the run")
     parser.add_argument("--force", action="store_true",
                         help="also with another version of the code or torch, or on another device")
+    parser.add_argument("--ranks", type=int, metavar="N",
+                        help="number of ranks, for a run with REPRODUCIBLE (default: as recorded)")
     args = parser.parse_args()
+    if args.ranks is not None and args.ranks < 1:
+        parser.error("--ranks must be 1 or more")
 
-    from debug.history import recreate  # imports torch, which takes seconds
+    from debug.history import Machine, recreate  # imports torch, which takes seconds
 
     kept = {} if args.from_start else None
-    recreate(find_run(args.run), args.step, args.output, kept, args.force, show)
+    recreate(find_run(args.run), args.step, args.output, kept, Machine(args.force, args.ranks), show)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 import json
 import shutil
 from pathlib import Path
+from random import Random
 
 import pytest
-from factories import UNMEASURED, TinyRun, contents
+from factories import MODES, UNMEASURED, TinyRun, contents
 
 import debug.history
 from checkpoint import store
 from common.errors import CheckpointError, PaddockError, SettingsError
-from debug.history import bisect, diff, judge, recreate
+from debug.history import Machine, bisect, diff, judge, recreate
 
 CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
 
@@ -166,3 +167,33 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
         assert diff(run.folder, other.folder, replays=True, info=lines.append)
         text = "\n".join(lines)
         assert "The first difference is in step 2" in text and text.count(words) == 2, text
+
+
+def test_a_reproducible_run_comes_back_on_another_number_of_ranks(tiny_run, checked, tmp_path):
+    run = tiny_run(**UNMEASURED, REPRODUCIBLE="true", SAVE_EVERY=1, MAX_STEPS=3)
+    assert run.train() == 0
+    output, lines = tmp_path / "out" / "three", []
+    recreate(run.folder, 3, output, {1: run.checkpoint(1)}, Machine(ranks=2), lines.append)
+    assert hashes(output) == hashes(run.checkpoint(3)) and "number of ranks: 2" in lines[0] and "the checksum of its weights is" in lines[-1]
+    with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
+        recreate(checked[0].folder, 5, tmp_path / "out" / "five", None, Machine(ranks=2))
+
+
+RANDOM_STEPS = 10  # of each stage and number of ranks: 100 in all
+STAGES_OF_SOAK = {**MODES, "pretrain": {"TRAINING_STAGE": "pretrain"}}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("mode", ["pretrain", "sft", "dpo-stored", "distilled", "lora-sft"])
+def test_random_steps_of_every_stage_come_back(mode, world_size, stages, tmp_path):
+    """From a random earlier checkpoint, or from the start; adapters with dropout."""
+    settings = stages.settings(mode, STAGES_OF_SOAK) | CHECKED | {"OUTPUT_DIR": tmp_path / "runs", "SAVE_EVERY": 1, "MAX_STEPS": 6}
+    run = TinyRun(stages.prepared, tmp_path / "runs", **settings)
+    run.ends([0] * world_size)
+    dice = Random(f"{mode} {world_size}")
+    for number in range(RANDOM_STEPS):
+        step = dice.randint(1, 6)
+        first, output = dice.randrange(step), tmp_path / "out" / str(number)
+        recreate(run.folder, step, output, {first: run.checkpoint(first)} if first else {}, info=lambda text: None)
+        assert hashes(output) == hashes(run.checkpoint(step)), (step, first)
