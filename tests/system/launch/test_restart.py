@@ -206,3 +206,20 @@ def test_two_machines_start_again_together(whole_on_two_ranks, tiny_run):
     assert_same_run(run, whole_on_two_ranks, 6)
     second = [line for line in run.lines("events") if line["event"] == "start"][1]
     assert second["cause"].startswith("rank 1 was killed by SIGKILL"), "which the launcher of rank 0 has learnt from the other"
+
+
+def stop_once() -> None:
+    """In a rank: SIGSTOP in step 4 of the first start only."""
+    if not process.restart_info()["restart"]:
+        do_in_step(4, lambda: os.kill(os.getpid(), signal.SIGSTOP), optim)
+
+
+@pytest.mark.slow
+def test_a_hang_is_started_again(whole_on_two_ranks, tiny_run):
+    run = tiny_run()
+    with launch(run, "--max-restarts=3", plant="test_restart:stop_once", DISTRIBUTED_TIMEOUT=10) as command:
+        assert command.wait() == 0, command.text()
+    assert_same_run(run, whole_on_two_ranks, 6)
+    warning, = [line for line in command.text().splitlines() if "Restart 1 of 3" in line]
+    assert warning.startswith("warning: hang: ") and "rank 1" in warning, warning
+    assert command.last_line() == "Finished; restarted 1 time"
