@@ -6,10 +6,16 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from factories import a_step, furthest, uneven_batches
+from factories import a_step, furthest, in_transformers, new_model, uneven_batches
 from torch import nn
+from torch.nn import functional as F
 
+from checkpoint.huggingface import to_huggingface
+from checkpoint.tensors import read_all
 from common.errors import SettingsError
+from config import Config
+from fused.head import IGNORE_INDEX
+from learn.objectives import NextToken
 from parallel.exact import (
     HEADROOM_BITS,
     ExactGradients,
@@ -121,3 +127,26 @@ def test_a_gradient_that_is_not_finite_stops_a_reproducible_step(row):
     assert not result.finite and not result.updated and math.isnan(result.grad_norm)
     assert all(gradient.isnan().all() for gradient in gradients.values())
     assert torch.equal(model.norm.weight, torch.ones(32))
+
+
+def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fractions():
+    """Theirs in float64, summed without any rounding; ours in float32, summed as integers."""
+    model, batches = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 512), uneven_batches(2)
+    theirs = in_transformers(model).double()
+    exact = ExactGradients(model, Ranks(), len(batches))
+    exact.begin(exponent=8)
+    sums = {name: [Fraction(0)] * weight.numel() for name, weight in theirs.named_parameters()}
+    for batch in batches:
+        with exact.adding():
+            NextToken().loss_sum(exact, batch).total.backward()
+        logits_BTV = theirs(batch.tokens_BT).logits
+        theirs.zero_grad()
+        F.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum").backward()
+        for name, weight in theirs.named_parameters():
+            sums[name] = [total + Fraction(value) for total, value in zip(sums[name], weight.grad.flatten().tolist())]
+    units = sum(int((batch.targets_BT != IGNORE_INDEX).sum()) for batch in batches)
+    assert exact.reduce(torch.tensor(float(units), dtype=torch.float64))[0]
+    ours = read_all(to_huggingface({name: weight.grad for name, weight in model.named_parameters()}, model.config, 512))
+    for name, total in sums.items():
+        expected = torch.tensor([float(each / units) for each in total]).view_as(ours[name])
+        assert float((ours[name] - expected).abs().max()) <= 1e-6 * float(expected.abs().max()), name
