@@ -21,9 +21,9 @@ SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name !
 TRAIN = ROOT / "train.py"
 
 
-def files() -> set[tuple[str, int]]:
-    """Everything that a command might write into, with its time."""
-    return {(str(path), path.stat().st_mtime_ns) for folder in ROOT.glob("[!.]*") for path in (folder, *folder.glob("*"))
+def files() -> set[tuple]:
+    """Everything that a command might write into, with the time of files; python's own __pycache__ comes and goes."""
+    return {(str(path), path.is_file() and path.stat().st_mtime_ns) for folder in ROOT.glob("[!.]*") for path in (folder, *folder.glob("*"))
             if "__pycache__" not in str(path)}
 
 
