@@ -90,7 +90,9 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all generators for one step of one rank, so that no generator state has to be saved."""
     entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
-    torch.manual_seed(int(entropy) & (2**63 - 1))
+    torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
+    if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
+        torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
     random.seed(int(entropy))
     np.random.seed(int(entropy) & 0xFFFFFFFF)
 

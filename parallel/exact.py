@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Optional
 
 import torch
@@ -26,6 +27,7 @@ INTEGER_BITS = 62  # of a sum over all micro-batches
 HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
 LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
 ALIGNMENT = 16  # numbers in the widest vector of a kernel
+CHUNK = {"cuda": 2**26, "cpu": 2**16}  # numbers converted at a time: new memory costs a CPU more than arithmetic
 
 
 def share(count: int, rank: int, world_size: int) -> range:
@@ -77,23 +79,17 @@ class ShardedSum:
     gradients: Tensor
     integers: Optional[Tensor] = None  # this rank's share
     scale: float
-    peak: Tensor  # largest absolute value of the micro-batch
+    range: tuple[Tensor, Tensor]  # smallest and largest value of the micro-batch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
                  async_op: bool = False) -> None:
-        self.gradients, self.peak = output_tensor, largest_of(input_tensor)
+        self.gradients, self.range = output_tensor, torch.aminmax(input_tensor)
         integers = torch.empty(output_tensor.shape, dtype=torch.int64, device=output_tensor.device)
         dist.reduce_scatter_tensor(integers, input_tensor.mul_(self.scale).long(), group=group)
         self.integers = integers if self.integers is None else self.integers.add_(integers)
-
-
-def largest_of(gradient: Tensor) -> Tensor:
-    """Return the largest absolute value, or NaN if there is one."""
-    low, high = torch.aminmax(gradient)
-    return torch.maximum(-low, high).float()
 
 
 class ExactGradients(nn.Module):
@@ -122,6 +118,11 @@ class ExactGradients(nn.Module):
         sizes += [len(self.whole) + len(self.sharded), micro_batches]
         self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
         *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
+        # For each chunk of a gradient: its place in the sum, and scratch memory.
+        chunk = CHUNK[ranks.device.type]
+        scratch = torch.empty(min(chunk, max(sizes)), dtype=torch.int64, device=ranks.device)
+        self.chunks = [[(place, scratch[:len(place)]) for place in sums[:parameter.numel()].split(chunk)]
+                       for parameter, sums in zip(self.whole, self.sums)]
 
     def forward(self, *args, **options):
         return self.model(*args, **options)
@@ -137,24 +138,27 @@ class ExactGradients(nn.Module):
     @contextmanager
     def adding(self) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward, which adds its gradients."""
-        peaks = [torch.zeros((), device=self.ranks.device)] * len(self.not_finite)
+        ranges = [torch.zeros(2, device=self.ranks.device).unbind()] * len(self.not_finite)
 
         def add(index: int, parameter: nn.Parameter) -> None:
-            peaks[index] = largest_of(parameter.grad)
-            gradient = parameter.grad.mul_(self.scale).long().flatten()
-            self.sums[index][:len(gradient)].add_(gradient)
-            parameter.grad = None
+            gradient, parameter.grad = parameter.grad.flatten(), None
+            ranges[index] = torch.aminmax(gradient)
+            gradient.mul_(self.scale)
+            for (sums, scratch), values in zip(self.chunks[index], gradient.split(chunk)):
+                sums.add_(scratch.copy_(values))
 
+        chunk = CHUNK[self.ranks.device.type]
         for parameter in self.trained:
             parameter.grad = None
         for each in self.sharded.values():
-            each.peak = peaks[-1]
+            each.range = ranges[-1]
         with ExitStack() as stack:
             for index, parameter in enumerate(self.whole):
                 handle = parameter.register_post_accumulate_grad_hook(partial(add, index))
                 stack.callback(handle.remove)
             yield
-        peaks_T = torch.stack(peaks[:len(self.whole)] + [each.peak for each in self.sharded.values()])
+        ranges[len(self.whole):] = [each.range for each in self.sharded.values()]
+        peaks_T = torch.stack([*chain.from_iterable(ranges)]).abs().unflatten(0, (-1, 2)).amax(dim=1)
         self.not_finite += ~peaks_T.isfinite()
         # As bits, which the all-reduce does not change.
         self.largest[self.done] = peaks_T.where(peaks_T.isfinite(), 0).max().view(torch.int32)

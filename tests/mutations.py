@@ -97,7 +97,7 @@ FAULTS = [
     fault("reproducible: the order of a sum depends on the rows", "parallel/exact.py", "return values_RC[:, 0]",
           "return values_RC.sum(dim=1)", EXACT + "test_sums_of_rows_do_not_depend_on_the_other_rows"),
     fault("reproducible: the last micro-batch replaces the others", "parallel/exact.py",
-          "[:len(gradient)].add_(gradient)", "[:len(gradient)].copy_(gradient)",
+          "sums.add_(scratch", "sums.copy_(scratch",
           EXACT + "test_a_sum_is_the_exact_one_rounded_once"),
     fault("reproducible: a gradient that does not fit wraps", "parallel/exact.py", "(largest <= 2.0**self.exponent) &",
           "", EXACT + "test_gradients_beyond_the_scale_are_reported"),
