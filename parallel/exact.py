@@ -27,7 +27,7 @@ INTEGER_BITS = 62  # of a sum over all micro-batches
 HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
 LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
 ALIGNMENT = 16  # numbers in the widest vector of a kernel
-CHUNK = {"cuda": 2**26, "cpu": 2**16}  # numbers converted at a time: new memory costs a CPU more than arithmetic
+CHUNK = {"cuda": 2**26, "cpu": 2**16}  # numbers converted at a time, in memory that is used again
 
 
 def share(count: int, rank: int, world_size: int) -> range:

@@ -27,7 +27,7 @@ BUDGETS = {
     "inference/": 760,
     "learn/": 1760,
     "observe/": 2300,
-    "parallel/": 1480,
+    "parallel/": 1490,
     "report/": 1440,
     "run/": 2550,
     "scripts/": 7110,
