@@ -263,6 +263,7 @@ class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
+    async_save: bool = safe(True, "write checkpoints while training continues; needs a copy in host memory")
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
     keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
     keep_every: int = safe(

@@ -47,7 +47,17 @@ from observe.profile import Measurements, peak_memory_bytes
 from parallel.exact import exponent_for, place, share
 from parallel.fsdp import average_vectors, finite_gradients, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
-from run.life import Run, StepResult, ending, how_to_resume, record_settings, save_checkpoint, start_writing
+from run.life import (
+    Run,
+    StepResult,
+    ending,
+    finish_saving,
+    how_to_resume,
+    record_settings,
+    save_checkpoint,
+    saves_end,
+    start_writing,
+)
 from run.start import open_run
 from run.trackers import abandoning_trackers
 
@@ -85,7 +95,7 @@ def train(loaded: Loaded) -> int:
             check.print_overview(run)
             start_writing(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
-            with Measurements(run) as measured:
+            with Measurements(run) as measured, saves_end(run):
                 code = train_loop(run, measured)
             HEARTBEAT.enter("the end")
             return code
@@ -132,13 +142,15 @@ def train_loop(run: Run, measured: Measurements) -> int:
                     progress.pending_metrics = step_metrics(run, result, lr, measured.read_steps())
                 if due(config.drift_check_every, progress.step, run.finished):
                     guards.check_replicas(run)
+                if result.is_written:
+                    finish_saving(run)
                 if result.stop:
                     raise Interrupted
                 latest = finish_step(run, measured)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
-        save_checkpoint(run)
+        save_checkpoint(run, wait=True)
         stopped = f"Stopped by a signal; {progress.step} steps are saved."
         log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
         log.ending = ending(run, stopped)
@@ -181,9 +193,10 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     stops = torch.full_like(norm, run.context.signals.received is not None)
-    local_sums = [value.double().flatten() for value in (*sums.values(), norm, stops)]
+    written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
+    local_sums = [value.double().flatten() for value in (*sums.values(), norm, stops, written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
-    *totals, norms, stops = (values.sum() for values in all_sums)
+    *totals, norms, stops, written = (values.sum() for values in all_sums)
     means = [total / units for total in totals]
 
     middle, deviation = guards.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
@@ -195,11 +208,11 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
     # The only wait for the device.
     values = torch.stack([value.double() for value in
-                          (*means, norms, stops, norm, skipped, units, fits, largest)])
+                          (*means, norms, stops, written, norm, skipped, units, fits, largest)])
     has_checksums = config.ledger_checksum or config.reproducible
     halves = guards.weight_checksums(run.model) if has_checksums else values[:0]
     numbers = ranks.tolist(torch.cat([values, halves]))
-    *means, norms, stops, norm, skipped, units, fits, largest = numbers[:len(values)]
+    *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
     assert units > 0, "the step has no targets"
     if not fits:
         run.progress.gradient_exponent = exponent_for(largest)
@@ -211,7 +224,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     spike = (loss - middle) / deviation if loss > limit else 0.0
     metrics = dict(zip([*sums][1:], others))
     return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0,
-                      guards.joined(numbers[len(values):]))
+                      guards.joined(numbers[len(values):]), written == ranks.world_size)
 
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
@@ -286,10 +299,11 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.finished or run.stops_here or (progress.step > 0 and is_due):
-        save_checkpoint(run)
+        save_checkpoint(run, wait=run.finished or run.stops_here)
     if measured.phases.too_slow and not run.finished:
+        finish_saving(run)
         if run.saved is None:
-            save_checkpoint(run)
+            save_checkpoint(run, wait=True)
         raise HangError(measured.phases.too_slow)
     return metrics
 

@@ -245,7 +245,8 @@ EVENTS = {
              "`commit`, `seconds` since its launch, `previous_step` and `previous_time` (last line of "
              "metrics.jsonl); after a restart by the launcher, its number `restart` and its `cause`",
     "end": "the process ends: `reason`; missing after a kill -9",
-    "save": "a checkpoint was written: `seconds`, `checkpoint`",
+    "save": "training stopped to save a checkpoint: `seconds` without a step, `checkpoint`",
+    "saved": "the checkpoint is complete: `seconds` since training stopped for it, `checkpoint`",
     "evaluation": "an evaluation took `seconds`: `what`",
     "slow rank": "a rank is slower than the others: `rank`, `phase`, `ratio`, `host`",
     "slow rank ended": "it no longer is: `rank`, `phase`",

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from checkpoint.huggingface import hub_model, is_model_name
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
@@ -33,7 +33,9 @@ OPTIMIZER = "optimizer.safetensors"
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
+T = TypeVar("T")
 Warn = Callable[[str], None]
+WriteFiles = Callable[[Path], Optional[Mapping[str, str]]]
 
 
 def warn_on_console(text: str) -> None:
@@ -44,83 +46,113 @@ def warn_on_console(text: str) -> None:
 # ------------------------------------------------------------------------------------------- writing
 
 
-def publish(folder: Path, write_files: Callable[[Path], Optional[Mapping[str, str]]],
-            details: Mapping[str, Any], needed_bytes: int = 0, largest_file_bytes: int = 0,
-            warn: Warn = warn_on_console) -> None:
-    """Write a folder with its manifest atomically, replacing one of the same name.
+def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
+            largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
+    """Write a folder with its manifest atomically, replacing one of the same name."""
+    make_parent(folder)
+    put_in_place(write(folder, write_files, details, needed_bytes, largest_file_bytes, warn), folder, warn)
 
-    If a network disk fails temporarily, everything is rewritten after RETRY_SECONDS, because data written
-    before a failed fsync may be lost even if a second fsync succeeds.
+
+def make_parent(folder: Path) -> None:
+    """Create the folder in which `write` writes."""
+    check_room(folder.parent, 0)
+    with _disk_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+def write(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
+          largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> Path:
+    """Write a folder with its manifest under a temporary name, for `put_in_place`; return its path.
 
     Args:
         write_files: fills a folder; may return the SHA-256 of files that it hashed while writing.
         details: fields of the manifest besides the files.
     """
+    temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
+
+    def attempt() -> Path:
+        check_room(temporary.parent, needed_bytes, largest_file_bytes)
+        with _disk_errors(folder, needed_bytes):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()  # without parents, which another process may have renamed
+            hashes = {**(write_files(temporary) or {})}
+            _seal(temporary, details, hashes)
+        return temporary
+
+    return _retrying(attempt, temporary, warn)
+
+
+def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) -> None:
+    """Give a folder that is completely on the disk its name, replacing one of the same name."""
     folder = Path(folder).absolute()
-    for seconds in (*RETRY_SECONDS, None):
-        try:
-            check_room(folder.parent, needed_bytes, largest_file_bytes)
-            with atomic_folder(folder, details, needed_bytes, warn) as (temporary, hashes):
-                hashes |= write_files(temporary) or {}
-            return
-        except CheckpointError as error:
-            # Errors from Rust code have the number in their text.
-            in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error.__cause__))
-            number = getattr(error.__cause__, "errno", None) or (int(in_text[1]) if in_text else None)
-            if seconds is None or number not in TRANSIENT_ERRORS:
-                raise
-            warn(f"{error}; retrying in {seconds:g} s")
-            time.sleep(seconds)
+    replaced = folder.with_name(f"replaced-{folder.name}")
+
+    def attempt() -> None:
+        # A crash between the two renames leaves the old checkpoint under `replaced-`.
+        with _disk_errors(folder):
+            if temporary.exists():  # else it was renamed before the error
+                if os.path.lexists(folder):
+                    if os.path.lexists(replaced):
+                        _remove(replaced, warn)
+                    os.rename(folder, replaced)
+                os.rename(temporary, folder)
+            sync_folder(folder.parent)
+
+    _retrying(attempt, temporary, warn)
+    if os.path.lexists(replaced):
+        _remove(replaced, warn)
+
+
+def _seal(folder: Path, details: Mapping[str, Any], hashes: dict[str, str]) -> None:
+    """Sync a folder's files to the disk, then its manifest; hash the files that `hashes` lacks."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sync(path)
+        name = str(path.relative_to(folder))
+        if name not in (CARD, *hashes):
+            with open(path, "rb") as file:
+                hashes[name] = sha256(file)
+        files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name)}
+    files.pop(CARD, None)
+    written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
+    manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
+    (folder / MANIFEST).write_bytes(sealed(manifest))
+    sync(folder / MANIFEST)
+    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync_folder(inner)
 
 
 @contextmanager
-def atomic_folder(folder: Path, details: Mapping[str, Any], needed_bytes: int,
-                  warn: Warn) -> Iterator[tuple[Path, dict[str, str]]]:
-    """A `with` block that fills a temporary folder, which then gets a manifest and its name atomically.
-
-    Yields the folder, and a dict for the SHA-256 of files that are hashed while being written; other files
-    are hashed at the end.
-    """
-    temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}")
-    replaced, hashes = folder.with_name(f"replaced-{folder.name}"), {}
+def _disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """A `with` block that turns errors of the disk into a CheckpointError."""
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary, hashes
-
-        # Sync the files, then the manifest, to disk.
-        files = {}
-        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
-            sync(path)
-            name = str(path.relative_to(temporary))
-            if name not in (CARD, *hashes):
-                with open(path, "rb") as file:
-                    hashes[name] = sha256(file)
-            files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name)}
-        files.pop(CARD, None)
-        written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
-        manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
-        (temporary / MANIFEST).write_bytes(sealed(manifest))
-        sync(temporary / MANIFEST)
-        for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-            sync_folder(inner)
-
-        # Rename it. A crash between the two renames leaves the old checkpoint under `replaced-`.
-        if os.path.lexists(folder):
-            if os.path.lexists(replaced):
-                _remove(replaced, warn)
-            os.rename(folder, replaced)
-        os.rename(temporary, folder)
-        sync_folder(folder.parent)
+        yield
     except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         # Rust's tokenizers report a full disk as a bare Exception; anything else is a bug.
         if not isinstance(error, OSError) and type(error) is not Exception:
             raise
         raise CheckpointError(f"{folder} could not be written: {error}; "
                               f"{_space(folder.parent, needed_bytes)}") from error
-    if os.path.lexists(replaced):
-        _remove(replaced, warn)
+
+
+def _retrying(attempt: Callable[[], T], temporary: Path, warn: Warn) -> T:
+    """Return attempt(), which is repeated after RETRY_SECONDS if a network disk fails temporarily.
+
+    Everything is written again, because data written before a failed fsync may be lost even if a second fsync
+    succeeds. If the last attempt fails, `temporary` is removed.
+    """
+    for seconds in (*RETRY_SECONDS, None):
+        try:
+            return attempt()
+        except Exception as error:
+            # Errors from Rust code have the number in their text.
+            in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error.__cause__))
+            number = getattr(error.__cause__, "errno", None) or (int(in_text[1]) if in_text else None)
+            if seconds is None or number not in TRANSIENT_ERRORS or not isinstance(error, CheckpointError):
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            warn(f"{error}; retrying in {seconds:g} s")
+            time.sleep(seconds)
 
 
 def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
@@ -303,11 +335,11 @@ def _has(path: Path) -> bool:
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
           warn: Warn = warn_on_console, keep_every: int = 0) -> list[Path]:
-    """Delete old checkpoints, and return them. Rank 0 calls it under the lock.
+    """Delete old checkpoints, and return them. Rank 0 calls it under the lock, after it has written one.
 
     Keeps the newest `keep_last` (0 = all), the `keep_best` with the lowest validation loss, those of every
-    `keep_every`-th step (0 = none), the protected ones (which the run started from), and unreadable ones. If
-    the newest fails to verify, nothing is deleted.
+    `keep_every`-th step (0 = none), the protected ones (which the run started from), and unreadable ones. The
+    newest is not read again, because it was hashed while it was written.
     """
     readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
     measured = [item for item in readable if item[1]["val_loss"] is not None]
@@ -316,13 +348,6 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best, *regular)}
     kept |= {Path(folder).resolve() for folder in protected}
     pruned = [folder for folder, _ in readable if folder.resolve() not in kept]
-    if not pruned:
-        return []
-    try:
-        verify(readable[0][0])
-    except CheckpointError as error:
-        warn(f"no checkpoint was deleted, because the newest one is bad: {error}")
-        return []
     for folder in pruned:
         _remove(folder, warn)
     return pruned

@@ -83,6 +83,19 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing_parent(path)).free
 
 
+def free_host_memory() -> int:
+    """Return the free bytes of the machine's memory, or of the container's if it is limited."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError):  # Linux only
+        free = 1024 * int(re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())[1])
+    with suppress(OSError, ValueError):  # no control group of version 2, or no limit
+        group = Path("/sys/fs/cgroup")
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+        free = min(free, limit - used + int(cached[1]))
+    return free
+
+
 def why_not_writable(folder: Path) -> Optional[OSError]:
     """Return the error of creating a file in a folder, which need not exist yet, or None."""
     try:

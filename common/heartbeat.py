@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
-BACKGROUND_SECONDS = 0.5  # between beats in beat_in_background
+BACKGROUND_SECONDS = 0.5  # between beats in beat_in_background, and looks at a Background
+CANCEL_SECONDS = 30.0
 # The first subphase of a phase, if its name differs.
 SUBPHASES = {"forward and backward": "forward", "update": "optimizer", "start-up": "other",
              "the end": "other"}
@@ -29,6 +30,7 @@ class Heartbeat:
         self.subphase, self.started = SUBPHASES[self.phase], time.time()
         # Called when a subphase begins, and when a wait in it begins or ends.
         self.on_mark: Callable[[str, bool], None] = ignore
+        self.local = threading.local()  # its `on_beat` replaces the beats of a background thread
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
         """Record the start of a phase, and of a step if one is given."""
@@ -45,6 +47,8 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Record that this process made progress."""
+        if on_beat := getattr(self.local, "on_beat", None):
+            return on_beat()
         # The time first: readers must not see a working process whose last beat was before its wait.
         self.last_beat, self.is_waiting = time.monotonic(), False
 
@@ -83,3 +87,52 @@ class Heartbeat:
 
 
 HEARTBEAT = Heartbeat()
+
+
+class Cancelled(Exception):
+    """The work of a Background was cancelled."""
+
+
+class Background(threading.Thread):
+    """A thread that calls `work`. Its beats show that the work moves, but not that the process does.
+
+    Args:
+        work: given a function for warnings, which `result` passes on.
+    """
+
+    def __init__(self, work: Callable[[Callable[[str], None]], Any]):
+        super().__init__(name="background", daemon=True)
+        self.work, self.warnings, self.beats, self.is_cancelled = work, list[str](), 0, False
+        self.value: Any = None
+        self.error: Optional[BaseException] = None
+        self.start()
+
+    def run(self) -> None:
+        HEARTBEAT.local.on_beat = self._beat
+        try:
+            self.value = self.work(self.warnings.append)
+        except BaseException as error:  # raised in the thread that waits
+            self.error = error
+
+    def _beat(self) -> None:
+        self.beats += 1
+        if self.is_cancelled:
+            raise Cancelled
+
+    def result(self, warn: Callable[[str], None]) -> Any:
+        """Wait for the end of the work; return its value or raise its error, after its warnings."""
+        while self.is_alive():
+            before = self.beats
+            self.join(BACKGROUND_SECONDS)
+            if self.beats > before:
+                HEARTBEAT.beat()
+        for warning in self.warnings:
+            warn(warning)
+        if self.error:
+            raise self.error
+        return self.value
+
+    def cancel(self) -> None:
+        """End the work at its next beat, and wait a while for that."""
+        self.is_cancelled = True
+        self.join(CANCEL_SECONDS)

@@ -178,7 +178,7 @@ class MemoryEstimate(NamedTuple):
     frozen: int  # weights of a teacher or a live reference
     activations: int  # kept for the backward
     working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
-    host: int = 0  # with CPU_OFFLOAD
+    host: int = 0  # with CPU_OFFLOAD; with ASYNC_SAVE, a copy of the state on rank 0
 
     @property
     def total(self) -> int:
@@ -396,6 +396,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
+    copied = FLOAT32 * (trained + moments) * config.async_save
     if config.cpu_offload:
-        return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held))))
-    return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others)))
+        return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held) + copied)))
+    return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied)))

@@ -3,7 +3,6 @@
 import glob
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ import lora
 import model_utils
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
-from common.files import existing_parent, free_bytes
+from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import ROOT, command, duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
@@ -108,7 +107,7 @@ def describe_memory(forecast: MemoryEstimate) -> str:
     """Return the memory forecast, item by item."""
     items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
                       if name != "host" and (value or name != "frozen"))
-    host = f" and {forecast.host / GIB:.2f} GiB of host memory per rank" if forecast.host else ""
+    host = f" and {forecast.host / GIB:.2f} GiB of host memory" if forecast.host else ""
     return f"about {forecast.total / GIB:.2f} GiB per device ({items}){host}"
 
 
@@ -218,10 +217,7 @@ def free_memory(device: torch.device) -> int:
     """Return the free bytes of the GPU or, for a CPU, of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with suppress(OSError):  # Linux only
-        available = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-        return int(available[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free_host_memory()
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
@@ -517,7 +513,7 @@ class Check:
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
         text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
-        if forecast.total <= room:
+        if forecast.total <= room:  # without room for the copy in host memory, saves are synchronous
             self.line("memory", text)
         else:
             self.line("memory", f"{text}. {memory_advice(config, room, *known)}", "warn")

@@ -57,7 +57,7 @@ def forecast_memory(argv: Sequence[str]) -> None:
     for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
         if getattr(given, name) != none:
             raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
-    changes = {"document_mask": False}
+    changes = {"document_mask": False, "async_save": False}
     if given.compile:
         recompute = "block" if given.activation_checkpointing == "block" else "none"
         changes |= {"compile": False, "activation_checkpointing": recompute}

@@ -28,7 +28,7 @@ from parallel.fsdp import (
     ranks_per_copy,
 )
 from parallel.ranks import collective
-from run.life import Run, StepResult, follow_folder, save_checkpoint
+from run.life import Run, StepResult, finish_saving, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
 CHUNK_WORDS = 2**22  # words of a tensor that a checksum processes at a time
@@ -262,8 +262,9 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     if any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"]):
         return folder, reports, "the weights were already non-finite and are not saved"
     try:
+        finish_saving(run)
         if run.saved is None:
-            save_checkpoint(run)
+            save_checkpoint(run, wait=True)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))
     return folder, reports, f"the state before it {'is' if run.saved else 'could not be'} saved"

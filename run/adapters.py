@@ -15,7 +15,7 @@ from config import START_FROM
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import device_and_dtype, model_from_tensors, read_model_config
-from run.card import merged_card, write_card
+from run.card import make_card, merged_card, write_card
 from run.start import find_by_hash
 from tokenizer import load_tokenizer
 
@@ -122,8 +122,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
                                   "base and adapters, so nothing is written; are the adapters finite?")
-        write_card(folder, lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
-                   store.warn_on_console)
+        write_card(folder, make_card(lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
+                                     store.warn_on_console))
         return hashes
 
     size = sum(tensor.nbytes for tensor in state.values())

@@ -98,14 +98,19 @@ def card_text(metadata: Mapping[str, Any], title: str, **values: Any) -> str:
     return template().render(metadata=block, title=title, **values).rstrip("\n") + "\n"
 
 
-def write_card(folder: Path, make: Callable[[], str], warn: Callable[[str], None]) -> None:
-    """Write the card that `make` returns into a checkpoint's folder; warn if that fails."""
+def make_card(make: Callable[[], str], warn: Callable[[str], None]) -> str:
+    """Return the card that `make` returns; warn if that fails, and return an empty text."""
     try:
-        (folder / CARD).write_text(make(), encoding="utf-8")
+        return make()
     except Exception as error:  # of any kind: a card must not prevent saving weights
-        with suppress(OSError):
-            (folder / CARD).unlink(missing_ok=True)
         warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
+        return ""
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Write a card into a checkpoint's folder, unless it is empty."""
+    if card:
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def read_card(folder: Path) -> str:

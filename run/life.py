@@ -8,8 +8,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ import torch
 import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
-from checkpoint.tensors import LazyTensor, write_tensors
+from checkpoint.tensors import LazyTensor, lazy, write_tensors
 from common import __version__
 from common.errors import CheckpointError
-from common.heartbeat import HEARTBEAT
+from common.heartbeat import HEARTBEAT, Background
 from common.text import DIM, ROOT, command, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
@@ -37,9 +37,10 @@ from parallel import process
 from parallel.fsdp import RowServer, local_rows, named_parameters
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
-from run.card import BackgroundReport, commit, device_name, run_card, write_card
+from run.card import BackgroundReport, commit, device_name, make_card, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
+from run.saving import HostCopies, Saving
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class StepResult(NamedTuple):
     spike: float  # robust z-score of a loss spike, else 0
     stop: bool  # a rank received a stop signal
     checksums: Sequence[int] = ()  # of the trained weights, by name, with LEDGER_CHECKSUM
+    is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
 
 
 @dataclass
@@ -148,6 +150,9 @@ class Run:
     started_from: Optional[Path]  # a checkpoint, which retention must keep
     saved: Optional[Path] = None  # the checkpoint of the current state
     report: BackgroundReport = field(default_factory=BackgroundReport)
+    saving: Optional[Saving] = None  # the checkpoint that is being written
+    pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
+    copies: Optional[HostCopies] = None
 
     @property
     def ranks(self) -> Ranks:
@@ -322,14 +327,21 @@ def write_report(run: Run, wait_seconds: float = 0) -> None:
 
 
 @collective
-def save_checkpoint(run: Run) -> None:
-    """Save the state after the last finished step, and delete old checkpoints."""
-    HEARTBEAT.enter("save", run.progress.step)
-    config, progress, ranks, started = run.config, run.progress, run.ranks, time.perf_counter()
-    is_lost = not follow_folder(run)
-    checkpoint = run.folder / "checkpoints" / f"step-{progress.step:08d}"
+def save_checkpoint(run: Run, wait: bool = False) -> None:
+    """Save the state after the last finished step, and delete old checkpoints.
 
-    # The contents. Rank 0 writes one tensor at a time, and gathers it first if the model is sharded.
+    Unless `wait` or ASYNC_SAVE=false, training only stops for a copy of the state. A thread writes it, and
+    `finish_saving` completes the checkpoint.
+    """
+    started, step = time.perf_counter(), run.progress.step
+    finish_saving(run)
+    finish_pruning(run)
+    HEARTBEAT.enter("save", step)
+    config, progress, ranks = run.config, run.progress, run.ranks
+    is_lost = not follow_folder(run)
+    checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
+
+    # The contents. Rank 0 reads one tensor at a time, and gathers it first if the model is sharded.
     trained = {name: parameter for name, parameter in named_parameters(run.model).items()
                if parameter.requires_grad or not config.lora_enabled}
     tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
@@ -339,49 +351,126 @@ def save_checkpoint(run: Run) -> None:
     server = RowServer(tensors, ranks)
     streamed = {name: LazyTensor(tuple(like.shape), rows.dtype, partial(server.read, name))
                 for name, (rows, like) in tensors.items()}
+    in_background = config.async_save and not (wait or is_lost) and copy_state(run, server, streamed)
+    if in_background and ranks.is_rank0:
+        streamed = {name: lazy(run.copies.buffers[name]) for name in streamed}
     weights = {name: streamed[name] for name in trained}
     moments = trim_padding({name: streamed[name] for name in optimizer_state}, run.model)
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
+    card = make_card(lambda: run_card(run), run.log.warn) if ranks.is_rank0 else ""
+    adapter = None
+    if config.lora_enabled:
+        adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
+                               lora.trained_token_ids(run.model))
 
     def write_files(folder: Path) -> dict[str, str]:
-        if config.lora_enabled:
-            adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
-                                   lora.trained_token_ids(run.model))
+        if adapter:
             hashes = peft.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
         else:
             hashes = huggingface.save_model_folder(folder, weights, run.model.config, run.inputs.tokenizer,
                                                    config.max_seq_len)
-        write_card(folder, lambda: run_card(run), run.log.warn)
+        write_card(folder, card)
         hashes[store.OPTIMIZER] = write_tensors(folder / store.OPTIMIZER, moments)
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         return hashes
 
-    # Write the checkpoint, then delete older ones.
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
-    manifest = {"step": progress.step, "world_size": ranks.world_size,
+    manifest = {"step": step, "world_size": ranks.world_size,
                 "val_loss": progress.val_loss if has_loss else None}
     moments_bytes = sum(tensor.nbytes for tensor in moments.values())
     needed_bytes = trained_bytes(run.model) + moments_bytes
+    run.saving = Saving(step, started, server, lambda folder, warn: store.write(
+        folder, write_files, manifest, needed_bytes, moments_bytes, warn))
+    if not in_background:
+        finish_saving(run)
+    else:
+        run.saving.folder = checkpoint
+        ranks.on_rank0(run.saving.start)
+        run.saving.blocked = time.perf_counter() - started
+        run.log.event("save", step, seconds=run.saving.blocked, checkpoint=checkpoint.name)
+
+
+@collective
+def copy_state(run: Run, server: RowServer, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Copy the tensors into rank 0's host memory; return False, with one warning, if there is no room."""
+    run.copies = run.copies or HostCopies(run.ranks.device)
+    shortage = run.ranks.broadcast(run.copies.shortage(tensors) if run.ranks.is_rank0 else "")
+    if shortage and not run.copies.is_told:
+        run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
+        run.copies.is_told = True
+    if not shortage:
+        server.on_rank0(lambda: run.copies.fill(tensors))
+    return not shortage
+
+
+@collective
+def finish_saving(run: Run) -> None:
+    """Wait for the checkpoint that is being written, if there is one, complete it, and delete old ones.
+
+    If writing it failed, every rank raises the error.
+    """
+    saving, run.saving = run.saving, None
+    if saving is None:
+        return
+    HEARTBEAT.enter("save", run.progress.step)
+    is_lost = not follow_folder(run)
+    if is_lost and saving.folder:  # a save of the current state reports it
+        if saving.thread:
+            saving.thread.cancel()
+        return save_checkpoint(run, wait=True)
+    checkpoint, config = run.folder / "checkpoints" / f"step-{saving.step:08d}", run.config
     with ExitStack() as stack:
         if is_lost:
-            ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
-        server.on_rank0(lambda: store.publish(checkpoint, write_files, manifest, needed_bytes, moments_bytes,
-                                              run.log.warn))
-        run.saved, protected = checkpoint, [run.started_from] if run.started_from else []
-        ranks.on_rank0(lambda: store.prune(checkpoint.parent, config.keep_last, config.keep_best, protected,
-                                           run.log.warn, config.keep_every))
-    seconds = time.perf_counter() - started
-    run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
-    run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
+            run.ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
+        saving.server.on_rank0(lambda: saving.complete(checkpoint, run.log.warn))
+        protected = [run.started_from] if run.started_from else []
+        if run.ranks.is_rank0:
+            run.pruning = Background(lambda warn: store.prune(
+                checkpoint.parent, config.keep_last, config.keep_best, protected, warn, config.keep_every))
+        if not saving.folder:
+            finish_pruning(run)
+    if saving.step == run.progress.step:
+        run.saved = checkpoint
+    seconds = time.perf_counter() - saving.started
+    waited = f"; training stopped for {saving.blocked:.1f} s" if saving.folder else ""
+    run.log.info(f"Saved {checkpoint} in {seconds:.1f} s{waited}")
+    if not saving.folder:
+        run.log.event("save", saving.step, seconds=seconds, checkpoint=checkpoint.name)
+    run.log.event("saved", saving.step, seconds=seconds, checkpoint=checkpoint.name)
     if is_lost:
         error = CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot "
-                                f"see it. The state after step {progress.step} is saved in a new folder with "
+                                f"see it. The state after step {saving.step} is saved in a new folder with "
                                 f"that name, without the earlier logs. To resume: {how_to_resume(run)}")
         error.on_all_ranks = True
         raise error
     write_report(run)
+    HEARTBEAT.begin("other")
+
+
+@collective
+def finish_pruning(run: Run) -> None:
+    """Wait until old checkpoints are deleted."""
+    pruning, run.pruning = run.pruning, None
+    run.ranks.raise_on_all(lambda: pruning and pruning.result(run.log.warn))
+
+
+@contextmanager
+def saves_end(run: Run) -> Iterator[None]:
+    """A `with` block around training. An error on all ranks still completes the checkpoint being written."""
+    try:
+        yield
+        finish_saving(run)
+    except Exception as error:
+        if run.ranks.world_size == 1 or getattr(error, "on_all_ranks", False):
+            with suppress(CheckpointError):
+                finish_saving(run)
+        raise
+    finally:
+        for thread in (run.pruning, run.saving and run.saving.thread):
+            if thread:
+                thread.cancel()
 
 
 def trained_bytes(model: Transformer) -> int:

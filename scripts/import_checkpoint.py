@@ -42,7 +42,7 @@ from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
 from model_utils import find_model
-from run.card import imported_card, write_card
+from run.card import imported_card, make_card, write_card
 from tokenizer import load_tokenizer
 
 
@@ -93,7 +93,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     def write(folder: Path) -> dict[str, str]:
         hashes = save_model_folder(folder, state, config, tokenizer, max_seq_len)
         digest = weights_sha256(load_model_weights(folder))
-        write_card(folder, lambda: imported_card(output.name, source, digest, max_seq_len), warn_on_console)
+        write_card(folder, make_card(lambda: imported_card(output.name, source, digest, max_seq_len),
+                                     warn_on_console))
         return hashes
 
     publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))

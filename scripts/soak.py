@@ -5,10 +5,11 @@
     python scripts/soak.py --kills 0 --points 0 --flips 0 --elastic 50
 
 Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
-during a save. The run is resumed, perhaps killed again, and must end identically: SHA-256 of the weights and
-the optimizer state, metrics, ledger and samples.
+during a save: while the state is copied, or while a thread writes it. The run is resumed, perhaps killed
+again, and must end identically: SHA-256 of the weights and the optimizer state, metrics, ledger and samples.
 
-Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving and pruning.
+Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving in a thread, and of
+pruning.
 
 Flips and truncations: a bit flips in a file of the newest checkpoint or in a shard, or the file is truncated
 or deleted. The run must warn, resume from the previous checkpoint, and end identically. For a damaged shard,
@@ -74,7 +75,7 @@ from train import EXIT_PREEMPTED
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
-SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNMEASURED}
+SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 4, **UNMEASURED}
 # The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
 ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
 ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; random offload

@@ -385,7 +385,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     model = new_model(config, 512, seed=1)
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
-                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent),
+                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     trained = wrap_model(model, ranks, config.gradient_dtype, config.exact_micro_batches)
     count = sum(int(run.objective.count(batch)) for batch in batches)

@@ -43,6 +43,7 @@ MODEL, LOADERS, OPTIM = "tests/test_model.py", "tests/test_dataloaders.py", "tes
 OBJECTIVES, DISTILLATION = "tests/learn/test_objectives.py", "tests/learn/test_distillation.py"
 RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
+SAVING = "tests/run/test_saving.py"
 EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settings/test_load.py"
 PROPERTIES = "tests/data_pipeline/test_properties.py"
 EXACT = "tests/parallel/test_exact_sums.py::"
@@ -192,6 +193,14 @@ FAULTS = [
           'sha256(file, advance) == expected["sha256"]', "True", STORE),
     fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) name =", "name =",
           f"{MACHINE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
+    fault("async save: of the live tensors", "run/life.py", "lazy(run.copies.buffers[name])", "streamed[name]",
+          f"{SAVING}::test_training_continues_while_a_thread_writes_what_the_state_was"),
+    fault("async save: completed before every rank has written", "train.py", "run.saving.is_done)", "True)",
+          f"{SAVING}::test_training_continues_while_a_thread_writes_what_the_state_was"),
+    fault("async save: a thread's beats are the process's", "common/heartbeat.py", "return on_beat()", "on_beat()",
+          f"{SAVING}::test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_does"),
+    fault("async save: no room is left", "run/saving.py", "needed + SPARE_MEMORY <= free", "needed <= free",
+          f"{SAVING}::test_without_room_for_a_copy_training_stops_for_the_whole_save"),
     fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")",
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
     fault("best: one that is only as good", "run/life.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",

@@ -94,7 +94,8 @@ def test_a_run_tells_where_its_time_goes(whole):
         assert line["step_seconds"] == pytest.approx(sum(phases)) and min(phases) > 0
         assert line["tokens_per_second"] == pytest.approx(256 / line["step_seconds"])
         assert ("evaluation_seconds" in line) == (line["step"] in (2, 3, 4, 6)), "of its own evaluation"
-        assert ("save_seconds" in line) == (line["step"] in (3, 5)), "of the save before it"
+        if line["step"] not in (4, 6):  # in these, a thread may have finished a save
+            assert ("save_seconds" in line) == (line["step"] in (3, 5)), "of the save before it"
     start, *_, end = events = whole.lines("events")
     assert start.items() >= {"event": "start", "step": 0, "world_size": 1, "previous_step": None, "previous_time": None}.items()
     assert end.items() >= {"event": "end", "step": 6, "reason": "finished"}.items()

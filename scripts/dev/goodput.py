@@ -123,7 +123,7 @@ def measure(run: TinyRun, save_every: int) -> Measured:
     time_spent = reader.data(10)["goodput"]
     for interruption in time_spent["interruptions"]:
         saves = [event["step"] for event in reader.events
-                 if event["event"] == "save" and event["time"] <= interruption["time"]]
+                 if event["event"] == "saved" and event["time"] <= interruption["time"]]
         assert interruption["resumed_from"] >= max(saves, default=0), f"a save is lost: {interruption}"
         lost += interruption["away_seconds"] or 0.0
     kills = len(time_spent["interruptions"])

@@ -55,7 +55,8 @@ TRACED = [
 @pytest.mark.parametrize("changes, vocab_size, dtype", TRACED)
 def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
     config = Config(**{"dim": 512, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 1536, "micro_batch_size": 4,
-                       "max_seq_len": 1024, "total_batch_size": 2**20, "compile": False, "document_mask": False} | changes)
+                       "max_seq_len": 1024, "total_batch_size": 2**20, "compile": False, "document_mask": False,
+                       "async_save": False} | changes)
     teacher = ModelConfig(dim=1024, n_layers=2, n_heads=8) if config.distillation_enabled else None
     traced = trace(config, vocab_size, DTYPES[dtype], teacher)
     forecast = estimate_memory(config, vocab_size, DTYPES[dtype].itemsize, "cpu", traced.frozen if teacher else 0)
@@ -65,6 +66,15 @@ def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
     norms = config.dim * (2 * config.n_layers + 1) * (DTYPES[dtype].itemsize if config.lora_enabled else 12)
     held += norms * (1 - 1 / config.ranks_per_copy)
     assert held == pytest.approx(traced.parameters + traced.optimizer, rel=0.01)
+
+
+@pytest.mark.parametrize("changes", [{}, FULL, {**FULL, "cpu_offload": True}, {"optimizer": "muon"}])
+def test_a_copy_for_saves_is_the_whole_trained_state(changes):
+    config = Config(**{"dim": 512, "n_layers": 3, "n_heads": 8, "ffn_dim": 1536, "async_save": False} | changes)
+    without, with_copy = (estimate_memory(config.model_copy(update={"async_save": each}), 1000, 4) for each in (False, True))
+    whole = estimate_memory(config.model_copy(update={"sharding": "none", "cpu_offload": False, "world_size": 1}), 1000, 4)
+    assert with_copy.total == without.total
+    assert with_copy.host - without.host == pytest.approx(whole.parameters + whole.optimizer, abs=2)
 
 
 def test_check_memory_prints_the_trace_beside_the_forecast(capsys):

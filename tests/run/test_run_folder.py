@@ -290,7 +290,7 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     assert moved.steps_saved() == [2, 4, 6]
     assert_same_run(moved, whole, 6)
     assert run.steps_saved() == ([1] if where == "new" else [])
-    assert [event["event"] for event in moved.lines("events")] == ["start", "save", "save", "save", "end"]
+    assert [event["event"] for event in moved.lines("events")] == ["start", *["save", "saved"] * 3, "end"]
     assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
 
@@ -316,7 +316,7 @@ def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole
     with at_step(3, lambda: shutil.rmtree(run.folder)):
         assert run.train() == 5
     assert "was deleted during the run" in capsys.readouterr().err
-    assert run.steps_saved() == [4] and run.train() == 0
+    assert run.steps_saved() in ([3], [4]) and run.train() == 0  # 3: the save of step 2 had not ended
     assert_same_run(run, whole, 6, logs=())
 
 

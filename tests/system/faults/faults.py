@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +16,8 @@ from commands import during
 from factories import do_in_step, is_rank
 
 import train
+from common.heartbeat import Background
+from run import life
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
@@ -66,16 +67,17 @@ class HalfWritten:
         self.file.close()
 
 
-def die_at(deadly_call: int) -> list[str]:
-    """Kill this process at the n-th call of this thread that opens or changes a file; a write is half done then.
+def die_at(deadly_call: int, counts: Callable[[], bool] = lambda: True) -> list[str]:
+    """Kill this process at the n-th call that opens or changes a file; a write is half done then.
 
-    Returns a list that grows by the name of each call.
+    Returns a list that grows by the name of each call. Only calls of this thread and of a Background count, if `counts`().
     """
     calls: list[str] = []
     thread = threading.get_ident()
 
     def is_deadly(name: str) -> bool:
-        if threading.get_ident() != thread:
+        is_here = threading.get_ident() == thread and counts()
+        if not is_here and not isinstance(threading.current_thread(), Background):
             return False
         calls.append(name)
         return len(calls) == deadly_call
@@ -99,46 +101,59 @@ def die_at(deadly_call: int) -> list[str]:
     return calls
 
 
+def around_saves(begin: Callable[[int], Any], end: Callable[[int], Any]) -> Callable[[], bool]:
+    """In a rank: call begin(k) before its k-th save, and end(k) when that checkpoint is complete and old ones are deleted.
+
+    Returns a function: whether this thread is in one of the two, and not in a step between them.
+    """
+    save, finish, numbers, inside = train.save_checkpoint, life.finish_saving, [], []
+
+    def finish_saving(run) -> None:
+        is_saving = run.saving is not None
+        inside.append(1)
+        finish(run)
+        inside.pop()
+        if is_saving:
+            end(len(numbers))
+
+    def save_checkpoint(run, wait: bool = False) -> None:
+        finish_saving(run)
+        numbers.append(1)
+        begin(len(numbers))
+        inside.append(1)
+        save(run, wait)
+        inside.pop()
+
+    train.save_checkpoint, train.finish_saving, life.finish_saving = save_checkpoint, finish_saving, finish_saving
+    return lambda: bool(inside)
+
+
 def die_in_save(save: int, deadly_call: int) -> None:
     """In a rank: kill it at the n-th such call of its k-th save, including the deletion of old checkpoints."""
-    original, saves = train.save_checkpoint, count(1)
-
-    def save_checkpoint(run) -> None:
-        if next(saves) == save:
-            die_at(deadly_call)
-        original(run)
-
-    train.save_checkpoint = save_checkpoint
+    inside = around_saves(lambda number: number == save and die_at(deadly_call, inside), lambda number: None)
 
 
 def list_calls_of_save(save: int, into: Path) -> None:
     """In a rank: write the names of the calls of its k-th save to a file."""
-    original, saves = train.save_checkpoint, count(1)
+    calls: list[str] = []
 
-    def save_checkpoint(run) -> None:
-        calls = die_at(0) if next(saves) == save else None
-        original(run)
-        if calls:
-            into.write_text("\n".join(list(calls)))
+    def begin(number: int) -> None:
+        nonlocal calls
+        if number == save:
+            calls = die_at(0, inside)
 
-    train.save_checkpoint = save_checkpoint
+    inside = around_saves(begin, lambda number: number == save and into.write_text("\n".join([*calls])))
 
 
 def mark_saves(folder: Path) -> None:
     """In a rank: write the times at which its saves begin and end to a file, so that a kill can aim at them."""
-    original = train.save_checkpoint
     folder.mkdir(parents=True, exist_ok=True)
 
-    def note() -> None:
+    def note(number: int) -> None:
         with open(folder / f"rank-{os.environ.get('RANK', 0)}", "a") as file:
             file.write(f"{time.monotonic()}\n")
 
-    def save_checkpoint(run) -> None:
-        note()
-        original(run)
-        note()
-
-    train.save_checkpoint = save_checkpoint
+    around_saves(note, note)
 
 
 def saves_marked(folder: Path, rank: int = 0) -> list[float]:

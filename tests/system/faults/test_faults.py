@@ -201,7 +201,7 @@ def fail() -> None:
     ((0, ("checkpoint.huggingface", "save_model_folder", 2), die), [-9, 1])])
 def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, tiny_run):
     """And the run can be resumed from its last checkpoint and finished."""
-    run = tiny_run()
+    run = tiny_run(ASYNC_SAVE="false")
     job = run.start(WORLD, partial(act, *plant))
     assert job.wait() == codes, job.text()
     survivor = job.outputs[1 - plant[0]].read_text()

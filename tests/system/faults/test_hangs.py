@@ -73,7 +73,7 @@ def stall_in_a_forward() -> None:
     objectives.NextToken.loss_sum = lambda *_: stall()
 
 
-STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
+STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 4)"
 FORWARD = "forward and backward (step 3)"
 IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
 

@@ -151,7 +151,8 @@ def test_a_disk_that_fills_within_a_save_publishes_nothing(on_small_disk):
     assert_one_sentence(text, str(run.checkpoint(4)), "bytes needed", "free")
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
     assert store.verify(run.checkpoint(2))
-    assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4], "there was room for these"
+    steps = [line["step"] for line in run.metrics()]
+    assert steps in ([*range(5)], [*range(6)]), "there was room for these; a thread writes during the last one"
 
 
 def free_the_disk_in_step_45() -> None:
@@ -338,7 +339,7 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, synce
 
 @needs_mounts
 def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run, mount):
-    run = tiny_run()
+    run = tiny_run(ASYNC_SAVE="false")
     folder = mount(run.folder / "checkpoints", 10_000_000)
     text = run.ends([5], partial(act, 0, 3, partial(remount, "ro")), env={"SMALL_DISK": str(folder)})
     assert_one_sentence(text, str(folder), "Read-only file system")
@@ -358,7 +359,7 @@ def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
 
 
 def test_a_limit_on_the_size_of_files_is_told(tiny_run):
-    run, (small, tiny) = tiny_run(), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
+    run, (small, tiny) = tiny_run(ASYNC_SAVE="false"), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
     assert_one_sentence(run.ends([5], small), "100,000", "ulimit -f unlimited")
     assert run.steps_saved() == []
     run.ends([5], partial(act, 0, 3, tiny))

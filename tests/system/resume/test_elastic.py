@@ -89,7 +89,7 @@ def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
     for argv in commands:
         for layout in layouts:
             with run_start.open_run(load_config([*argv, *argv_of(layout)])) as run:
-                save_checkpoint(run)
+                save_checkpoint(run, wait=True)
     stop_ranks()
 
 
