@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 23_850, 7_110, 28_790
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 24_130, 7_210, 29_030
 BUDGETS = {
     "config.py": 660,
     "data_preparation_utils.py": 320,
