@@ -201,7 +201,7 @@ FAULTS = [
           f"{SAVING}::test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_does"),
     fault("async save: no room is left", "run/saving.py", "needed + SPARE_MEMORY <= free", "needed <= free",
           f"{SAVING}::test_without_room_for_a_copy_training_stops_for_the_whole_save"),
-    fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")",
+    fault("retention: best one deleted", "checkpoint/store.py", "*best, *regular)", "*regular)",
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
     fault("best: one that is only as good", "run/life.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
           "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
