@@ -135,7 +135,7 @@ def test_each_command_runs_its_script_with_the_arguments_passed_on(clone):
 
 def test_the_list_is_what_there_is(clone):
     for shown in (clone.paddock(), clone.paddock("--help"), clone.paddock("help")):
-        named = re.findall(r"^  ([a-z]+) ", shown, re.MULTILINE)
+        named = re.findall(r"^  ([a-z-]+) ", shown, re.MULTILINE)
         assert {*named} == {words.split()[0] for words in RUNS} | {"test"} and len(named) == len({*named})
         assert max(map(len, shown.splitlines())) <= 79
     assert clone.paddock("--version") == f"Paddock {__version__}\n" and not clone.calls()
