@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.errors import SettingsError
 from config import ModelConfig
+from fused.blocks import attend_in_blocks
 
 
 class Kernel(NamedTuple):
@@ -39,8 +40,9 @@ KERNELS = {
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, half_only=False, grouped=False),
     "math": Kernel(SDPBackend.MATH, half_only=False),
     "sdpa": Kernel(half_only=False),
+    "blocks": Kernel(half_only=False),  # fused.blocks, on a CPU
 }
-VARLEN = ("flash-3", "flash-2", "varlen")  # take documents as cu_seqlens, without a mask
+VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as cu_seqlens, without a mask
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
 CHOSEN: set[str] = set()  # kernels that this process uses
@@ -70,7 +72,8 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
         backend: ATTENTION_BACKEND; for masks, flash and cudnn mean auto.
     """
     if capability is None:
-        order = {"auto": ("sdpa",), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
+        auto = ("sdpa",) if purpose == "mask" else ("blocks",)
+        order = {"auto": auto, "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
     elif backend in ("auto", "flash") or (purpose == "mask" and backend == "cudnn"):
         order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
         if backend == "flash" and purpose != "mask":
@@ -90,6 +93,8 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
 
     It is limited by the mask, or causal: within each row, or within documents given by `cu_seqlens` (VARLEN).
     """
+    if kernel == "blocks":
+        return attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, cu_seqlens)
     if cu_seqlens is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
         return varlen_function(kernel)(*flat, cu_seqlens, q_BTNH.shape[1]).view_as(q_BTNH)
@@ -193,8 +198,8 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
             deterministic: bool) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if order == ("sdpa",):  # always works
-        return "sdpa"
+    if order in (("sdpa",), ("blocks",)):  # always work
+        return order[0]
     reasons = []
     for name in order:
         if name == "flash-3" and CHOSEN & REPLACED_BY_FLASH_3:

@@ -253,7 +253,12 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     if config.lora_enabled:
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
-    if device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
+    if device_type == "cpu" and config.attention_backend == "auto":
+        from fused.blocks import kept_count
+
+        kept += compute_bytes * kept_count(1, config.max_seq_len, config.n_heads) / config.max_seq_len
+        kept -= FLOAT32 * config.n_heads  # no log-sums
+    elif device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
         kept += compute_bytes * config.max_seq_len  # an additive mask; GPU kernels need none
     return Sizes(block=tokens * kept,
                  copies=copied * compute_bytes,

@@ -58,6 +58,7 @@ def forecast_memory(argv: Sequence[str]) -> None:
         if getattr(given, name) != none:
             raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
     changes = {"document_mask": False, "async_save": False}
+    changes["attention_backend"] = "sdpa"  # keeps what a GPU's kernels keep
     if given.compile:
         recompute = "block" if given.activation_checkpointing == "block" else "none"
         changes |= {"compile": False, "activation_checkpointing": recompute}

@@ -14,11 +14,10 @@ import lora
 import model as model_module
 from common.errors import SettingsError
 from config import Config
-from fused import attention
+from fused import attention, blocks
 from fused.attention import (
     KERNELS,
     ORDERS,
-    VARLEN,
     attend,
     choose_kernel,
     kernel_order,
@@ -99,7 +98,9 @@ def tiny(**settings) -> Config:
     ("documents", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
     ("documents", TURING, FP16, 64, ("efficient", "math")),
     ("mask", HOPPER, BF16, 64, ("efficient", "math")),
-    ("causal", None, FP32, 64, ("sdpa",))])
+    ("causal", None, FP32, 64, ("blocks",)),
+    ("documents", None, BF16, 64, ("blocks",)),
+    ("mask", None, BF16, 64, ("sdpa",))])
 def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype, head, order):
     assert kernel_order(purpose, capability, dtype, head) == order
 
@@ -157,7 +158,7 @@ def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch
     assert trial(kernel, "documents", (4, 2, 8), CPU, FP32) is None
 
 
-@pytest.mark.parametrize("kernel", VARLEN)
+@pytest.mark.parametrize("kernel", ["flash-3", "flash-2", "varlen"])
 def test_what_is_not_installed_says_so(kernel, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -296,3 +297,36 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
             model.hidden(tokens, torch.arange(256)[None].repeat(2, 1).div(length, rounding_mode="floor").int() + 1)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] == 2, "a block's and the norm's"
+
+
+@pytest.fixture(params=[False, True], ids=["kept", "computed again"])
+def probabilities_are(request, monkeypatch):
+    monkeypatch.setattr(blocks, "KEPT_TOKENS", 0 if request.param else 512)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("shape", "lengths"), [
+    ((2, 130, 6, 2, 8), None), ((1, 64, 2, 1, 4), None), ((2, 1, 4, 4, 8), None),
+    ((3, 200, 4, 2, 8), (7, 1, 120, 72, 200, 64, 64, 71, 1)), ((2, 64, 4, 4, 8), (64, 3, 61)), ((1, 449, 2, 2, 8), (300, 149))])
+def test_blocks_of_queries_attend_as_one_query_after_another(shape, lengths, compiled, probabilities_are):
+    """Lengths that are no multiples of a block, documents that end within, at and beyond blocks; values and gradients."""
+    rows, tokens, n_heads, n_kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(rows, tokens, heads, head_dim, generator=generator, dtype=torch.float64).requires_grad_()
+              for heads in (n_heads, n_kv_heads, n_kv_heads)]
+    borders = torch.tensor([0, *(lengths or [tokens] * rows)]).cumsum(0)
+    flat = (heads.flatten(0, 1) for heads in inputs)
+    expected = by_document(*flat, borders).view(inputs[0].shape)
+    cu_seqlens = None if lengths is None else F.pad(borders, (0, 3), value=rows * tokens).to(torch.int32)
+    function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
+    actual = function("blocks", *inputs, None, cu_seqlens)
+    torch.testing.assert_close(actual, expected)
+    weights = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+    for found, wanted in zip(*(torch.autograd.grad((each * weights).sum(), inputs) for each in (actual, expected))):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_frozen_model_keeps_no_probabilities():
+    q = torch.randn(1, 128, 2, 8)
+    kept = [len(blocks.attention_in_blocks(q, q, q, None, keep)[1]) for keep in (True, False)]
+    assert kept == [2 * 64 * 64 * 3, 0]

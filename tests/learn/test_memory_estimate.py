@@ -39,9 +39,11 @@ TRACED = [
     (FULL | BLOCK | LONG | UNTIED, LARGE, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), ({"optimizer": "muon"}, SMALL, "bf16"),
     (LORA | FULL, 32_000, "bf16"), (DPO | FULL, SMALL, "bf16"), ({"distillation_enabled": True}, SMALL, "bf16"),
     (FULL | {"cpu_offload": True}, SMALL, "bf16"), (EXACT, 32_000, "fp32"), (EXACT | HYBRID, 32_000, "bf16"),
+    ({"attention_backend": "auto", "max_seq_len": 512}, SMALL, "bf16"),
     *(pytest.param(*each, marks=slow) for each in (
         (EXACT | ONE, SMALL, "bf16"), (EXACT | FULL | UNTIED, LARGE, "bf16"), (EXACT | B1 | FULL, LARGE, "bf16"), (EXACT | LORA, SMALL, "fp32"),
         (ONE | UNTIED, LARGE, "bf16"), (BLOCK, SMALL, "bf16"), ({"world_size": 4, "document_mask": True}, SMALL, "bf16"), (LONG, LARGE, "fp32"),
+        (LONG | {"attention_backend": "auto"}, LARGE, "fp32"),
         (FULL | {"world_size": 2}, SMALL, "bf16"), (FULL | {"world_size": 64}, SMALL, "bf16"), (FULL, SMALL, "fp32"),
         (FULL | LONG, LARGE, "bf16"), (HYBRID | UNTIED, 32_000, "bf16"), (FULL | {"optimizer": "muon"}, SMALL, "bf16"),
         (LORA | BLOCK, 32_000, "bf16"), (LORA | {"lora_target_modules": "wq,wv"}, SMALL, "bf16"), (LORA, SMALL, "fp32"),
@@ -56,7 +58,7 @@ TRACED = [
 def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
     config = Config(**{"dim": 512, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 1536, "micro_batch_size": 4,
                        "max_seq_len": 1024, "total_batch_size": 2**20, "compile": False, "document_mask": False,
-                       "async_save": False} | changes)
+                       "async_save": False, "attention_backend": "sdpa"} | changes)
     teacher = ModelConfig(dim=1024, n_layers=2, n_heads=8) if config.distillation_enabled else None
     traced = trace(config, vocab_size, DTYPES[dtype], teacher)
     forecast = estimate_memory(config, vocab_size, DTYPES[dtype].itemsize, "cpu", traced.frozen if teacher else 0)

@@ -72,7 +72,8 @@ def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None
     assert run.train(RUN_NAME="taken", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0
     assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, QK_NORM="false") == 5
 
-    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, qk_norm=True)
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa",
+                    qk_norm=True)
     forecast = estimate_memory(config, 1000, 2, "cpu").total
     assert forecast == pytest.approx(trace(config, 1000, torch.bfloat16).peak, rel=0.01)
 
@@ -113,7 +114,8 @@ def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     assert_same_run(whole, cut, 6)
     assert whole.column("train_loss")[6] < whole.column("train_loss")[1] - 0.2
 
-    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, optimizer="lion")
+    config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa",
+                    optimizer="lion")
     forecast, traced = estimate_memory(config, 1000, 2, "cpu"), trace(config, 1000, torch.bfloat16)
     assert forecast.optimizer == pytest.approx(traced.optimizer, rel=0.01) and forecast.total == pytest.approx(traced.peak, rel=0.05)
 
