@@ -71,9 +71,11 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
         capability: compute capability; None = a CPU.
         backend: ATTENTION_BACKEND; for masks, flash and cudnn mean auto.
     """
+    is_half = dtype in (torch.bfloat16, torch.float16)
     if capability is None:
-        auto = ("sdpa",) if purpose == "mask" else ("blocks",)
-        order = {"auto": auto, "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
+        # In float32, blocks pay only where they skip other documents.
+        auto = "blocks" if purpose == "documents" or (purpose == "causal" and is_half) else "sdpa"
+        order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
     elif backend in ("auto", "flash") or (purpose == "mask" and backend == "cudnn"):
         order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
         if backend == "flash" and purpose != "mask":
@@ -81,7 +83,6 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     else:
         order = NAMED[backend]
 
-    is_half = dtype in (torch.bfloat16, torch.float16)
     return tuple(name for name in order
                  if head_dim <= KERNELS[name].max_dim and (is_half or not KERNELS[name].half_only)
                  and (KERNELS[name].deterministic or not deterministic))

@@ -76,7 +76,7 @@ def groups_of(q_BTNH: Tensor, k_BTKH: Tensor, cu_seqlens: Optional[Tensor]) -> l
 
 
 def to_blocks(x_BTNH: Tensor, n_kv_heads: int) -> Tensor:
-    """Return (K * X, N / K * C * H): a line per block and key/value head. The last block of a row is padded."""
+    """Return (K * X, N / K * C * H): a line per block and key/value head. Rows are padded to whole blocks."""
     x = F.pad(x_BTNH, (0, 0, 0, 0, 0, -x_BTNH.shape[1] % BLOCK))
     x = x.unflatten(2, (n_kv_heads, -1)).unflatten(1, (-1, BLOCK))
     return x.permute(3, 0, 1, 4, 2, 5).flatten(3).flatten(0, 2)
@@ -91,7 +91,8 @@ def from_blocks(lines: Tensor, like_BTNH: Tensor, n_kv_heads: int) -> Tensor:
 
 def scaled_bmm(x_JQH: Tensor, y_JSH: Tensor) -> Tensor:
     """Return the product of each x with the transpose of y, divided by the root of H."""
-    return torch.baddbmm(x_JQH.new_empty(()), x_JQH, y_JSH.transpose(1, 2), beta=0, alpha=x_JQH.shape[-1]**-0.5)
+    unused = x_JQH.new_empty(())
+    return torch.baddbmm(unused, x_JQH, y_JSH.transpose(1, 2), beta=0, alpha=x_JQH.shape[-1]**-0.5)
 
 
 def probabilities(q: Tensor, k: Tensor, bias: Tensor, n_kv_heads: int, out: Optional[Tensor]) -> Tensor:
@@ -137,8 +138,9 @@ def backward(grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, 
             p = probabilities(q_J, k_JSH, group.bias, n_kv_heads, None)
         scores_grad = torch._softmax_backward_data(scaled_bmm(grad_J, v_JSH), p, -1, p.dtype)
         q_grad[group.queries] = torch.bmm(scores_grad, k_JSH).flatten(1)
-        k_grad.index_add_(0, group.keys, torch.bmm(scores_grad.transpose(1, 2), q_J).view(len(group.keys), -1))
-        v_grad.index_add_(0, group.keys, torch.bmm(p.transpose(1, 2), grad_J).view(len(group.keys), -1))
+        for key_grad, weights, values in ((k_grad, scores_grad, q_J), (v_grad, p, grad_J)):
+            added = torch.bmm(weights.transpose(1, 2), values)
+            key_grad.index_add_(0, group.keys, added.view(len(group.keys), -1))
     return (from_blocks(q_grad, q_BTNH, n_kv_heads), from_blocks(k_grad, k_BTKH, n_kv_heads),
             from_blocks(v_grad, v_BTKH, n_kv_heads))
 

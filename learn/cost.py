@@ -253,12 +253,14 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     if config.lora_enabled:
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
-    if device_type == "cpu" and config.attention_backend == "auto":
+    has_documents = config.document_mask or config.training_stage == "dpo"
+    in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
+    if device_type == "cpu" and in_blocks:
         from fused.blocks import kept_count
 
         kept += compute_bytes * kept_count(1, config.max_seq_len, config.n_heads) / config.max_seq_len
         kept -= FLOAT32 * config.n_heads  # no log-sums
-    elif device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
+    elif device_type == "cpu" and has_documents:
         kept += compute_bytes * config.max_seq_len  # an additive mask; GPU kernels need none
     return Sizes(block=tokens * kept,
                  copies=copied * compute_bytes,

@@ -98,8 +98,9 @@ def tiny(**settings) -> Config:
     ("documents", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
     ("documents", TURING, FP16, 64, ("efficient", "math")),
     ("mask", HOPPER, BF16, 64, ("efficient", "math")),
-    ("causal", None, FP32, 64, ("blocks",)),
-    ("documents", None, BF16, 64, ("blocks",)),
+    ("causal", None, FP32, 64, ("sdpa",)),
+    ("causal", None, BF16, 64, ("blocks",)),
+    ("documents", None, FP32, 64, ("blocks",)),
     ("mask", None, BF16, 64, ("sdpa",))])
 def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype, head, order):
     assert kernel_order(purpose, capability, dtype, head) == order
