@@ -71,6 +71,7 @@ def plan(rows: int, tokens: int, n_kv_heads: int, dtype: torch.dtype,
 
 
 def groups_of(q_BTNH: Tensor, k_BTKH: Tensor, cu_seqlens: Optional[Tensor]) -> list[Group]:
+    """Return the `plan` of these tensors."""
     return plan(*q_BTNH.shape[:2], k_BTKH.shape[2], q_BTNH.dtype,
                 None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
 
@@ -124,6 +125,7 @@ def attention_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqle
 @torch.library.custom_op("paddock::attention_in_blocks_backward", mutates_args=())
 def backward(grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens: Optional[Tensor],
              kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
     n_kv_heads, head_dim = k_BTKH.shape[2:]
     q, k, v, grad = (to_blocks(heads, n_kv_heads) for heads in (q_BTNH, k_BTKH, v_BTKH, grad_BTNH))
     q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)

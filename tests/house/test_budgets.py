@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 24_130, 7_210, 29_030
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 24_320, 7_210, 29_100
 BUDGETS = {
     "config.py": 660,
     "data_preparation_utils.py": 320,
@@ -23,7 +23,7 @@ BUDGETS = {
     "data_pipeline/": 3010,
     "debug/": 1120,
     "evaluation/": 470,
-    "fused/": 550,
+    "fused/": 740,
     "inference/": 760,
     "learn/": 1760,
     "observe/": 2300,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 7210,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 29030,
+    "tests/": 29100,
 }
 
 
