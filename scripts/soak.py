@@ -2,7 +2,7 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/soak.py --kills 0 --points 0 --flips 0 --elastic 50
+    python scripts/soak.py --kills 0 --points 0 --flips 0 --truncations 0 --elastic    # fifty
 
 Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
 during a save: while the state is copied, or while a thread writes it. The run is resumed, perhaps killed
@@ -15,9 +15,9 @@ Flips and truncations: a bit flips in a file of the newest checkpoint or in a sh
 or deleted. The run must warn, resume from the previous checkpoint, and end identically. For a damaged shard,
 it must stop with an error that names the file.
 
-Elastic: a run of a random stage stops at random steps, by a signal or at its MAX_STEPS, and resumes with
-another number of ranks or another SHARDING. It must end like an uninterrupted run in one process: the same
-rows and samples, and the same losses and weights up to rounding.
+Elastic: `kill -9` of one or all ranks of a run with REPRODUCIBLE=true, of each stage in turn, in fp32 or
+bf16. It resumes on another number of ranks from 1 to 4, or with another SHARDING. It must end identically to
+an undisturbed run in one process.
 
 This needs no network. The data is in a temporary folder, which is removed. The exit code is 0 if all pass.
 """
@@ -64,21 +64,23 @@ from factories import (
     prepare_stages,
     without_clocks,
 )
-from test_sharding import FEATURES, compare_alike, run_with
+from test_reproducible import reproducible_run
 from tqdm import tqdm
 
 from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import command, duration
-from train import EXIT_PREEMPTED
+from debug.history import diff
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 4, **UNMEASURED}
-# The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
-ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
-ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; random offload
+# Twelve rows a step; a rank's rows of an adapter must have a multiple of 16 numbers.
+ROWS = 12
+ELASTIC = {"TOTAL_BATCH_SIZE": ROWS * 96, "MAX_STEPS": 6, "SAVE_EVERY": 1, "KEEP_LAST": 2, "LORA_RANK": 16}
+ELASTIC_FEATURES = ["pretrain", "sft", "dpo-live", "lora-sft", "distilled", "muon"]
+ELASTIC_KILLS = 50
 GRACE_SECONDS = 3.0  # until the other ranks are killed, as by a launcher
 KILLED = -signal.SIGKILL
 # Starting a process polls all earlier ones, and an exit code that two threads poll at once is lost.
@@ -104,6 +106,7 @@ def newest_step(run: TinyRun) -> int:
 class Reference(NamedTuple):
     """An undisturbed run."""
 
+    world_size: int
     results: dict[str, Any]
     seconds: float
     save_seconds: float  # of its longest save
@@ -122,7 +125,7 @@ class Setup:
         self.prepared: Prepared = prepare(folder / "data")
         # Below the ports that the system assigns to connections, so that no other run takes them.
         self.ports = count(10_000 + os.getpid() % 10_000)
-        self.short = self.reference(SHORT, 1)
+        self.short = self.measured(TinyRun(self.prepared, folder / "short", **SHORT), 1)
         self.template = TinyRun(self.prepared, folder / "template", **SHORT)
         self.finish(self.template, 1, partial(faults.die_in_save, 3, 1), [KILLED])
         list_calls = partial(faults.list_calls_of_save, 1, folder / "calls.txt")
@@ -130,33 +133,33 @@ class Setup:
         self.calls = (folder / "calls.txt").read_text().split()
         self.files = sorted({path.name for path in self.template.checkpoint(2).iterdir()} - {store.CARD})
         self.shards = sorted(path.name for path in self.prepared.shards.glob("*.bin"))
-        self.long = {world_size: self.reference(LONG, world_size) for world_size in (1, 2)} if kills else {}
-        self.whole_runs: dict[str, TinyRun] = {}
-        self.one_at_a_time, self.differences = threading.Lock(), [(0.0, 0.0)]
+        self.long = {ranks: self.measured(TinyRun(self.prepared, folder / f"long-{ranks}", **LONG), ranks)
+                     for ranks in (1, 2)} if kills else {}
+        self.whole_runs: dict[tuple, tuple[TinyRun, Reference]] = {}
+        self.one_at_a_time = threading.Lock()
         if elastic:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 self.stages = prepare_stages(self.prepared, folder)
 
-    def whole_run(self, feature: str) -> TinyRun:
-        """Return an uninterrupted run in one process, which is trained only once."""
+    def whole_run(self, feature: str, precision: str, rows: int) -> tuple[TinyRun, Reference]:
+        """Return an undisturbed run in one process, which is trained only once."""
+        key = feature, precision, rows
         with self.one_at_a_time:
-            if feature not in self.whole_runs:
-                run = elastic_run(self, feature, self.folder / f"whole-{feature}")
-                self.finish(run, 1)
-                self.whole_runs[feature] = run
-            return self.whole_runs[feature]
+            if key not in self.whole_runs:
+                run = elastic_run(self, *key, self.folder / f"whole-{feature}-{precision}-{rows}")
+                self.whole_runs[key] = run, self.measured(run, 1)
+            return self.whole_runs[key]
 
     def copied(self, folder: Path) -> TinyRun:
         shutil.copytree(self.template.output_dir, folder, dirs_exist_ok=True)
         return TinyRun(self.prepared, folder, **SHORT)
 
-    def reference(self, settings: dict[str, Any], world_size: int) -> Reference:
-        folder = self.folder / f"reference-{settings['MAX_STEPS']}-{world_size}"
-        run, started = TinyRun(self.prepared, folder, **settings), time.monotonic()
-        self.finish(run, world_size, partial(faults.mark_saves, folder / "marks"))
-        seconds, times = time.monotonic() - started, faults.saves_marked(folder / "marks")
+    def measured(self, run: TinyRun, world_size: int) -> Reference:
+        marks, started = run.output_dir / "marks", time.monotonic()
+        self.finish(run, world_size, partial(faults.mark_saves, marks))
+        seconds, times = time.monotonic() - started, faults.saves_marked(marks)
         longest = max(end - begin for begin, end in zip(times[::2], times[1::2]))
-        return Reference(results_of(run), seconds, longest)
+        return Reference(world_size, results_of(run), seconds, longest)
 
     @contextlib.contextmanager
     def started(self, run: TinyRun, world_size: int, plant: Optional[Callable]) -> Iterator[Job]:
@@ -217,13 +220,13 @@ def pause_in_save(process, marks: Path, rank: int, save_seconds: float, rng: Ran
         send(process, signal.SIGCONT)
 
 
-def kill_once(setup: Setup, run: TinyRun, world_size: int, aimed: bool, marks: Path,
+def kill_once(setup: Setup, run: TinyRun, reference: Reference, aimed: bool, marks: Path,
               rng: Random) -> Optional[Counter]:
     """Start a run and kill it, inside a save if `aimed`. Return None if it ended first.
 
     The run writes the times of its saves into the folder `marks`.
     """
-    reference = setup.long[world_size]
+    world_size = reference.world_size
     killed_ranks = rng.choice([[0], [world_size - 1], [*range(world_size)]])
     before = newest_step(run)
     with setup.started(run, world_size, partial(faults.mark_saves, marks)) as job:
@@ -251,7 +254,7 @@ def kill_trial(setup: Setup, number: int, kills: int, rng: Random, folder: Path)
         while done["kills"] < kills:
             aimed = (number + done["kills"]) % 2 == 0
             marks = folder / f"marks-{attempt}-{done['kills']}"
-            if (killed := kill_once(setup, run, world_size, aimed, marks, rng)) is None:
+            if (killed := kill_once(setup, run, setup.long[world_size], aimed, marks, rng)) is None:
                 break
             done += killed
         setup.finish(run, world_size)
@@ -290,36 +293,51 @@ def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Ran
     return Counter({kind: 1})
 
 
-def elastic_run(setup: Setup, feature: str, folder: Path, **changes: Any) -> TinyRun:
-    run = run_with(setup.stages, feature, folder)
-    run.settings |= {**ELASTIC, "CACHE_DIR": folder / "cache", **changes}
+def elastic_run(setup: Setup, feature: str, precision: str, rows: int, folder: Path) -> TinyRun:
+    run = reproducible_run(setup.stages, feature, precision, folder)
+    run.settings |= {**ELASTIC, "MICRO_BATCH_SIZE": rows}
     return run
 
 
-def random_layout(rng: Random) -> tuple[int, dict[str, Any]]:
-    """Return a number of ranks, and settings that divide the model and a step's eight rows over them."""
-    world_size, sharding = rng.choice((1, 2, 4)), rng.choice(("none", "full", "hybrid"))
-    return world_size, {"SHARDING": sharding,
-                        "SHARD_DEGREE": rng.choice([n for n in (1, 2, 4) if world_size % n == 0]),
-                        "CPU_OFFLOAD": sharding != "none" and rng.random() < 0.3,
-                        "MICRO_BATCH_SIZE": rng.choice([n for n in (1, 2, 4) if 8 % (n * world_size) == 0])}
+def random_layout(rows: int, rng: Random) -> tuple[int, dict[str, Any]]:
+    """Return 1 to 4 ranks, and a SHARDING that they can have with micro-batches of so many rows."""
+    world_size = rng.choice((1, 2, 3, 4))
+    shardings = ("none", "none", "full", "hybrid") if ROWS % (rows * world_size) == 0 else ("none",)
+    degree = rng.choice([n for n in (1, 2, 3, 4) if world_size % n == 0])
+    return world_size, {"SHARDING": rng.choice(shardings), "SHARD_DEGREE": degree}
 
 
-def elastic_trial(setup: Setup, feature: str, changes: int, rng: Random, folder: Path) -> Counter:
-    """Stop a run this many times, resume it with another layout, and compare its end."""
-    whole, layout, steps = setup.whole_run(feature), random_layout(rng), ELASTIC["MAX_STEPS"]
-    for stop in (*sorted(rng.sample(range(1, steps), changes)), steps):
-        world_size, settings = layout
-        plant, codes = None, [0] * world_size
-        if stop < steps and rng.random() < 0.5:
-            plant = partial(faults.stop_in_step, stop, rng.randrange(world_size))
-            codes, stop = [EXIT_PREEMPTED] * world_size, steps
-        run = elastic_run(setup, feature, folder, **settings, MAX_STEPS=stop)
-        setup.finish(run, world_size, plant, codes)
-        while (layout[0], layout[1]["SHARDING"]) == (world_size, settings["SHARDING"]):
-            layout = random_layout(rng)
-    setup.differences.append(compare_alike(run, whole, steps))
-    return Counter({"changes": changes})
+def elastic_trial(setup: Setup, feature: str, kills: int, rng: Random, folder: Path) -> Counter:
+    """Kill a run this many times, resume it each time with another layout, and compare its end."""
+    kind = rng.choice(("fp32", "bf16")), rng.choice((1, 2))
+    whole, reference = setup.whole_run(feature, *kind)
+    done = 0
+    for attempt in count():
+        run, layout = elastic_run(setup, feature, *kind, folder / str(attempt)), random_layout(kind[1], rng)
+        layouts: list[str] = []
+        while True:
+            world_size, settings = layout
+            layouts.append(f"{world_size} x {' '.join(map(str, settings.values()))}")
+            run.settings |= settings
+            if done == kills:
+                break
+            seconds, marks = reference.seconds * (1 + world_size) / 2, folder / f"marks-{attempt}-{done}"
+            expected = reference._replace(world_size=world_size, seconds=seconds)
+            if kill_once(setup, run, expected, rng.random() < 0.3, marks, rng) is None:
+                break
+            done += 1
+            while (layout[0], layout[1]["SHARDING"]) == (world_size, settings["SHARDING"]):
+                layout = random_layout(kind[1], rng)
+        setup.finish(run, world_size)
+        try:
+            reference.compare(run)
+        except AssertionError as error:
+            parts: list[str] = []
+            diff(whole.folder, run.folder, info=parts.append)
+            told = f"{kind} on {', '.join(layouts)}:", *parts, str(error)
+            raise AssertionError("\n".join(told)) from None
+        if done == kills:
+            return Counter({"elastic kills": kills})
 
 
 class Trial(NamedTuple):
@@ -356,10 +374,11 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
     left = args.elastic
     while left:
         rng = Random(f"{args.seed} elastic {left}")
-        changes, feature = min(left, rng.choice((1, 1, 2, 3))), rng.choice(ELASTIC_FEATURES)
-        trials.append(Trial(f"elastic {left} ({feature})", partial(elastic_trial, setup, feature, changes),
-                            Counter(changes=changes)))
-        left -= changes
+        kills = min(left, rng.choice((1, 1, 2, 3)))
+        feature = ELASTIC_FEATURES[len(trials) % len(ELASTIC_FEATURES)]
+        trials.append(Trial(f"elastic {left} ({feature})", partial(elastic_trial, setup, feature, kills),
+                            Counter({"elastic kills": kills})))
+        left -= kills
     return [trial for trial in trials if args.only in (None, trial.name)]
 
 
@@ -403,11 +422,13 @@ def main(argv: Optional[list[str]] = None) -> int:
     for flag, default, meaning in (("--kills", 20, "number of kills with kill -9"),
                                    ("--flips", 20, "number of flipped bits"),
                                    ("--truncations", 10, "number of truncated or deleted files"),
-                                   ("--elastic", 0, "number of changes of ranks or SHARDING"),
                                    ("--seed", 1, "seed of all random choices"),
                                    ("--jobs", os.cpu_count(), "number of parallel trials")):
         parser.add_argument(flag, type=int, default=default, metavar="N",
                             help=f"{meaning} (default: %(default)s)")
+    parser.add_argument("--elastic", type=int, nargs="?", const=ELASTIC_KILLS, default=0, metavar="N",
+                        help="number of kills of runs with REPRODUCIBLE, with other ranks or another "
+                             f"SHARDING after each (default: 0; {ELASTIC_KILLS} without a number)")
     parser.add_argument("--points", default="all", metavar="N",
                         help="number of crash points, all, or borders: the first and the last of equal calls "
                              "in a row (default: all)")
@@ -417,7 +438,6 @@ def main(argv: Optional[list[str]] = None) -> int:
         setup = Setup(Path(folder), args.kills > 0, args.elastic > 0)
         trials = plan(setup, args)
         passed, failed = run_all(trials, args, Path(folder))
-    losses, weights = map(max, zip(*setup.differences))
     total, seconds = sum((trial.worth for trial in trials), Counter()), time.monotonic() - started
 
     def share(kind: str) -> str:
@@ -425,9 +445,8 @@ def main(argv: Optional[list[str]] = None) -> int:
 
     print(f"soak: {share('kills')} identical ({passed['inside saves']} inside saves, "
           f"{passed['of two ranks']} of two ranks), {share('crash points')} recovered, "
-          f"{share('bit flips')} found, {share('truncations')} found, {share('changes')} of ranks or "
-          f"SHARDING alike (losses within {losses:.1g}, weights {weights:.1g}); seed {args.seed}; "
-          f"{duration(seconds)}", flush=True)
+          f"{share('bit flips')} found, {share('truncations')} found, {share('elastic kills')} identical; "
+          f"seed {args.seed}; {duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 
