@@ -417,7 +417,7 @@ class RunReader:
             alarms.append({"step": line.step, "kind": kind, "text": text + left_out})
         for event in self.events:
             kind = event["event"]
-            if kind in ("start", "end", "save", "evaluation"):
+            if kind in ("start", "end", "save", "saved", "evaluation"):
                 continue
             rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
             if kind == "slow rank" and event.get("ratio") is not None:

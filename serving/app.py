@@ -75,8 +75,8 @@ async def refuse(request: Request, error: Exception) -> Response:
 def model_ids(names: Sequence[str]) -> list[str]:
     """Return short, distinct names: the end of a path, or RUN@STEP for a checkpoint."""
     paths = [Path(name).expanduser().absolute() for name in names]
-    return distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
-                           if path.parent.name == "checkpoints" else path for path in paths])
+    return names and distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
+                                     if path.parent.name == "checkpoints" else path for path in paths])
 
 
 def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlette:

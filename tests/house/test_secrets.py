@@ -40,6 +40,8 @@ def place(tmp_path, monkeypatch):
     """A working folder with one secret in .env, another in the environment, and both trackers enabled."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the stub compiled would contain the secrets
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.syspath_prepend(tmp_path / "fake")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}{os.pathsep}{os.environ['PYTHONPATH']}")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

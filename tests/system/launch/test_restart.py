@@ -149,7 +149,7 @@ def fail() -> None:
 
 
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(whole_on_two_ranks, tiny_run):
-    run = tiny_run()
+    run = tiny_run(ASYNC_SAVE="false")
     with launch(run, "--max-restarts=3", plant="test_restart:die_once") as command:
         assert command.wait() == 0, command.text()
     assert_same_run(run, whole_on_two_ranks, 6)
@@ -167,7 +167,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(whole
 
 def test_one_rank_in_the_terminal_is_started_again_without_a_name(tiny_run):
     """Its name is the time of the first start; the second goes on there."""
-    run = tiny_run()
+    run = tiny_run(ASYNC_SAVE="false")
     flags = [flag for flag in run.argv() if not flag.startswith("--run-name")]
     with Command(run, "scripts/launch.py", "--nproc-per-node=1", "--max-restarts=3", *flags, plant="test_restart:die_once", planted_in=0) as command:
         assert command.wait() == 0, command.text()
@@ -187,7 +187,7 @@ def test_what_fails_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
 @pytest.mark.parametrize(("name", "world"), [
     ("SIGTERM", 2), pytest.param("SIGINT", 2, marks=pytest.mark.slow), pytest.param("SIGTERM", 1, marks=pytest.mark.slow)])
 def test_a_signal_between_two_starts_ends_the_job(name, world, tiny_run):
-    run = tiny_run()
+    run = tiny_run(ASYNC_SAVE="false")
     with Command(run, "scripts/launch.py", f"--nproc-per-node={world}", "--max-restarts=3", *run.argv(), plant="test_restart:die_once",
                  planted_in=0) as command:
         command.wait_for(lambda: "Restart 1 of 3" in command.text())

@@ -46,7 +46,7 @@ def die():
 
 
 def test_a_run_that_was_killed_inside_a_phase_and_beyond_its_border_is_the_uninterrupted_one(whole, tmp_path):
-    run = whole.copy(tmp_path / "runs", RUN_NAME="killed")
+    run = whole.copy(tmp_path / "runs", RUN_NAME="killed", ASYNC_SAVE="false")
     with at_step(3, die), pytest.raises(KeyError):
         run.train()
     run.ends([-signal.SIGKILL], partial(faults.act, 0, 5, faults.die))
