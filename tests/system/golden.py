@@ -50,14 +50,16 @@ INTENDED = [
     (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start")]
 
 # Settings that the reference does not record, or with another default.
-NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION|ASYNC_SAVE)": (null|0.005|true),')
+NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION|ASYNC_SAVE|KEEP_EVERY|STOP_STEP|REPRODUCIBLE|LEDGER_CHECKSUM'
+                          r'|RESTART_SLOW)": (null|0|0.005|true|false),')
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
-# The warm-up is longer than MIDDLE, so that continued runs depend on it too.
+# The warm-up is longer than MIDDLE, so that continued runs depend on it too. Attention in blocks, which the reference does not
+# have, rounds differently.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
         "MICRO_BATCH_SIZE": 2, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": STEPS, "LEARNING_RATE": 0.01,
-        "WARMUP_STEPS": 4, "DEVICE": "cpu", "PRECISION": "fp32", "COMPILE": "false", "LOG_EVERY": 1,
+        "WARMUP_STEPS": 4, "DEVICE": "cpu", "PRECISION": "fp32", "COMPILE": "false", "ATTENTION_BACKEND": "sdpa", "LOG_EVERY": 1,
         "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3, "HELLASWAG_BATCH_TOKENS": 128,
         "SAMPLE_EVERY": 3, "SAMPLE_TOKENS": 4, "SAVE_EVERY": MIDDLE, "KEEP_LAST": 0, "RUN_NAME": "run",
         "REPORT": "false", "TOKENIZER_PATH": "tokenizer.model",
