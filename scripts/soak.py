@@ -2,7 +2,8 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/soak.py --kills 0 --points 0 --flips 0 --truncations 0 --elastic
+    python scripts/soak.py --elastic --kills 0 --points 0 --flips 0 \\
+        --truncations 0                                      # only elastic
 
 Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
 during a save: while the state is copied, or while a thread writes it. The run is resumed, perhaps killed
