@@ -44,14 +44,15 @@ INTENDED = [
     (r"^help: scripts/plot_run.py", "is an alias that prints where the script has moved"),
     (r"^help: scripts/report.py", "has --figure, which was plot_run.py"),
     (r"^serve: ", "a model's id is its name; its path still works"),
-    (r"keys of the report .*verdict", "the report begins with a verdict"),
+    (r": keys of the report$", "the report begins with a verdict"),
+    (r": keys of events$", "a start has the commit; saved says when a checkpoint is complete"),
     (r"^help: scripts/(launch|generate|chat|evaluate).py: flags", "defaults in plain words; the same choices"),
     (r"^check: (sft-lora|dpo-stored)$", "the step restarts instead of starting anew"),
     (r"^help: .*: flags|^check: ", "EPOCHS and DATA_SEED; TOKENIZER_PATH may come from the data or the start")]
 
-# Settings that the reference does not record, or with another default.
+# Settings and state that the reference does not record, or with another default.
 NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION|ASYNC_SAVE|KEEP_EVERY|STOP_STEP|REPRODUCIBLE|LEDGER_CHECKSUM'
-                          r'|RESTART_SLOW)": (null|0|0.005|true|false),')
+                          r'|RESTART_SLOW|gradient_exponent)": (null|0|0.005|true|false),')
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
