@@ -126,7 +126,7 @@ class Job:
             if not state["ranks"]:
                 return ending, "too few GPUs still work to start again"
 
-            # The next start resumes what this one has written, however the run was named and begun.
+            # The next start resumes what this one wrote, whatever RUN_NAME and RESUME the job started with.
             if folder:
                 flags = [*self.flags, f"--run-name={folder.name}"]
                 if folder.parent != Path(config.output_dir).absolute():
