@@ -18,7 +18,7 @@ from learn.objectives import DPO, ORPO, NextToken, PairwiseObjective, SimPO, fro
 from model import Transformer
 
 VOCAB, T = 61, 24
-CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2)
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2, attention_backend="sdpa")  # rounds as theirs does
 
 
 def model_of(seed: int) -> Transformer:
@@ -279,7 +279,7 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=5e-6)
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_orpo_equals_trl_on_each_pair():
