@@ -77,7 +77,7 @@ class SavedProgress:
     validations_without_best: Count = 0
     wandb_run_id: Optional[str] = None
     recent_losses: list[float] = field(default_factory=list)  # the window of the loss-spike test
-    gradient_exponent: int = 0  # with REPRODUCIBLE: gradients are at most 2^this
+    gradient_exponent: int = 14  # with REPRODUCIBLE: gradients are at most 2^this
     begun_from: Optional[PathText] = None  # the start checkpoint as named in the settings at the first start
     base: Optional[PathText] = None  # path of this checkpoint: base of adapters, reference for preferences
     base_sha256: Optional[str] = None  # hash of its weights

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Optional
 
 import torch
@@ -28,7 +27,7 @@ HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is rep
 LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or less, which float32 can scale
 ALIGNMENT = 16  # numbers in the widest vector of a kernel
 SMALL = 2**22  # gradients; so few are added after the backward, where a CPU does it three times as fast
-CHUNK = {"cuda": 2**26, "cpu": 2**16}  # numbers converted at a time, in memory that is used again
+CHUNK = {"cuda": 2**26, "cpu": 2**17}  # numbers converted at a time: a core's cache
 
 
 def share(count: int, rank: int, world_size: int) -> range:
@@ -80,14 +79,14 @@ class ShardedSum:
     gradients: Tensor
     integers: Optional[Tensor] = None  # this rank's share
     scale: float
-    range: tuple[Tensor, Tensor]  # smallest and largest value of the micro-batch
+    range: Tensor  # smallest and largest value of the micro-batch
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
                  async_op: bool = False) -> None:
-        self.gradients, self.range = output_tensor, torch.aminmax(input_tensor)
+        self.gradients, self.range = output_tensor, torch.stack(torch.aminmax(input_tensor))
         integers = torch.empty(output_tensor.shape, dtype=torch.int64, device=output_tensor.device)
         dist.reduce_scatter_tensor(integers, input_tensor.mul_(self.scale).long(), group=group)
         self.integers = integers if self.integers is None else self.integers.add_(integers)
@@ -115,15 +114,10 @@ class ExactGradients(nn.Module):
         for module, each in self.sharded.items():
             module.set_custom_reduce_scatter(each)
         # One tensor, for one all-reduce: gradients, whether each is not finite, each micro-batch's largest.
-        sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in self.whole]
+        sizes = [parameter.numel() for parameter in self.whole]
         sizes += [len(self.whole) + len(self.sharded), micro_batches]
         self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
         *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
-        # For each chunk of a gradient: its place in the sum, and scratch memory.
-        chunk = CHUNK[ranks.device.type]
-        scratch = torch.empty(min(chunk, max(sizes)), dtype=torch.int64, device=ranks.device)
-        self.chunks = [[(place, scratch[:len(place)]) for place in sums[:parameter.numel()].split(chunk)]
-                       for parameter, sums in zip(self.whole, self.sums)]
 
     def forward(self, *args, **options):
         return self.model(*args, **options)
@@ -139,20 +133,19 @@ class ExactGradients(nn.Module):
     @contextmanager
     def adding(self) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward, which adds its gradients."""
-        ranges = [torch.zeros(2, device=self.ranks.device).unbind()] * len(self.not_finite)
+        chunk, nothing = CHUNK[self.ranks.device.type], torch.zeros(2, device=self.ranks.device)
+        ranges = [nothing] * len(self.not_finite)
 
         def add(index: int, parameter: nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad.flatten(), None
-            ranges[index] = torch.aminmax(gradient)
-            gradient.mul_(self.scale)
-            for (sums, scratch), values in zip(self.chunks[index], gradient.split(chunk)):
-                sums.add_(scratch.copy_(values))
+            ranges[index] = torch.stack(torch.aminmax(gradient))
+            for sums, values in zip(self.sums[index].split(chunk), gradient.mul_(self.scale).split(chunk)):
+                sums.add_(values.long())
 
-        chunk = CHUNK[self.ranks.device.type]
         for parameter in self.trained:
             parameter.grad = None
         for each in self.sharded.values():
-            each.range = ranges[-1]
+            each.range = nothing
         with ExitStack() as stack:
             if len(self.integers) > SMALL:
                 for index, parameter in enumerate(self.whole):
@@ -163,10 +156,11 @@ class ExactGradients(nn.Module):
             if parameter.grad is not None:
                 add(index, parameter)
         ranges[len(self.whole):] = [each.range for each in self.sharded.values()]
-        peaks_T = torch.stack([*chain.from_iterable(ranges)]).abs().unflatten(0, (-1, 2)).amax(dim=1)
-        self.not_finite += ~peaks_T.isfinite()
+        peaks_T = torch.stack(ranges).abs().amax(dim=1)
+        is_finite_T = peaks_T.isfinite()
+        self.not_finite += ~is_finite_T
         # As bits, which the all-reduce does not change.
-        self.largest[self.done] = peaks_T.where(peaks_T.isfinite(), 0).max().view(torch.int32)
+        self.largest[self.done] = peaks_T.where(is_finite_T, 0).max().view(torch.int32)
         self.done += 1
 
     @collective
@@ -180,8 +174,7 @@ class ExactGradients(nn.Module):
         self.ranks.all_reduce(self.integers)
         divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()
         for parameter, integers, divisor in zip(self.whole, self.sums, divisors):
-            integers = integers[:parameter.numel()]
-            gradient = integers.view(torch.float32)[:parameter.numel()]  # in the same memory
+            gradient = integers.view(torch.float32)[:len(integers)]  # in the same memory
             parameter.grad = gradient.copy_(integers.double().div_(divisor)).view_as(parameter)
         for each, divisor in zip(self.sharded.values(), divisors[len(self.whole):]):
             if each.integers is not None:

@@ -52,7 +52,7 @@ INTENDED = [
 
 # Settings and state that the reference does not record, or with another default.
 NEW_SETTINGS = re.compile(r'\s*"(EPOCHS|DATA_SEED|VALIDATION_FRACTION|ASYNC_SAVE|KEEP_EVERY|STOP_STEP|REPRODUCIBLE|LEDGER_CHECKSUM'
-                          r'|RESTART_SLOW|gradient_exponent)": (null|0|0.005|true|false),')
+                          r'|RESTART_SLOW|gradient_exponent)": (null|0|0.005|14|true|false),')
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
