@@ -23,7 +23,7 @@ _paddock() {
             2:prepare) words="text chats pairs tokenizer hellaswag sample" ;;
             *:prepare) script=$(sed -n "s/.*\"${COMP_WORDS[2]}\": \"\([a-z_]*\.py\)\".*/\1/p" "$root/scripts/prepare.py") ;;
         esac
-        script=$root/scripts/${script:-$(sed -n "s/^$word .* : \([a-z_]*\.[a-z]*\) .*/\1/p" "$root/paddock")} ;;
+        script=$root/scripts/${script:-$(sed -n "s/^$word .* : \([a-z_/]*\.[a-z]*\) .*/\1/p" "$root/paddock")} ;;
     esac
     [ -n "$words" ] || [ -f "$script" ] && [ -f "$root/.env.example" ] || return 0
     script=${script#./}
@@ -67,7 +67,7 @@ _paddock_flags() {
     case "$script ${COMP_WORDS[*]}" in *train.py*" --check "*scaling*) file=$root/observe/forecast.py ;; *) file=/dev/null ;; esac
     grep -oE '"--[a-z][a-z-]*"' "$file" | tr -d '"'
     case "$script" in
-        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *sweep.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
+        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *sweep.py | *race.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
             echo --config --env-file
             awk '/^# /{secret = /secret, never a flag/} /^#[A-Z]/ && !secret {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' \
                 "$root/.env.example" ;;

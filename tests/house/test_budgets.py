@@ -30,10 +30,10 @@ BUDGETS = {
     "parallel/": 1490,
     "report/": 1440,
     "run/": 2750,
-    "scripts/": 7230,
+    "scripts/": 7380,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 29120,
+    "tests/": 29170,
 }
 
 
