@@ -367,8 +367,8 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
-                      tokenizer, max_seq_len: int) -> dict[str, str]:
-    """Write a model folder in Hugging Face's format; return the SHA-256 of its weight files."""
+                      tokenizer, max_seq_len: int) -> dict[str, dict[str, Any]]:
+    """Write a model folder in Hugging Face's format; return the weight files' fields in a manifest."""
     folder = Path(folder)
     tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
     config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
@@ -376,16 +376,19 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
     ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
     ids = {name: value for name, value in ids.items() if value is not None}
-    hashes = save_weights(folder, tensors)
+    written = save_weights(folder, tensors, model_config.head_dim)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", ids)
     tokenizer.save_huggingface(folder)
-    return hashes
+    return written
 
 
-def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
-                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
-    """Write tensors as model.safetensors or several smaller files, and an index; return their SHA-256."""
+def save_weights(folder: Path, tensors: Mapping[str, LazyTensor], head_dim: int = 1,
+                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, dict[str, Any]]:
+    """Write tensors as model.safetensors or several smaller files, and an index; return manifest fields.
+
+    Blocks of rows that are hashed contain whole heads.
+    """
     # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
     shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
@@ -395,17 +398,17 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
             room = max_shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    weight_map, hashes = {}, {}
+    weight_map, written = {}, {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) == 1:
             file_name = WEIGHTS_FILE
-        hashes[file_name] = write_tensors(folder / file_name, shard, {"format": "pt"})
+        written[file_name] = write_tensors(folder / file_name, shard, {"format": "pt"}, head_dim)
         weight_map |= dict.fromkeys(shard, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    return hashes
+    return written
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

@@ -1,18 +1,25 @@
-"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs only the standard library."""
+"""The manifest of a checkpoint: size and hash of each file. Needs only the standard library.
+
+In format 2, a safetensors file has the SHA-256 of its header (with the 8 bytes of its length) and of a tree.
+Each tensor is divided into blocks of rows, by `block_rows`, whoever writes them. The hash of a tensor is the
+SHA-256 of those of its blocks, and the tree's is the SHA-256 of those of the tensors, in the order of the
+file and as hexadecimal text. Other files, and all files in format 1, have one SHA-256.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import CheckpointError
-from common.files import leads_outside, plain, read_plain, sha256
+from common.files import LARGEST_TEXT, leads_outside, plain, read_plain, sha256
 from common.text import command
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2
+BLOCKS = 64  # of a tensor
 CARD = "README.md"  # not listed, so that the user may edit it
 GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
 NEWER = "it was written by a newer Paddock; use that version"
@@ -45,8 +52,25 @@ def read_sealed(folder: Path) -> bytes:
     if not intact:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
     if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, but this version reads {FORMAT}: {NEWER}")
+        raise CheckpointError(f"{path} has format {number}, but this version reads up to {FORMAT}: {NEWER}")
     return content
+
+
+def block_rows(rows: int, multiple: int) -> int:
+    """Return the rows of each hashed block of a tensor with so many rows: a multiple, of head_dim perhaps."""
+    return max(1, -(-rows // (BLOCKS * multiple))) * multiple
+
+
+def rows_of_part(rows: int, multiple: int, part: int, parts: int) -> tuple[int, int]:
+    """Return start and end of the rows, in whole blocks, that one of several ranks writes or reads."""
+    share, block = -(-rows // parts), block_rows(rows, multiple)
+    return min(rows, -(-part * share // block) * block), min(rows, -(-(part + 1) * share // block) * block)
+
+
+def tree_hash(tensors: Iterable[str]) -> str:
+    """Return the hash of a file from the joined hashes of each tensor's blocks."""
+    joined = "".join(hashlib.sha256(blocks.encode()).hexdigest() for blocks in tensors)
+    return hashlib.sha256(joined.encode()).hexdigest()
 
 
 def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
@@ -55,17 +79,66 @@ def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
 
     `advance` is called with the size of each hashed block.
     """
+    return fault_in([examine(folder, name, expected, advance=advance)], folder / name, expected)
+
+
+def fault_in(parts: Sequence[tuple[str, Sequence[str]]], path: Path,
+             expected: Mapping[str, Any]) -> Optional[str]:
+    """Describe the fault of a file from what `examine` returned on each rank; None if it is intact."""
+    for rank, (fault, _) in enumerate(parts):
+        if fault:
+            return f"rank {rank}: {fault}" if rank else fault
+    hashes = ["".join(hashes) for hashes in zip(*(hashes for _, hashes in parts))]
+    tree = expected.get("tree")
+    intact = tree_hash(hashes) == tree if tree else hashes == [expected["sha256"]]
+    return None if intact else f"{path} is damaged: its SHA-256 has changed"
+
+
+def examine(folder: Path, name: str, expected: Mapping[str, Any], part: int = 0, parts: int = 1,
+            advance: Callable[[int], object] = lambda count: None) -> tuple[str, list[str]]:
+    """Return a fault of a file that a manifest lists, or "", and the hashes of one part of it.
+
+    They are joined hashes of the part's blocks of each tensor. A file without a tree has one part.
+    """
     path = folder / name
     if leads_outside(name, folder):
-        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
+        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)", []
     try:
         with open(path, "rb", opener=plain) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected["size"]:
-                return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}"
-            intact = sha256(file, advance) == expected["sha256"]
+                return f"{path} is damaged: it has {size:,} bytes instead of {expected['size']:,}", []
+            if not expected.get("tree"):
+                return "", [sha256(file, advance) if part == 0 else ""]
+            header = file.read(8)
+            header += file.read(min(int.from_bytes(header, "little"), LARGEST_TEXT))
+            if hashlib.sha256(header).hexdigest() != expected["header"]:
+                return f"{path} is damaged: the SHA-256 of its header has changed", []
+            hashes, multiple = [], expected["block_multiple"]
+            for offset, rows, row_bytes in tensors_in(header, size):
+                start, stop = rows_of_part(rows, multiple, part, parts)
+                block = block_rows(rows, multiple)
+                file.seek(offset + start * row_bytes)
+                hashes.append("".join(sha256(file, advance, (min(first + block, stop) - first) * row_bytes)
+                                      for first in range(start, stop, block)))
+            return "", hashes
     except FileNotFoundError:
-        return f"{path} is missing"
+        return f"{path} is missing", []
     except OSError as error:
-        return f"{path} cannot be read: {error}"
-    return None if intact else f"{path} is damaged: its SHA-256 has changed"
+        return f"{path} cannot be read: {error}", []
+    except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return f"{path} is damaged: its header is not that of a safetensors file", []
+
+
+def tensors_in(header: bytes, size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield offset, rows and bytes per row of each tensor of a file that they must fill."""
+    tensors = [entry for name, entry in json.loads(header[8:]).items() if name != "__metadata__"]
+    end = 0
+    for entry in sorted(tensors, key=lambda entry: entry["data_offsets"]):
+        start, rows = end, entry["shape"][0] if entry["shape"] else 1
+        begin, end = entry["data_offsets"]
+        if begin != start or rows < 0 or (end - start) % max(1, rows):
+            raise ValueError
+        yield len(header) + start, rows, (end - start) // max(1, rows)
+    if len(header) + end != size:
+        raise ValueError

@@ -180,15 +180,15 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
-                        tokenizer) -> dict[str, str]:
-    """Write an adapter folder for PEFT, with the base's hash and the tokenizer; return hashes of weights."""
+                        tokenizer) -> dict[str, dict[str, Any]]:
+    """Write an adapter folder for PEFT, with the base's hash and the tokenizer; return manifest fields."""
     tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
-    hashes = {WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})}
+    written = write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"}, model_config.head_dim)
     write_json(folder / CONFIG_FILE, config)
     write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
     tokenizer.save_huggingface(folder)
-    return hashes
+    return {WEIGHTS_FILE: written}
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:

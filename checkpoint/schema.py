@@ -43,16 +43,19 @@ class Open(BaseModel):
 
 
 class File(Known):
-    """A file of a checkpoint."""
+    """A file of a checkpoint, with a `sha256` or, from format 2 on, the other fields."""
 
     size: Count
-    sha256: str
+    sha256: str = ""
+    header: str = ""
+    tree: str = ""
+    block_multiple: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
 
 
 class Manifest(Known):
     """A checkpoint's MANIFEST.json."""
 
-    format: Literal[1]
+    format: Literal[1, 2]
     paddock: str
     step: Count
     world_size: WorldSize = 1

@@ -1,7 +1,7 @@
 """Checkpoints on disk. They survive a crash at any time, and are verified before they are parsed.
 
 A checkpoint is a folder such as `step-00000200`. It is written as `tmp-...`, then gets a MANIFEST.json with
-the size and SHA-256 of every file except README.md, and is renamed last. It is renamed to `trash-...` before
+the size and hash of every file except README.md, and is renamed last. It is renamed to `trash-...` before
 it is deleted. run/life.py decides on the contents, and tensors.py writes the bytes.
 """
 
@@ -24,6 +24,7 @@ from checkpoint.tensors import LazyTensor, open_tensors
 from common import __version__
 from common.errors import CheckpointError
 from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
+from common.heartbeat import HEARTBEAT
 from common.text import command, print_safely, printable
 
 STATE = "trainer_state.json"
@@ -35,7 +36,7 @@ CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 RETRY_SECONDS = (1.0, 5.0, 25.0)
 T = TypeVar("T")
 Warn = Callable[[str], None]
-WriteFiles = Callable[[Path], Optional[Mapping[str, str]]]
+WriteFiles = Callable[[Path], Optional[Mapping[str, dict[str, Any]]]]
 
 
 def warn_on_console(text: str) -> None:
@@ -65,7 +66,7 @@ def write(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], nee
     """Write a folder with its manifest under a temporary name, for `put_in_place`; return its path.
 
     Args:
-        write_files: fills a folder; may return the SHA-256 of files that it hashed while writing.
+        write_files: fills a folder; may return the manifest fields of files that it hashed while writing.
         details: fields of the manifest besides the files.
     """
     temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
@@ -75,8 +76,7 @@ def write(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], nee
         with _disk_errors(folder, needed_bytes):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()  # without parents, which another process may have renamed
-            hashes = {**(write_files(temporary) or {})}
-            _seal(temporary, details, hashes)
+            _seal(temporary, details, write_files(temporary) or {})
         return temporary
 
     return _retrying(attempt, temporary, warn)
@@ -103,16 +103,16 @@ def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) ->
         _remove(replaced, warn)
 
 
-def _seal(folder: Path, details: Mapping[str, Any], hashes: dict[str, str]) -> None:
-    """Sync a folder's files to the disk, then its manifest; hash the files that `hashes` lacks."""
+def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
+    """Sync a folder's files to the disk, then its manifest; hash the other files."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         name = str(path.relative_to(folder))
-        if name not in (CARD, *hashes):
+        files[name] = {"size": path.stat().st_size, **hashed.get(name, {})}
+        if name not in (CARD, *hashed):
             with open(path, "rb") as file:
-                hashes[name] = sha256(file)
-        files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name)}
+                files[name]["sha256"] = sha256(file)
     files.pop(CARD, None)
     written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
     manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
@@ -152,7 +152,9 @@ def _retrying(attempt: Callable[[], T], temporary: Path, warn: Warn) -> T:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
             warn(f"{error}; retrying in {seconds:g} s")
-            time.sleep(seconds)
+            for _ in range(round(seconds) or 1):
+                time.sleep(seconds / (round(seconds) or 1))
+                HEARTBEAT.beat()  # waiting for the disk is not a hang
 
 
 def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
@@ -186,8 +188,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
 
 
-def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True) -> dict[str, Any]:
-    """Verify size and SHA-256 of a checkpoint's listed files, and return its manifest.
+def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True,
+           find_fault: Callable[[Path, str, Mapping], Optional[str]] = fault_of) -> dict[str, Any]:
+    """Verify size and hash of a checkpoint's listed files, and return its manifest.
 
     The folder may be a link, but links inside must not lead outside.
 
@@ -200,7 +203,7 @@ def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda s
     for name in sorted(files, key=lambda name: name == OPTIMIZER):  # after the state
         if name == OPTIMIZER and not resumes(read_state(folder)):
             continue
-        if fault := fault_of(folder, name, files[name]):
+        if fault := find_fault(folder, name, files[name]):
             raise CheckpointError(f"{fault}; use another checkpoint")
     return manifest
 

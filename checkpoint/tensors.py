@@ -4,17 +4,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoint.manifest import GONE
+from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT
@@ -81,32 +81,71 @@ def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
     return {name: tensor.whole() for name, tensor in tensors.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
-                  metadata: Optional[Mapping[str, str]] = None) -> str:
-    """Write a safetensors file with one tensor in memory at a time; return its SHA-256.
+class TensorFile:
+    """A safetensors file to write, by rows and by one or several ranks.
 
     The bytes equal those of safetensors.torch.save_file, which copies all GPU tensors to the host at once,
     and has no heartbeats that distinguish a slow disk from a hang.
+
+    Args:
+        block_multiple: hashed blocks have a multiple of so many rows.
     """
-    ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
-    header, end = ({"__metadata__": dict(metadata)} if metadata else {}), 0
-    for name, tensor in ordered:
-        offsets = [end, end := end + tensor.nbytes]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    text = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(text)
-    with open(path, "wb") as file:
-        file.write(text)
-        for _, tensor in ordered:
-            for block in lazy(tensor).whole().flatten().view(torch.uint8).split(BLOCK_BYTES):
-                data = block.cpu().numpy()
-                file.write(data)
-                digest.update(data)
-                HEARTBEAT.beat()
-            del block, data  # free this tensor before reading the next
-    return digest.hexdigest()
+
+    def __init__(self, tensors: Mapping[str, Tensor | LazyTensor],
+                 metadata: Optional[Mapping[str, str]] = None, block_multiple: int = 1):
+        ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
+        header, end = ({"__metadata__": dict(metadata)} if metadata else {}), 0
+        for name, tensor in ordered:
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                            "data_offsets": [end, end := end + tensor.nbytes]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+        self.nbytes, self.block_multiple = len(self.header) + end, block_multiple
+        self.tensors = {name: lazy(tensor) for name, tensor in ordered}
+
+    def create(self, path: Path) -> None:
+        """Write the header, and give the file its size."""
+        with open(path, "wb") as file:
+            file.write(self.header)
+            file.truncate(self.nbytes)
+
+    def write_rows(self, path: Path, part: int = 0, parts: int = 1) -> list[str]:
+        """Write this part's rows to their place; return the joined hashes of its blocks of each tensor."""
+        hashes, offset = [], len(self.header)
+        with open(path, "r+b") as file:
+            for tensor in self.tensors.values():
+                start, stop = rows_of_part(tensor.rows, self.block_multiple, part, parts)
+                row_bytes = tensor.nbytes // max(1, tensor.rows)
+                block = block_rows(tensor.rows, self.block_multiple)
+                step = max(1, BLOCK_BYTES // max(1, block * row_bytes)) * block
+                file.seek(offset + start * row_bytes)
+                hashes.append("")
+                for first in range(start, stop, step):
+                    rows = tensor.read(first, min(first + step, stop)).cpu().contiguous()
+                    data = memoryview(rows.flatten().view(torch.uint8).numpy())
+                    del rows  # before more are read
+                    file.write(data)
+                    for place in range(0, min(step, stop - first), block):
+                        rows_of_block = data[place * row_bytes:(place + block) * row_bytes]
+                        hashes[-1] += hashlib.sha256(rows_of_block).hexdigest()
+                    del data, rows_of_block
+                    HEARTBEAT.beat()
+                offset += tensor.nbytes
+        return hashes
+
+    def entry(self, parts: Iterable[Sequence[str]]) -> dict[str, Any]:
+        """Return the fields in a manifest, without the size, from what the parts of `write_rows` returned."""
+        return {"header": hashlib.sha256(self.header).hexdigest(), "block_multiple": self.block_multiple,
+                "tree": tree_hash(map("".join, zip(*parts)))}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
+                  metadata: Optional[Mapping[str, str]] = None, block_multiple: int = 1) -> dict[str, Any]:
+    """Write a safetensors file; return its fields in a manifest, without the size."""
+    file = TensorFile(tensors, metadata, block_multiple)
+    file.create(path)
+    return file.entry([file.write_rows(path)])
 
 
 def open_tensors(path: Path) -> dict[str, LazyTensor]:

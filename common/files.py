@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -130,11 +131,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return the SHA-256 of the rest of an open file; `advance` is called with the size of each block."""
+def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None,
+           size: int = sys.maxsize) -> str:
+    """Return the SHA-256 of a file's next `size` bytes; `advance` is called with the size of each block."""
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
+    while block := file.read(min(1 << 20, size)):
         digest.update(block)
+        size -= len(block)
         HEARTBEAT.beat()
         advance(len(block))
     return digest.hexdigest()

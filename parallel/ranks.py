@@ -135,6 +135,27 @@ class Ranks:
         return self.raise_on_all(lambda: make() if self.is_rank0 else None)
 
     @collective
+    def on_rank0_with_help(self, make: Callable[[Callable[[Any], list]], T],
+                           help_with: Callable[[Any], Any]) -> Optional[T]:
+        """Like `on_rank0`, but make(ask) may call ask(request): help_with(request) of all ranks, in order.
+
+        Requests and answers are JSON-like values.
+        """
+        def ask(request) -> list:
+            return self.all_gather_json(help_with(self.broadcast([request])[0]))
+
+        def work() -> Optional[T]:
+            if self.is_rank0:
+                try:
+                    return make(ask)
+                finally:
+                    self.broadcast([])
+            while request := self.broadcast([]):
+                self.all_gather_json(help_with(*request))
+
+        return self.raise_on_all(work)
+
+    @collective
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_reduce_floats([0])

@@ -112,8 +112,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     longest = huggingface.context_length(read_json(base_folder / "config.json"))
     differences = []
 
-    def write(folder: Path) -> dict[str, str]:
-        hashes = huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
+    def write(folder: Path) -> dict[str, dict[str, Any]]:
+        written = huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
         tensors = huggingface.load_model_weights(folder)
         with torch.no_grad():
             merged = model_from_tensors(tensors, model.config, tokenizer.vocab_size).eval()
@@ -124,7 +124,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
                                   "base and adapters, so nothing is written; are the adapters finite?")
         write_card(folder, make_card(lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
                                      store.warn_on_console))
-        return hashes
+        return written
 
     size = sum(tensor.nbytes for tensor in state.values())
     store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,

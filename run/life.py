@@ -365,16 +365,16 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
         adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
                                lora.trained_token_ids(run.model))
 
-    def write_files(folder: Path) -> dict[str, str]:
+    def write_files(folder: Path) -> dict[str, dict[str, Any]]:
         if adapter:
-            hashes = peft.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
+            written = peft.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
         else:
-            hashes = huggingface.save_model_folder(folder, weights, run.model.config, run.inputs.tokenizer,
-                                                   config.max_seq_len)
+            written = huggingface.save_model_folder(folder, weights, run.model.config, run.inputs.tokenizer,
+                                                    config.max_seq_len)
         write_card(folder, card)
-        hashes[store.OPTIMIZER] = write_tensors(folder / store.OPTIMIZER, moments)
+        written[store.OPTIMIZER] = write_tensors(folder / store.OPTIMIZER, moments)
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        return hashes
+        return written
 
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
     manifest = {"step": step, "world_size": ranks.world_size,

@@ -18,6 +18,7 @@ from torch import Tensor
 import lora
 import model_utils
 from checkpoint import huggingface, peft, store
+from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
@@ -188,7 +189,7 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
         located: the checkpoint, if it is already known.
     """
     if located is None:
-        located = Located(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
+        located = Located(*ranks.broadcast(locate_together(loaded.config, run_dir, ranks)))
     if located.folder is None:
         if conflicts := [*shape_rules(loaded.config)]:  # not checked before if the settings name this run
             raise SettingsError(*conflicts)
@@ -220,7 +221,22 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
     return start._replace(base=base, remembered=remembered, warnings=warnings)
 
 
-def locate(config: Config, run_dir: Path) -> Located:
+@collective
+def locate_together(config: Config, run_dir: Path, ranks: Ranks) -> Optional[Located]:
+    """Return what `locate` finds on rank 0, for which every rank verifies a part of each file."""
+    def help_with(file: list) -> tuple[str, list[str]]:
+        folder, name, expected = file
+        return examine(Path(folder), name, expected, ranks.rank, ranks.world_size)
+
+    def locate_with(ask: Callable[[Any], list]) -> Located:
+        return locate(config, run_dir, lambda folder, name, expected: fault_in(
+            ask([str(folder.absolute()), name, expected]), folder / name, expected))
+
+    return ranks.on_rank0_with_help(locate_with, help_with)
+
+
+def locate(config: Config, run_dir: Path,
+           find_fault: Callable[[Path, str, Mapping], Optional[str]] = fault_of) -> Located:
     """Return the verified checkpoint to start from.
 
     A run that started from the named checkpoint resumes its own newest one, so that the command that started
@@ -229,7 +245,8 @@ def locate(config: Config, run_dir: Path) -> Located:
     """
     named, newest, warnings = config.named_checkpoint, None, []
     if config.resume != "never":
-        newest, warnings = store.newest_verified(run_dir / "checkpoints")
+        newest, warnings = store.newest_verified(run_dir / "checkpoints",
+                                                 check=partial(store.verify, find_fault=find_fault))
     # A .env for all stages names this run, which has no checkpoint yet, as the start of the next stage.
     if named and newest is None and config.resume == "auto" and not [*run_dir.glob("*.safetensors")]:
         places = Path(named).expanduser(), run_dir.parent / named
@@ -251,7 +268,7 @@ def locate(config: Config, run_dir: Path) -> Located:
     # The named checkpoint is not what this run started from.
     def check(folder: Path) -> None:
         may_resume = config.resume == named or is_inside(folder, run_dir)
-        store.verify(folder, lambda state: resumes_trainer_state(state, may_resume, config))
+        store.verify(folder, lambda state: resumes_trainer_state(state, may_resume, config), find_fault)
 
     folder, is_own = store.locate(named, run_dir, warnings.append, check), config.resume == named
     if config.resume == "never" and is_inside(folder, run_dir):

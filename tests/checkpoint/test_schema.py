@@ -78,7 +78,7 @@ SPOILT = {
     "of tomorrow": (1, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer Paddock"),
     "progress of tomorrow": (1, ("progress", "pace"), 1, "progress.pace is not known to this version: it was written by a newer"),
     "manifest of tomorrow": (0, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer"),
-    "format of tomorrow": (0, ("format",), 2, "format 2, but this version reads 1: it was written by a newer Paddock"),
+    "format of tomorrow": (0, ("format",), 3, "format 3, but this version reads up to 2: it was written by a newer Paddock"),
     "more left out than taken": (1, ("progress", "skipped_steps"), 3, "progress.skipped_steps is more than progress.step"),
     "a file of words": (0, ("files", "config.json"), "x", "files.config.json: input should be an object")}
 

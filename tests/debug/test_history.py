@@ -17,7 +17,7 @@ CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {name: file["sha256"] for name, file in store.read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
+    return {name: file["tree"] for name, file in store.read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
 
 
 def check_step(run: TinyRun, step: int, output: Path, expected: dict[str, str]) -> str:

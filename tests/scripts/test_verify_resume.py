@@ -131,7 +131,7 @@ def shift_rows() -> None:
 
 
 def begin_anew() -> None:
-    store.newest_verified = lambda *_: (None, [])
+    store.newest_verified = lambda *_, **__: (None, [])
 
 
 def forget_progress() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import faults
 import pytest
 from commands import launch
-from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, prepare, run_ranks
+from factories import UNMEASURED, TinyRun, argv_of, as_format_1, assert_same_run, flip_bit, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
@@ -111,6 +111,31 @@ def whole_sharded(prepared, tmp_path_factory):
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole-sharded"), **FULL)
     run.ends([0, 0])
     return run
+
+
+def test_each_rank_verifies_its_part_and_all_go_on_from_the_checkpoint_before(whole_sharded, tmp_path):
+    """Also from one of an older version, with the other format of the manifest."""
+    run = whole_sharded.copy(tmp_path / "runs")
+    for step in (6, 4):
+        path = run.checkpoint(step) / store.OPTIMIZER
+        flip_bit(path, {6: path.stat().st_size - 8, 4: path.stat().st_size // 2}[step])
+    as_format_1(run.checkpoint(2))
+    text = run.ends([0, 0], list_parts)
+    for step in (6, 4):
+        assert text.count(f"skipping a checkpoint: {run.checkpoint(step) / store.OPTIMIZER} is damaged: its SHA-256") == 1, text
+    for rank in (0, 1):
+        assert f"{store.OPTIMIZER}, part {rank} of 2" in text
+    assert_same_run(run, whole_sharded, 6)
+
+
+def list_parts() -> None:
+    original = run_start.examine
+
+    def examine(folder, name, expected, part, parts):
+        print(f"{name}, part {part} of {parts}", flush=True)
+        return original(folder, name, expected, part, parts)
+
+    run_start.examine = examine
 
 
 IN_THE_SECOND_SAVE = ("checkpoint.tensors", "lazy", 100)  # in the middle of its tensors: each of two saves writes more than 40
