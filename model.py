@@ -111,7 +111,8 @@ class Linear(nn.Linear):
 def fused_linear(x: Tensor, *layers: nn.Module, decoding: bool = False) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers for one input; one matmul if none of them has an adapter."""
     # While decoding, concatenating the weights costs more than it saves.
-    if decoding or any(type(layer) is not Linear for layer in layers):
+    packed = layers[0].weight.layout == torch._mkldnn
+    if decoding or packed or any(type(layer) is not Linear for layer in layers):
         return tuple(layer(x) for layer in layers)
     outputs = linear(x, torch.cat([layer.weight for layer in layers]))
     return outputs.split([layer.out_features for layer in layers], dim=-1)
@@ -188,13 +189,14 @@ class VocabularyMatrix(nn.Module):
     def __init__(self, rows: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim))
+        self.packed: Optional[Tensor] = None  # the matrix in the layout of `fused.matmul.pack`
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ids of any shape."""
         return embed(tokens, self.weight)
 
     def as_head(self) -> HeadWeight:
-        return HeadWeight(self.weight, self.weight)
+        return HeadWeight(self.weight if self.packed is None else self.packed, self.weight)
 
     def use_as_head(self, hidden: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
         """Return `function(head, hidden)`; a sharded matrix is gathered only for this call."""
@@ -244,8 +246,11 @@ class Transformer(nn.Module):
         """Return the batch's AttentionMeta. Document ids on the CPU avoid waiting for the GPU."""
         device, queries = tokens_BT.device, tokens_BT.shape[1]
         if cache is not None:
-            kernel = choose_kernel("mask", self.config, device, self.compute_dtype)
-            return AttentionMeta(kernel, *cache.begin(queries))
+            cos, sin, mask = cache.begin(queries)
+            # On a GPU, kernels for causal attention plan each length anew.
+            purpose = "causal" if mask is None and queries > 1 and device.type == "cpu" else "mask"
+            kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
+            return AttentionMeta(kernel, cos, sin, mask)
         purpose, mask, cu_seqlens = "causal", None, None
         if document_ids is not None:
             purpose = "mask" if int(document_ids.min()) == SHARED_PREFIX else "documents"

@@ -78,6 +78,14 @@ TEMPERATURE = number(float, "from 0 on", lambda value: 0 <= value < inf)
 SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
 
 
+def add_loading_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags of `run.adapters.load_to_generate`."""
+    parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
+    parser.add_argument("--weights", choices=("fp32", "bf16", "int8"),
+                        help="precision of weights and computation; int8 = weights of the blocks in 8 bits, "
+                             "on a CPU (default: bf16 on a GPU, fp32 on a CPU)")
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """Add sampling flags, named as in `inference.engine.Sampling`."""
     parser.add_argument("--temperature", type=TEMPERATURE, default=0.8, metavar="T",

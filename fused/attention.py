@@ -41,10 +41,12 @@ KERNELS = {
     "math": Kernel(SDPBackend.MATH, half_only=False),
     "sdpa": Kernel(half_only=False),
     "blocks": Kernel(half_only=False),  # fused.blocks, on a CPU
+    "folded": Kernel(half_only=False),  # attend_folded, on a CPU
 }
 VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as cu_seqlens, without a mask
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
+FOLDED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "folded"
 CHOSEN: set[str] = set()  # kernels that this process uses
 
 # Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
@@ -75,6 +77,7 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     if capability is None:
         # In float32, blocks pay only where they skip other documents.
         auto = "blocks" if purpose == "documents" or (purpose == "causal" and is_half) else "sdpa"
+        auto = "folded" if purpose == "mask" else auto
         order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
     elif backend in ("auto", "flash") or (purpose == "mask" and backend == "cudnn"):
         order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
@@ -92,22 +95,44 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
            cu_seqlens: Optional[Tensor] = None) -> Tensor:
     """Compute (B, T, N, H) attention with one of KERNELS.
 
-    It is limited by the mask, or causal: within each row, or within documents given by `cu_seqlens` (VARLEN).
+    It is limited by the mask, or causal: within each row, or within documents given by `cu_seqlens`
+    (VARLEN). Without a mask, a single query attends to all keys.
     """
     if kernel == "blocks":
         return attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, cu_seqlens)
+    if kernel == "folded" and q_BTNH.shape[1] <= FOLDED_QUERIES:
+        return attend_folded(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
+    if k_BSKH.stride(-1) != 1:
+        k_BSKH = k_BSKH.contiguous()
     if cu_seqlens is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
         return varlen_function(kernel)(*flat, cu_seqlens, q_BTNH.shape[1]).view_as(q_BTNH)
-    group = q_BTNH.shape[2] // k_BSKH.shape[2]
+    queries, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
     if group > 1 and not KERNELS[kernel].grouped:
         k_BSKH, v_BSKH = (heads.repeat_interleave(group, dim=2) for heads in (k_BSKH, v_BSKH))
     backend = KERNELS[kernel].backend
     with nullcontext() if backend is None else sdpa_kernel(backend):
         attended_BNTH = F.scaled_dot_product_attention(
             *(heads.transpose(1, 2) for heads in (q_BTNH, k_BSKH, v_BSKH)), attn_mask=mask_B1TS,
-            is_causal=mask_B1TS is None, enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2])
+            is_causal=mask_B1TS is None and queries > 1, enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2])
     return attended_BNTH.transpose(1, 2)
+
+
+def attend_folded(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor]) -> Tensor:
+    """Return attention of few queries to many keys (None = to all); keys and values are not expanded.
+
+    The query heads of a group are rows of one matmul. Keys should be transposed in memory.
+    """
+    (rows, _, n_kv_heads, head_dim), queries = k_BSKH.shape, q_BTNH.shape[1]
+    q_BKTGH = q_BTNH.unflatten(2, (n_kv_heads, -1)).transpose(1, 2)
+    q = q_BKTGH.reshape(rows * n_kv_heads, -1, head_dim)
+    k_HS = k_BSKH.permute(0, 2, 3, 1).reshape(len(q), head_dim, -1)
+    scores = torch.baddbmm(q.new_empty(()), q, k_HS, beta=0, alpha=head_dim**-0.5)
+    if mask_B1TS is not None:
+        hidden_B1TS = torch.zeros_like(mask_B1TS, dtype=q.dtype).masked_fill_(~mask_B1TS, -torch.inf)
+        scores.view(rows, n_kv_heads, queries, -1, scores.shape[-1]).add_(hidden_B1TS[:, :, :, None])
+    attended = torch.bmm(scores.softmax(-1), v_BSKH.transpose(1, 2).reshape(len(q), -1, head_dim))
+    return attended.view_as(q_BKTGH).transpose(1, 2).flatten(2, 3)
 
 
 def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
@@ -199,7 +224,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
             deterministic: bool) -> str:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if order in (("sdpa",), ("blocks",)):  # always work
+    if order in (("sdpa",), ("blocks",), ("folded",)):  # always work
         return order[0]
     reasons = []
     for name in order:

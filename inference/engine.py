@@ -36,7 +36,10 @@ class RowCache(KVCache):
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
         # The extra column absorbs writes of padding past a row's capacity; no token attends to it.
         shape = (config.n_layers, rows, length + 1, config.n_kv_heads, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        # On a CPU, a head's tokens lie together and keys are transposed in memory, as "folded" reads them.
+        orders = ((0, 1, 3, 4, 2), (0, 1, 3, 2, 4)) if device.type == "cpu" else ((0, 1, 2, 3, 4),) * 2
+        self.keys, self.values = (torch.empty_permuted(shape, order, device=device, dtype=dtype).zero_()
+                                  for order in orders)
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.rows, self.used = range(rows), [0] * rows
@@ -49,7 +52,7 @@ class RowCache(KVCache):
         return view
 
     def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """As in `KVCache`. Empty rows need no mask."""
+        """As in `KVCache`."""
         device, length, longest = self.index_S.device, len(self.index_S), max(self.used)
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
@@ -68,7 +71,9 @@ class RowCache(KVCache):
         multiple = LENGTH_MULTIPLE.get(device.type, 1) if longest else 1
         self.end = min(-(-new.stop // multiple) * multiple, length)
         self.used = [used + tokens for used in self.used]
-        return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None] if longest else None
+        if not longest or (tokens == 1 and self.end == min(self.used)):
+            return cos, sin, None  # causal, or a single token that attends to all
+        return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None]
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[layer], self.values[layer]

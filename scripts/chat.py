@@ -25,7 +25,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.command_line import SEED, TEMPERATURE, CommandParser, add_sampling_flags, number
+from common.command_line import (
+    SEED,
+    TEMPERATURE,
+    CommandParser,
+    add_loading_flags,
+    add_sampling_flags,
+    number,
+)
 from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.files import disk_errors
 from common.http_server import KEY_VARIABLE
@@ -54,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
     parser.add_argument("second", nargs="?", help="a second model, shown side by side (requires --serve)")
-    parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
+    add_loading_flags(parser)
     # Limited by default, because the KV cache of some models' full context would not fit in memory.
     parser.add_argument("--context-length", default=8192, metavar="N",
                         type=number(int, "of at least 16", lambda value: value >= 16),
@@ -319,7 +326,7 @@ def main() -> None:
         note(f"Loading {' and '.join(names)} ...")
     from serving.models import open_model  # imports torch, which takes seconds
 
-    models = (open_model(name, args.base) for name in names)
+    models = (open_model(name, args.base, args.weights) for name in names)
     if not args.serve:
         return chat_in_terminal(next(models), args)
     with requires_package("starlette", "--serve"):

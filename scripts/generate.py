@@ -20,7 +20,7 @@ from typing import Any, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.command_line import SEED, CommandParser, add_sampling_flags
+from common.command_line import SEED, CommandParser, add_loading_flags, add_sampling_flags
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
 from common.text import duration, print_safely, show_part
@@ -30,14 +30,14 @@ from inference.generate import TextChunk, TextGenerator
 from inference.text import FilePrompt, Prompt, read_prompts, text_prompt
 from model import Transformer
 from model_utils import find_model
-from run.adapters import load_for_use
+from run.adapters import load_to_generate
 
 PROGRESS_SECONDS = 10
 
 
-def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
+def load(name: str, base: Optional[str] = None, weights: Optional[str] = None) -> tuple[Transformer, Any]:
     """Return a model, with its adapters if it has any, and its tokenizer."""
-    return load_for_use(find_model(name), base)
+    return load_to_generate(find_model(name), base, weights)
 
 
 def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
@@ -147,7 +147,7 @@ def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
+    add_loading_flags(parser)
     group = parser.add_argument_group("prompts")
     group.add_argument("--prompt", nargs="+", metavar="TEXT",
                        help="texts to continue (default: one empty text)")
@@ -189,8 +189,8 @@ def main() -> None:
     prompts = [] if args.prompts is None else read_prompts(args.prompts, args.chat, args.system)
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty,
                         args.seed)
-    generator = TextGenerator(*load(args.model, args.base), args.max_new_tokens, sampling, args.stop,
-                              args.batch_size)
+    model, tokenizer = load(args.model, args.base, args.weights)
+    generator = TextGenerator(model, tokenizer, args.max_new_tokens, sampling, args.stop, args.batch_size)
     if args.prompts is not None:
         chunks = generator.stream(encode_prompts(generator.tokenizer, prompts))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"

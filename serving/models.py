@@ -10,16 +10,16 @@ from common.errors import PaddockError
 from data_pipeline.shards import prepared_folder
 from inference.text import LanguageModel
 from model_utils import find_model
-from run.adapters import base_of_adapters, load_for_use
+from run.adapters import base_of_adapters, load_to_generate
 
 
-def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
+def open_model(name: str, base: Optional[str] = None, weights: Optional[str] = None) -> LanguageModel:
     """Return a model, given a run, checkpoint, Hugging Face folder or name, with any adapters applied."""
     shape_folder = folder = find_model(name)
     if (folder / peft.CONFIG_FILE).exists():
         shape_folder = base_of_adapters(folder, base)
         base = str(shape_folder)
-    model, tokenizer = load_for_use(folder, base)
+    model, tokenizer = load_to_generate(folder, base, weights)
     longest = context_length(read_json(shape_folder / "config.json"))
     settings = store.read_state(folder).get("settings", {})
     stage = settings.get("TRAINING_STAGE")

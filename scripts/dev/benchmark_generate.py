@@ -4,9 +4,9 @@
     python scripts/dev/benchmark_generate.py --model runs/chat --json out.jsonl
 
 Each pair of runs gives one ratio, and the order alternates between pairs. The table shows the median ratio
-and, in brackets, the lowest and the highest. Prefill is the time to the first token; decode is the rest. CPU
-seconds exclude time used by other programs. The last lines compare 8 requests of different lengths, at the
-same time and one after another.
+and, in brackets, its 95 % interval (bootstrap). Prefill is the time to the first token; decode is the rest.
+CPU seconds exclude time used by other programs. The last lines compare 8 requests of different lengths, at
+the same time and one after another.
 """
 
 import argparse
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import requires_package, run_script  # noqa: E402
 from common.text import show  # noqa: E402
-from scripts.dev.paired import extremes, huggingface_model, in_turns, ratio  # noqa: E402
+from scripts.dev.paired import huggingface_model, in_turns, ratio  # noqa: E402
 
 SHAPES = {
     "tiny": (256, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)),
@@ -103,12 +103,14 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from config import ModelConfig
+    from inference.weights import pack_weights
     from lora import cast_base
     from model import Transformer
     from model_utils import DTYPES, device_and_dtype, find_model
     from run.adapters import load_for_use
 
-    device, dtype = device_and_dtype(args.device and torch.device(args.device), DTYPES.get(args.dtype))
+    named = DTYPES.get("bf16" if args.weights == "int8" else args.weights)
+    device, dtype = device_and_dtype(args.device and torch.device(args.device), named)
     if args.model:
         model, _ = load_for_use(find_model(args.model), None, device, dtype)
         config = model.config
@@ -122,6 +124,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     with requires_package("transformers", "this comparison"):
         peer = huggingface_model(model, config, model.vocab_size, length).to(dtype)
     peer.generation_config.eos_token_id = None
+    pack_weights(model, args.weights == "int8")
     return model.eval(), peer.to(device).eval()
 
 
@@ -141,7 +144,7 @@ def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[
             ratios = [theirs[kind] / ours[kind] for ours, theirs in zip(*seconds)]
             figures[f"{phase}_{clock}"] = {"tokens_per_second": rates, "ratios": ratios}
             both = " | ".join(f"{rate:,.1f}" for rate in rates)
-            lines.append(f"| {phase}, {clock} | {both} | {ratio(ratios, extremes)} |")
+            lines.append(f"| {phase}, {clock} | {both} | {ratio(ratios)} |")
     return figures, lines
 
 
@@ -160,8 +163,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic"],
                         metavar="NAME", help="transformers' caches: dynamic, static (default: dynamic)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="device (default: cuda if available)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"),
-                        help="dtype (default: bf16 on a GPU, fp32 on a CPU)")
+    parser.add_argument("--weights", choices=("fp32", "bf16", "int8"),
+                        help="weights; with int8, transformers has bf16 (default: bf16 on a GPU, else fp32)")
     parser.add_argument("--threads", type=int, default=0, metavar="N",
                         help="CPU threads; 0 = torch's default")
     parser.add_argument("--skip-batching", action="store_true", help="skip the test of continuous batching")

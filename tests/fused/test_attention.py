@@ -101,7 +101,7 @@ def tiny(**settings) -> Config:
     ("causal", None, FP32, 64, ("sdpa",)),
     ("causal", None, BF16, 64, ("blocks",)),
     ("documents", None, FP32, 64, ("blocks",)),
-    ("mask", None, BF16, 64, ("sdpa",))])
+    ("mask", None, BF16, 64, ("folded",))])
 def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype, head, order):
     assert kernel_order(purpose, capability, dtype, head) == order
 
@@ -331,3 +331,21 @@ def test_a_frozen_model_keeps_no_probabilities():
     q = torch.randn(1, 128, 2, 8)
     kept = [len(blocks.attention_in_blocks(q, q, q, None, keep)[1]) for keep in (True, False)]
     assert kept == [2 * 64 * 64 * 3, 0]
+
+
+@pytest.mark.parametrize("queries", [1, 5, attention.FOLDED_QUERIES + 1])
+@pytest.mark.parametrize("dtype, bound", [(FP32, 1e-6), (BF16, 1e-2)])
+def test_folded_queries_attend_as_in_the_math_kernel_with_keys_in_either_layout(queries, dtype, bound):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, length, heads, 16, generator=generator).to(dtype) for length, heads in ((queries, 6), (40, 2), (40, 2)))
+    seen_B1 = torch.tensor([[9], [40], [23]])  # each row ends elsewhere
+    mask = (torch.arange(40) <= (seen_B1 - queries + torch.arange(queries))[..., None])[:, None]
+    mask |= torch.arange(40) == 0  # or the last row would see nothing
+    expected = attend("math", q.float(), k.float(), v.float(), mask)
+    transposed = torch.empty_permuted(k.shape, (0, 2, 3, 1), dtype=dtype).copy_(k)
+    assert transposed.stride(-1) != 1
+    for keys in (k, transposed):
+        found = attend("folded", q, keys, v, mask)
+        assert float((found.float() - expected).norm() / expected.norm()) < bound
+    if queries == 1:
+        torch.testing.assert_close(attend("folded", q, k, v), attend("folded", q, k, v, torch.ones_like(mask)))

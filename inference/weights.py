@@ -1,0 +1,43 @@
+"""Weights laid out for generation: packed for the matmuls of a CPU, or in int8."""
+
+import torch
+from torch import Tensor, nn
+
+from fused.matmul import linear, pack
+from model import Linear, Transformer, VocabularyMatrix
+
+INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights, rounded to nearest, and one scale per output."""
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        scales = (weight.abs().amax(dim=1) / 127).clamp(min=1e-12)
+        rounded = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127)
+        self.weight = nn.Parameter(rounded.to(torch.int8), requires_grad=False)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        if len(rows) > INT8_ROWS:
+            return linear(x, self.weight) * self.scales
+        return torch._weight_int8pack_mm(rows, self.weight, self.scales).unflatten(0, x.shape[:-1])
+
+
+def pack_weights(model: Transformer, int8: bool = False) -> None:
+    """Lay out the matrices of a frozen model on a CPU for `fused.matmul.linear`.
+
+    Args:
+        int8: quantize the matrices of the blocks; embedding and head keep their dtype.
+    """
+    for name, layer in [*model.named_modules()]:
+        if type(layer) is Linear and int8:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, Int8Linear(layer.weight))
+        elif type(layer) is Linear:
+            layer.weight = nn.Parameter(pack(layer.weight), requires_grad=False)
+    head = model.head_matrix
+    if type(head) is VocabularyMatrix and head.weight.device.type == "cpu":
+        head.packed = pack(head.weight)

@@ -1,0 +1,68 @@
+"""Weights that are laid out for a CPU write what the plain ones write, and int8 errs as little as its rounding allows."""
+
+import copy
+
+import pytest
+import torch
+
+from config import ModelConfig
+from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
+from inference.generate import generate
+from inference.weights import INT8_ROWS, Int8Linear, pack_weights
+from lora import cast_base
+from model import Transformer
+
+PROMPTS = [[1, 2, 3], [7] * 12, [30]]
+
+
+def new_model(dtype: torch.dtype, tie: bool = True) -> Transformer:
+    model = Transformer(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.15,
+                                    tie_embeddings=tie), 61, dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    cast_base(model.requires_grad_(False), dtype)
+    return model.eval()
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_packed_weights_write_the_same_tokens(tie):
+    plain, packed = new_model(torch.float32, tie), new_model(torch.float32, tie)
+    pack_weights(packed)
+    assert packed.layers[0].attention.wq.weight.is_mkldnn and packed.head_matrix.packed.is_mkldnn
+    assert generate(packed, PROMPTS, 30) == generate(plain, PROMPTS, 30)
+    tokens = torch.tensor(PROMPTS[1:2])
+    with torch.no_grad():
+        torch.testing.assert_close(packed.logits(tokens), plain.logits(tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(packed(tokens, tokens), plain(tokens, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_matrix_multiplies_any_number_of_rows(dtype, rows):
+    x, weight = torch.randn(rows, 96).to(dtype), torch.randn(48, 96).to(dtype)
+    found, expected = linear(x, pack(weight)).float(), x.double() @ weight.double().T
+    assert float((found - expected).norm() / expected.norm()) < (1e-6 if dtype == torch.float32 else 3e-3)
+    assert pack(weight).is_mkldnn == (dtype == torch.float32 or CPU_MULTIPLIES_BF16)
+
+
+@pytest.mark.parametrize("rows", [1, INT8_ROWS, INT8_ROWS + 1])
+def test_int8_weights_are_within_a_step(rows):
+    weight = (torch.randn(32, 64) * torch.logspace(-3, 0, 32)[:, None]).bfloat16()  # each output has a scale
+    layer, x = Int8Linear(weight), torch.randn(1, rows, 64).bfloat16()
+    restored = layer.weight.double() * layer.scales.double()[:, None]
+    step = weight.double().abs().amax(1, keepdim=True) / 127
+    assert bool(((restored - weight.double()).abs() <= step * 0.76).all()), "half a step; at the largest weight, the scale's rounding"
+    expected = x.double() @ restored.T
+    assert float((layer(x) - expected).norm() / expected.norm()) < 1e-2
+    assert layer(x).shape == (1, rows, 32) and layer(x).dtype == torch.bfloat16
+
+
+def test_an_int8_model_is_close_to_its_bf16_model():
+    model = new_model(torch.bfloat16)
+    quantized, tokens = copy.deepcopy(model), torch.arange(60)[None]
+    pack_weights(quantized, int8=True)
+    assert quantized.layers[0].feed_forward.w1.weight.dtype == torch.int8
+    with torch.no_grad():
+        expected, found = (each.logits(tokens)[0].log_softmax(-1) for each in (model, quantized))
+    divergence = (expected.exp() * (expected - found)).sum(-1)
+    assert 0 < float(divergence.mean()) < 0.02
+    assert [len(written) for written in generate(quantized, PROMPTS, 5)] == [5, 5, 5]
