@@ -138,6 +138,8 @@ class ModelConfig(Section):
     tie_embeddings: bool = fixed(True, "share one matrix between embedding and head")
     init_std: float = safe(
         0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
+    init_copy: bool = safe(
+        False, "start attention heads that copy what they attend to: WO is WV transposed")
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
         "auto", "attention kernel; auto = the fastest available")
     activation_checkpointing: Literal["none", "selective", "block"] = safe(

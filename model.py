@@ -9,6 +9,7 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Optional, Protocol
 
@@ -224,22 +225,34 @@ class Transformer(nn.Module):
     def head_matrix(self) -> VocabularyMatrix:
         return self.tok_embeddings if self.output is None else self.output
 
-    def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
-        """Initialize all parameters."""
-        for name, parameter in self.named_parameters():
-            self.init_weight(name, parameter, generator)
-
     @torch.no_grad()
-    def init_weight(self, name: str, weight: Tensor, generator: Optional[torch.Generator] = None) -> None:
-        """Initialize a parameter: normal with INIT_STD, scaled down in residual projections; norms are 1."""
-        if weight.ndim == 1:
-            weight.fill_(1.0)
-            return
-        residual = name.endswith(("wo.weight", "w2.weight"))
-        std = self.config.init_std / (math.sqrt(2 * self.config.n_layers) if residual else 1)
-        weight.normal_(0.0, std, generator=generator)
-        if name in ("tok_embeddings.weight", "output.weight"):
-            weight[self.vocab_size:] = 0
+    def init_weights(self, generator: Optional[torch.Generator] = None,
+                     whole: Callable[[Tensor], AbstractContextManager[Tensor]] = nullcontext) -> None:
+        """Draw all parameters: normal with INIT_STD, scaled down in residual projections; norms are 1.
+
+        With INIT_COPY, WO is WV transposed: a head begins by adding the tokens that it attends to.
+        Source: Trockman & Kolter 2023 (arXiv:2305.09828), who start from products near the identity.
+
+        Args:
+            whole: yields the tensor to fill for a parameter, which may be sharded.
+        """
+        config, wv = self.config, torch.empty(0)  # of the same block
+        for name, parameter in self.named_parameters():
+            residual = name.endswith(("wo.weight", "w2.weight"))
+            scale = 1 / math.sqrt(2 * config.n_layers) if residual else 1.0
+            with whole(parameter) as weight:
+                if weight.ndim == 1:
+                    weight.fill_(1.0)
+                elif config.init_copy and name.endswith("wo.weight"):
+                    heads_KHD = wv.unflatten(0, (config.n_kv_heads, -1))
+                    heads_NHD = heads_KHD.repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)
+                    weight.copy_(scale * heads_NHD.flatten(0, 1).T)
+                else:
+                    weight.normal_(0.0, scale * config.init_std, generator=generator)
+                if name in ("tok_embeddings.weight", "output.weight"):
+                    weight[self.vocab_size:] = 0
+                if name.endswith("wv.weight"):
+                    wv = weight
 
     def attention_meta(self, tokens_BT: Tensor, document_ids: Optional[Tensor],
                        cache: Optional[KVCache]) -> AttentionMeta:

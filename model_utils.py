@@ -106,13 +106,14 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
     model = model_on_meta(config, vocab_size, dtype)
     allocate_model(model, config, ranks)
     generator = torch.Generator(ranks.device).manual_seed(config.seed)
-    if not fsdp.is_sharded(model):
-        model.init_weights(generator)
-        return model
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, device=ranks.device)  # one at a time
-        model.init_weight(name, whole, generator)
-        fsdp.put(parameter, whole)
+
+    @contextmanager
+    def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+        tensor = torch.empty(parameter.shape, device=ranks.device)  # one at a time
+        yield tensor
+        fsdp.put(parameter, tensor)
+
+    model.init_weights(generator, whole if fsdp.is_sharded(model) else nullcontext)
     return model
 
 

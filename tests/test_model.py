@@ -224,3 +224,18 @@ def test_weights_begin_as_the_settings_say():
         assert abs(drawn.mean()) < 5 * expected / math.sqrt(drawn.numel()), name
     assert (model.output.weight[1000:] == 0).all() and (model.tok_embeddings.weight[1000:] == 0).all()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to():
+    """WO WV is positive semi-definite for each query head, and its trace is that of random weights of INIT_STD."""
+    config = ModelConfig(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.05, init_copy=True)
+    model, plain = (new_model(each, 1000) for each in (config, config.model_copy(update={"init_copy": False})))
+    for block in model.layers:
+        wv_KHD, wo_DNH = block.attention.wv.weight.unflatten(0, (2, 64)), block.attention.wo.weight.unflatten(1, (4, 64))
+        for head in range(4):
+            product_DD = (wo_DNH[:, head] @ wv_KHD[head // 2]).double()
+            torch.testing.assert_close(product_DD, product_DD.T)
+            assert torch.linalg.eigvalsh(product_DD).min() > -1e-6
+            assert product_DD.trace().item() == pytest.approx(256 * 64 * 0.05 ** 2 / math.sqrt(2 * 2), rel=0.05)
+        assert block.attention.wo.weight.std().item() == pytest.approx(0.05 / 2, rel=0.02)
+    assert torch.equal(model.layers[0].attention.wv.weight, plain.layers[0].attention.wv.weight)

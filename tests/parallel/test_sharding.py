@@ -23,7 +23,7 @@ from settings.load import load_config
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}
 FEATURES = {**MODES, "pretrain": PRETRAIN,
-            "untied": {**PRETRAIN, "TIE_EMBEDDINGS": "false"},
+            "untied": {**PRETRAIN, "TIE_EMBEDDINGS": "false", "INIT_COPY": "true"},
             "muon": {**PRETRAIN, "OPTIMIZER": "muon"},
             "recomputed": {**PRETRAIN, "ACTIVATION_CHECKPOINTING": "block"},
             "offloaded": {**PRETRAIN, "CPU_OFFLOAD": "true"},
