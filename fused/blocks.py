@@ -3,10 +3,12 @@
 A block of queries is multiplied only with the blocks of keys that it can see, and the query heads that share
 keys are rows of one matmul. It is one operator for torch.compile, which would break its graph at the loop.
 
-Shape suffixes: B rows, T tokens, N query heads, K key/value heads, H head, C tokens of a block, X all blocks
-of a batch, J blocks of queries that see equally many blocks of keys, S the keys that each of them sees.
+Shape suffixes: B rows, T tokens, N query heads, K key/value heads, G query heads that share one of them,
+H head, C tokens of a block, X blocks of a row, P (row, key/value head) pairs, L keys of a row, padded to
+whole blocks, Q queries in lines (G * C), J blocks of queries that see equally many blocks of keys, S those.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -21,11 +23,11 @@ KEPT_TOKENS = 512
 
 
 class Group(NamedTuple):
-    """Blocks of queries that see equally many blocks of keys; indices of lines of `to_blocks`."""
+    """Blocks of queries that see equally many blocks of keys."""
 
-    queries: Tensor  # (K * J,)
-    keys: Tensor  # (K * J * S / C,)
-    bias: Tensor  # -inf = hidden, else 0: (J, 1, C, S); or (C, C) for the last C keys of each block
+    queries: slice | Tensor  # among the X * P blocks of queries
+    keys: slice | Tensor  # of each pair's L keys; or indices of the P * X blocks of keys, for each J
+    bias: Tensor  # -inf = hidden, else 0: (J, 1, C, S); or (1, 1, C, C) for the last C keys of each block
 
 
 def kept_count(rows: int, tokens: int, n_heads: int) -> int:
@@ -42,52 +44,47 @@ def plan(rows: int, tokens: int, n_kv_heads: int, dtype: torch.dtype,
     Args:
         offsets: `cu_seqlens` of the documents; None = each row is one.
     """
-    blocks = -(-tokens // BLOCK)
-    within_C = torch.arange(BLOCK)
+    blocks, pairs, within_C = -(-tokens // BLOCK), rows * n_kv_heads, torch.arange(BLOCK)
+    minus_infinity = torch.full((), -torch.inf, dtype=dtype)
+    if offsets is None:
+        bias = torch.where(within_C[:, None] < within_C, minus_infinity, 0)[None, None]
+        return [Group(slice(block * pairs, (block + 1) * pairs), slice(0, (block + 1) * BLOCK), bias)
+                for block in range(blocks)]
     first_BT = torch.zeros(rows, blocks * BLOCK, dtype=torch.int64)  # the first key that a query sees
-    if offsets is not None:
-        ends = torch.tensor(offsets)
-        starts = torch.repeat_interleave(ends[:-1], ends.diff()).view(rows, tokens)
-        first_BT[:, :tokens] = starts - torch.arange(rows)[:, None] * tokens
-    first_XC = first_BT.view(-1, BLOCK)
-    block_X = torch.arange(blocks).repeat(rows)
-    seen_X = block_X + 1 - first_XC[:, 0] // BLOCK
-    heads_K1 = torch.arange(n_kv_heads)[:, None] * len(block_X)
+    ends = torch.tensor(offsets)
+    starts = torch.repeat_interleave(ends[:-1], ends.diff()).view(rows, tokens)
+    first_BT[:, :tokens] = starts - torch.arange(rows)[:, None] * tokens
+    first_BXC = first_BT.unflatten(1, (-1, BLOCK))
+    seen_BX = torch.arange(blocks) + 1 - first_BXC[:, :, 0] // BLOCK
+    head_K1 = torch.arange(n_kv_heads)[:, None]
 
     groups = []
-    for seen in seen_X.unique().tolist():
-        queries_J = (seen_X == seen).nonzero().flatten()
-        keys = (queries_J[:, None] + torch.arange(1 - seen, 1)).flatten()
-        if offsets is None:
-            hidden = within_C[:, None] < within_C
-        else:
-            block_J11 = block_X[queries_J, None, None]
-            key_J1S = (block_J11 + 1 - seen) * BLOCK + torch.arange(seen * BLOCK)
-            query_JC1 = block_J11 * BLOCK + within_C[:, None]
-            hidden = ((key_J1S < first_XC[queries_J, :, None]) | (key_J1S > query_JC1))[:, None]
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        groups.append(Group((heads_K1 + queries_J).flatten(), (heads_K1 + keys).flatten(), bias))
+    for seen in seen_BX.unique().tolist():
+        row_J, block_J = (seen_BX == seen).nonzero(as_tuple=True)
+        pair_KJ = row_J * n_kv_heads + head_K1
+        keys_KJS = (pair_KJ * blocks + block_J)[..., None] + torch.arange(1 - seen, 1)
+        key_J1S = (block_J[:, None, None] + 1 - seen) * BLOCK + torch.arange(seen * BLOCK)
+        query_JC1 = block_J[:, None, None] * BLOCK + within_C[:, None]
+        hidden_JCS = (key_J1S < first_BXC[row_J, block_J][..., None]) | (key_J1S > query_JC1)
+        groups.append(Group((block_J * pairs + pair_KJ).flatten(), keys_KJS.flatten(),
+                            torch.where(hidden_JCS, minus_infinity, 0)[:, None]))
     return groups
 
 
-def groups_of(q_BTNH: Tensor, k_BTKH: Tensor, cu_seqlens: Optional[Tensor]) -> list[Group]:
-    """Return the `plan` of these tensors."""
-    return plan(*q_BTNH.shape[:2], k_BTKH.shape[2], q_BTNH.dtype,
-                None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
+def keys_of(group: Group, x_PLH: Tensor) -> Tensor:
+    """Return the keys (or values) of a group, (K * J, S, H)."""
+    if isinstance(group.keys, slice):
+        return x_PLH[:, group.keys]
+    lines = x_PLH.view(-1, BLOCK * x_PLH.shape[2])[group.keys]
+    return lines.view(len(group.queries), -1, x_PLH.shape[2])
 
 
-def to_blocks(x_BTNH: Tensor, n_kv_heads: int) -> Tensor:
-    """Return (K * X, N / K * C * H): a line per block and key/value head. Rows are padded to whole blocks."""
-    x = F.pad(x_BTNH, (0, 0, 0, 0, 0, -x_BTNH.shape[1] % BLOCK))
-    x = x.unflatten(2, (n_kv_heads, -1)).unflatten(1, (-1, BLOCK))
-    return x.permute(3, 0, 1, 4, 2, 5).flatten(3).flatten(0, 2)
-
-
-def from_blocks(lines: Tensor, like_BTNH: Tensor, n_kv_heads: int) -> Tensor:
-    """Undo `to_blocks`."""
-    rows, tokens, heads, head_dim = like_BTNH.shape
-    x = lines.view(n_kv_heads, rows, -1, heads // n_kv_heads, BLOCK, head_dim).permute(1, 2, 4, 0, 3, 5)
-    return x.reshape(rows, -1, heads, head_dim)[:, :tokens].contiguous()
+def probabilities(group: Group, q_JQH: Tensor, k_JSH: Tensor, out: Optional[Tensor]) -> Tensor:
+    """Return the softmax of a group's scores, (K * J, Q, S)."""
+    scores = scaled_bmm(q_JQH, k_JSH)
+    by_block = scores.view(-1, len(group.bias), q_JQH.shape[1] // BLOCK, BLOCK, k_JSH.shape[1])
+    by_block[..., -group.bias.shape[-1]:].add_(group.bias)
+    return torch.softmax(scores, -1, out=None if out is None else out[:scores.numel()].view_as(scores))
 
 
 def scaled_bmm(x_JQH: Tensor, y_JSH: Tensor) -> Tensor:
@@ -96,79 +93,91 @@ def scaled_bmm(x_JQH: Tensor, y_JSH: Tensor) -> Tensor:
     return torch.baddbmm(unused, x_JQH, y_JSH.transpose(1, 2), beta=0, alpha=x_JQH.shape[-1]**-0.5)
 
 
-def probabilities(q: Tensor, k: Tensor, bias: Tensor, n_kv_heads: int, out: Optional[Tensor]) -> Tensor:
-    """Return the softmax of a group's scores, (K * J, N / K * C, S)."""
-    scores = scaled_bmm(q, k)
-    by_head = scores.view(n_kv_heads, len(q) // n_kv_heads, -1, BLOCK, k.shape[1])
-    by_head[..., -bias.shape[-1]:].add_(bias)
-    return torch.softmax(scores, -1, out=None if out is None else out[:scores.numel()].view_as(scores))
+def groups_of(q: Tensor, k_PLH: Tensor, rows: int, tokens: int, cu_seqlens: Optional[Tensor]) -> list[Group]:
+    """Return the `plan` of these tensors."""
+    return plan(rows, tokens, len(k_PLH) // rows, q.dtype,
+                None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
 
 
 @torch.library.custom_op("paddock::attention_in_blocks", mutates_args=())
-def attention_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens: Optional[Tensor],
-                        keep: bool) -> tuple[Tensor, Tensor]:
-    """Return causal attention, (B, T, N, H), and the probabilities of all groups if they are kept."""
-    n_kv_heads, head_dim = k_BTKH.shape[2:]
-    q, k, v = (to_blocks(heads, n_kv_heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
+def attention_in_blocks(q: Tensor, k_PLH: Tensor, v_PLH: Tensor, rows: int, tokens: int,
+                        cu_seqlens: Optional[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
+    """Return causal attention, like q (X * P, Q, H), and the probabilities of all groups if they are kept."""
     attended = torch.empty_like(q)
-    kept = q.new_empty(kept_count(*q_BTNH.shape[:3]) if keep else 0)
+    kept = q.new_empty(_kept_count(q, k_PLH, rows, tokens, keep))
     rest = kept if len(kept) else None
-    for group in groups_of(q_BTNH, k_BTKH, cu_seqlens):
-        of_queries = (len(group.queries), -1, head_dim)
-        k_JSH, v_JSH = (lines[group.keys].view(of_queries) for lines in (k, v))
-        p = probabilities(q[group.queries].view(of_queries), k_JSH, group.bias, n_kv_heads, rest)
+    for group in groups_of(q, k_PLH, rows, tokens, cu_seqlens):
+        p = probabilities(group, q[group.queries], keys_of(group, k_PLH), rest)
         rest = None if rest is None else rest[p.numel():]
-        attended[group.queries] = torch.bmm(p, v_JSH).flatten(1)
-    return from_blocks(attended, q_BTNH, n_kv_heads), kept
+        attended[group.queries] = torch.bmm(p, keys_of(group, v_PLH))
+    return attended, kept
 
 
 @torch.library.custom_op("paddock::attention_in_blocks_backward", mutates_args=())
-def backward(grad_BTNH: Tensor, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens: Optional[Tensor],
-             kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k_PLH: Tensor, v_PLH: Tensor, rows: int, tokens: int,
+             cu_seqlens: Optional[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    n_kv_heads, head_dim = k_BTKH.shape[2:]
-    q, k, v, grad = (to_blocks(heads, n_kv_heads) for heads in (q_BTNH, k_BTKH, v_BTKH, grad_BTNH))
-    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for group in groups_of(q_BTNH, k_BTKH, cu_seqlens):
-        of_queries = (len(group.queries), -1, head_dim)
-        q_J, grad_J = (lines[group.queries].view(of_queries) for lines in (q, grad))
-        k_JSH, v_JSH = (lines[group.keys].view(of_queries) for lines in (k, v))
+    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k_PLH), torch.zeros_like(v_PLH)
+    for group in groups_of(q, k_PLH, rows, tokens, cu_seqlens):
+        q_JQH, grad_JQH = q[group.queries], grad[group.queries]
+        k_JSH = keys_of(group, k_PLH)
         if len(kept):
-            shape = (*q_J.shape[:2], k_JSH.shape[1])
-            p, kept = kept[:shape[0] * shape[1] * shape[2]].view(shape), kept[shape[0] * shape[1] * shape[2]:]
+            shape = (*q_JQH.shape[:2], k_JSH.shape[1])
+            p, kept = kept[:math.prod(shape)].view(shape), kept[math.prod(shape):]
         else:
-            p = probabilities(q_J, k_JSH, group.bias, n_kv_heads, None)
-        scores_grad = torch._softmax_backward_data(scaled_bmm(grad_J, v_JSH), p, -1, p.dtype)
-        q_grad[group.queries] = torch.bmm(scores_grad, k_JSH).flatten(1)
-        for key_grad, weights, values in ((k_grad, scores_grad, q_J), (v_grad, p, grad_J)):
-            added = torch.bmm(weights.transpose(1, 2), values)
-            key_grad.index_add_(0, group.keys, added.view(len(group.keys), -1))
-    return (from_blocks(q_grad, q_BTNH, n_kv_heads), from_blocks(k_grad, k_BTKH, n_kv_heads),
-            from_blocks(v_grad, v_BTKH, n_kv_heads))
+            p = probabilities(group, q_JQH, k_JSH, None)
+        p_grad = scaled_bmm(grad_JQH, keys_of(group, v_PLH))
+        scores_grad = torch._softmax_backward_data(p_grad, p, -1, p.dtype)
+        q_grad[group.queries] = torch.bmm(scores_grad, k_JSH)
+        for key_grad, weights, values in ((k_grad, scores_grad, q_JQH), (v_grad, p, grad_JQH)):
+            if isinstance(group.keys, slice):
+                key_grad[:, group.keys].baddbmm_(weights.mT, values)
+            else:
+                added = torch.bmm(weights.mT, values).view(len(group.keys), -1)
+                key_grad.view(-1, added.shape[1]).index_add_(0, group.keys, added)
+    return q_grad, k_grad, v_grad
+
+
+def _kept_count(q: Tensor, k_PLH: Tensor, rows: int, tokens: int, keep: bool) -> int:
+    return kept_count(rows, tokens, len(k_PLH) // rows * q.shape[1] // BLOCK) if keep else 0
 
 
 @attention_in_blocks.register_fake
-def _(q_BTNH, k_BTKH, v_BTKH, cu_seqlens, keep):
-    kept = q_BTNH.new_empty(kept_count(*q_BTNH.shape[:3]) if keep else 0)
-    return torch.empty_like(q_BTNH, memory_format=torch.contiguous_format), kept
+def _(q, k_PLH, v_PLH, rows, tokens, cu_seqlens, keep):
+    return torch.empty_like(q), q.new_empty(_kept_count(q, k_PLH, rows, tokens, keep))
 
 
 @backward.register_fake
-def _(grad_BTNH, *inputs):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+def _(grad, *inputs):
+    return tuple(torch.empty_like(x) for x in inputs[:3])
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], output[1])
+    *tensors, ctx.rows, ctx.tokens, cu_seqlens, _ = inputs
+    ctx.set_materialize_grads(False)  # the probabilities have none
+    ctx.save_for_backward(*tensors, cu_seqlens, output[1])
 
 
-def _backward(ctx, grad_BTNH, _):
-    return *backward(grad_BTNH, *ctx.saved_tensors), None, None
+def _backward(ctx, grad, _):
+    q, k_PLH, v_PLH, cu_seqlens, kept = ctx.saved_tensors
+    return *backward(grad.contiguous(), q, k_PLH, v_PLH, ctx.rows, ctx.tokens, cu_seqlens, kept), *[None] * 4
 
 
 attention_in_blocks.register_autograd(_backward, setup_context=_save)
 
 
 def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
-    """Return attention within the documents, (B, T, N, H); None = each row is one."""
-    return attention_in_blocks(q_BTNH, k_BTKH, v_BTKH, cu_seqlens, torch.is_grad_enabled())[0]
+    """Return attention within the documents, (B, T, N, H); None = each row is one.
+
+    The operator has the layouts that its matmuls need, so that a compiler writes them where it rotates.
+    """
+    rows, tokens, n_kv_heads, head_dim = k_BTKH.shape
+    if missing := -tokens % BLOCK:  # rows are padded to whole blocks
+        q_BTNH, k_BTKH, v_BTKH = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q_BTNH, k_BTKH, v_BTKH))
+    q_BXCKGH = q_BTNH.unflatten(2, (n_kv_heads, -1)).unflatten(1, (-1, BLOCK))
+    q_XBKGCH = q_BXCKGH.permute(1, 0, 3, 4, 2, 5).contiguous()
+    k_PLH, v_PLH = (x.transpose(1, 2).contiguous().flatten(0, 1) for x in (k_BTKH, v_BTKH))
+    attended, _ = attention_in_blocks(q_XBKGCH.flatten(3, 4).flatten(0, 2), k_PLH, v_PLH, rows, tokens,
+                                      cu_seqlens, torch.is_grad_enabled())
+    attended_BXCKGH = attended.view_as(q_XBKGCH).permute(1, 0, 4, 2, 3, 5)
+    return attended_BXCKGH.flatten(3, 4).flatten(1, 2)[:, :tokens]

@@ -260,6 +260,8 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
 
         kept += compute_bytes * kept_count(1, config.max_seq_len, config.n_heads) / config.max_seq_len
         kept -= FLOAT32 * config.n_heads  # no log-sums
+        if targets_of(config).isdisjoint(("wq", "wk", "wv")):  # v is a copy: a joint q k v is not kept
+            kept -= compute_bytes * (config.n_heads + config.n_kv_heads) * config.head_dim
     elif device_type == "cpu" and has_documents:
         kept += compute_bytes * config.max_seq_len  # an additive mask; GPU kernels need none
     return Sizes(block=tokens * kept,

@@ -181,6 +181,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
     dtype = _dtype(config, stored, ranks.device)
+    shape = shape.model_copy(update={"attention_backend": config.attention_backend})
     model = model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
     if config.distillation_top_k:

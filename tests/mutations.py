@@ -69,7 +69,7 @@ FAULTS = [
           "heads.repeat(1, 1, group, 1)",
           f"{ATTENTION}::test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups"),
     fault("blocks of queries: the document before is seen", "fused/blocks.py",
-          "key_J1S < first_XC[queries_J, :, None]", "key_J1S < 0", ATTENTION),
+          "key_J1S < first_BXC[row_J, block_J][..., None]", "key_J1S < 0", ATTENTION),
     fault("document borders: first one missing", "fused/attention.py", "(1, 0), value=True)",
           "(1, 0), value=False)", MODEL),
     fault("document mask: earlier documents visible", "model.py", "(query_BT1 == key_B1S)",

@@ -108,7 +108,7 @@ def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
 
 def test_a_llama_of_ours_says_of_packed_rows_what_it_says_of_each_document_alone(llama_folder, tokenizer):
     teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
-    assert isinstance(teacher, LlamaTeacher)
+    assert isinstance(teacher, LlamaTeacher) and teacher.model.config.attention_backend == "auto"
     held_against_documents_alone(teacher, lambda tokens: teacher.model.logits(tokens), tokenizer.vocab_size)
 
 
@@ -147,7 +147,8 @@ def held_against_documents_alone(teacher, alone, vocab_size: int) -> None:
 @pytest.mark.parametrize("with_documents", [True, False])
 def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_folder, tokenizer, with_documents):
     transformers = pytest.importorskip("transformers")
-    ours = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
+    ours = load_teacher(llama_folder, settings(llama_folder, attention_backend="math"), tokenizer.vocab_size, Ranks())
+    assert ours.model.config.attention_backend == "math"
     theirs = HFTeacher(transformers.AutoModelForCausalLM.from_pretrained(llama_folder), tokenizer.vocab_size)
     batch = a_batch(tokenizer.vocab_size)
     if not with_documents:
