@@ -4,8 +4,8 @@ A block of queries is multiplied only with the blocks of keys that it can see, a
 keys are rows of one matmul. It is one operator for torch.compile, which would break its graph at the loop.
 
 Shape suffixes: B rows, T tokens, N query heads, K key/value heads, G query heads that share one of them,
-H head, C tokens of a block, X blocks of a row, P (row, key/value head) pairs, L keys of a row, padded to
-whole blocks, Q queries in lines (G * C), J blocks of queries that see equally many blocks of keys, S those.
+H head, C tokens of a block, X blocks of a row, L tokens of a row, padded to whole blocks, P pairs of a row
+and a key/value head, Q queries of a pair's block (G * C), J blocks of queries that see equally many keys S.
 """
 
 import math
@@ -37,24 +37,23 @@ def kept_count(rows: int, tokens: int, n_heads: int) -> int:
 
 
 @lru_cache(4)
-def plan(rows: int, tokens: int, n_kv_heads: int, dtype: torch.dtype,
+def plan(rows: int, n_kv_heads: int, length: int, dtype: torch.dtype,
          offsets: Optional[tuple[int, ...]]) -> list[Group]:
     """Return the groups of a batch, which are the same in all layers.
 
     Args:
         offsets: `cu_seqlens` of the documents; None = each row is one.
     """
-    blocks, pairs, within_C = -(-tokens // BLOCK), rows * n_kv_heads, torch.arange(BLOCK)
+    blocks, pairs, within_C = length // BLOCK, rows * n_kv_heads, torch.arange(BLOCK)
     minus_infinity = torch.full((), -torch.inf, dtype=dtype)
     if offsets is None:
         bias = torch.where(within_C[:, None] < within_C, minus_infinity, 0)[None, None]
         return [Group(slice(block * pairs, (block + 1) * pairs), slice(0, (block + 1) * BLOCK), bias)
                 for block in range(blocks)]
-    first_BT = torch.zeros(rows, blocks * BLOCK, dtype=torch.int64)  # the first key that a query sees
     ends = torch.tensor(offsets)
-    starts = torch.repeat_interleave(ends[:-1], ends.diff()).view(rows, tokens)
-    first_BT[:, :tokens] = starts - torch.arange(rows)[:, None] * tokens
-    first_BXC = first_BT.unflatten(1, (-1, BLOCK))
+    starts_BT = torch.repeat_interleave(ends[:-1], ends.diff()).view(rows, -1)
+    first_BT = starts_BT - torch.arange(rows)[:, None] * starts_BT.shape[1]  # the first key that a query sees
+    first_BXC = F.pad(first_BT, (0, length - first_BT.shape[1])).unflatten(1, (-1, BLOCK))
     seen_BX = torch.arange(blocks) + 1 - first_BXC[:, :, 0] // BLOCK
     head_K1 = torch.arange(n_kv_heads)[:, None]
 
@@ -71,12 +70,12 @@ def plan(rows: int, tokens: int, n_kv_heads: int, dtype: torch.dtype,
     return groups
 
 
-def keys_of(group: Group, x_PLH: Tensor) -> Tensor:
+def keys_of(group: Group, x_BKLH: Tensor) -> Tensor:
     """Return the keys (or values) of a group, (K * J, S, H)."""
     if isinstance(group.keys, slice):
-        return x_PLH[:, group.keys]
-    lines = x_PLH.view(-1, BLOCK * x_PLH.shape[2])[group.keys]
-    return lines.view(len(group.queries), -1, x_PLH.shape[2])
+        return x_BKLH.flatten(0, 1)[:, group.keys]
+    lines = x_BKLH.view(-1, BLOCK * x_BKLH.shape[3])[group.keys]
+    return lines.view(len(group.queries), -1, x_BKLH.shape[3])
 
 
 def probabilities(group: Group, q_JQH: Tensor, k_JSH: Tensor, out: Optional[Tensor]) -> Tensor:
@@ -93,58 +92,58 @@ def scaled_bmm(x_JQH: Tensor, y_JSH: Tensor) -> Tensor:
     return torch.baddbmm(unused, x_JQH, y_JSH.transpose(1, 2), beta=0, alpha=x_JQH.shape[-1]**-0.5)
 
 
-def groups_of(q: Tensor, k_PLH: Tensor, rows: int, tokens: int, cu_seqlens: Optional[Tensor]) -> list[Group]:
+def groups_of(k_BKLH: Tensor, cu_seqlens: Optional[Tensor]) -> list[Group]:
     """Return the `plan` of these tensors."""
-    return plan(rows, tokens, len(k_PLH) // rows, q.dtype,
-                None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
+    return plan(*k_BKLH.shape[:3], k_BKLH.dtype, None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
 
 
 @torch.library.custom_op("paddock::attention_in_blocks", mutates_args=())
-def attention_in_blocks(q: Tensor, k_PLH: Tensor, v_PLH: Tensor, rows: int, tokens: int,
-                        cu_seqlens: Optional[Tensor], keep: bool) -> tuple[Tensor, Tensor]:
+def attention_in_blocks(q: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, cu_seqlens: Optional[Tensor],
+                        keep: bool) -> tuple[Tensor, Tensor]:
     """Return causal attention, like q (X * P, Q, H), and the probabilities of all groups if they are kept."""
     attended = torch.empty_like(q)
-    kept = q.new_empty(_kept_count(q, k_PLH, rows, tokens, keep))
+    kept = q.new_empty(_kept_count(q, k_BKLH, keep))
     rest = kept if len(kept) else None
-    for group in groups_of(q, k_PLH, rows, tokens, cu_seqlens):
-        p = probabilities(group, q[group.queries], keys_of(group, k_PLH), rest)
+    for group in groups_of(k_BKLH, cu_seqlens):
+        p = probabilities(group, q[group.queries], keys_of(group, k_BKLH), rest)
         rest = None if rest is None else rest[p.numel():]
-        attended[group.queries] = torch.bmm(p, keys_of(group, v_PLH))
+        attended[group.queries] = torch.bmm(p, keys_of(group, v_BKLH))
     return attended, kept
 
 
 @torch.library.custom_op("paddock::attention_in_blocks_backward", mutates_args=())
-def backward(grad: Tensor, q: Tensor, k_PLH: Tensor, v_PLH: Tensor, rows: int, tokens: int,
-             cu_seqlens: Optional[Tensor], kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(grad: Tensor, q: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, cu_seqlens: Optional[Tensor],
+             kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values."""
-    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k_PLH), torch.zeros_like(v_PLH)
-    for group in groups_of(q, k_PLH, rows, tokens, cu_seqlens):
+    q_grad, k_grad, v_grad = torch.empty_like(q), torch.zeros_like(k_BKLH), torch.zeros_like(v_BKLH)
+    for group in groups_of(k_BKLH, cu_seqlens):
         q_JQH, grad_JQH = q[group.queries], grad[group.queries]
-        k_JSH = keys_of(group, k_PLH)
+        k_JSH = keys_of(group, k_BKLH)
         if len(kept):
             shape = (*q_JQH.shape[:2], k_JSH.shape[1])
             p, kept = kept[:math.prod(shape)].view(shape), kept[math.prod(shape):]
         else:
             p = probabilities(group, q_JQH, k_JSH, None)
-        p_grad = scaled_bmm(grad_JQH, keys_of(group, v_PLH))
+        p_grad = scaled_bmm(grad_JQH, keys_of(group, v_BKLH))
         scores_grad = torch._softmax_backward_data(p_grad, p, -1, p.dtype)
         q_grad[group.queries] = torch.bmm(scores_grad, k_JSH)
         for key_grad, weights, values in ((k_grad, scores_grad, q_JQH), (v_grad, p, grad_JQH)):
             if isinstance(group.keys, slice):
-                key_grad[:, group.keys].baddbmm_(weights.mT, values)
+                keys_of(group, key_grad).baddbmm_(weights.mT, values)
             else:
                 added = torch.bmm(weights.mT, values).view(len(group.keys), -1)
                 key_grad.view(-1, added.shape[1]).index_add_(0, group.keys, added)
     return q_grad, k_grad, v_grad
 
 
-def _kept_count(q: Tensor, k_PLH: Tensor, rows: int, tokens: int, keep: bool) -> int:
-    return kept_count(rows, tokens, len(k_PLH) // rows * q.shape[1] // BLOCK) if keep else 0
+def _kept_count(q: Tensor, k_BKLH: Tensor, keep: bool) -> int:
+    rows, n_kv_heads, length, _ = k_BKLH.shape
+    return kept_count(rows, length, n_kv_heads * q.shape[1] // BLOCK) if keep else 0
 
 
 @attention_in_blocks.register_fake
-def _(q, k_PLH, v_PLH, rows, tokens, cu_seqlens, keep):
-    return torch.empty_like(q), q.new_empty(_kept_count(q, k_PLH, rows, tokens, keep))
+def _(q, k_BKLH, v_BKLH, cu_seqlens, keep):
+    return torch.empty_like(q), q.new_empty(_kept_count(q, k_BKLH, keep))
 
 
 @backward.register_fake
@@ -153,14 +152,12 @@ def _(grad, *inputs):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.rows, ctx.tokens, cu_seqlens, _ = inputs
     ctx.set_materialize_grads(False)  # the probabilities have none
-    ctx.save_for_backward(*tensors, cu_seqlens, output[1])
+    ctx.save_for_backward(*inputs[:4], output[1])
 
 
 def _backward(ctx, grad, _):
-    q, k_PLH, v_PLH, cu_seqlens, kept = ctx.saved_tensors
-    return *backward(grad.contiguous(), q, k_PLH, v_PLH, ctx.rows, ctx.tokens, cu_seqlens, kept), *[None] * 4
+    return *backward(grad.contiguous(), *ctx.saved_tensors), None, None
 
 
 attention_in_blocks.register_autograd(_backward, setup_context=_save)
@@ -171,13 +168,13 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
 
     The operator has the layouts that its matmuls need, so that a compiler writes them where it rotates.
     """
-    rows, tokens, n_kv_heads, head_dim = k_BTKH.shape
+    tokens, n_kv_heads = k_BTKH.shape[1:3]
     if missing := -tokens % BLOCK:  # rows are padded to whole blocks
         q_BTNH, k_BTKH, v_BTKH = (F.pad(x, (0, 0, 0, 0, 0, missing)) for x in (q_BTNH, k_BTKH, v_BTKH))
     q_BXCKGH = q_BTNH.unflatten(2, (n_kv_heads, -1)).unflatten(1, (-1, BLOCK))
     q_XBKGCH = q_BXCKGH.permute(1, 0, 3, 4, 2, 5).contiguous()
-    k_PLH, v_PLH = (x.transpose(1, 2).contiguous().flatten(0, 1) for x in (k_BTKH, v_BTKH))
-    attended, _ = attention_in_blocks(q_XBKGCH.flatten(3, 4).flatten(0, 2), k_PLH, v_PLH, rows, tokens,
-                                      cu_seqlens, torch.is_grad_enabled())
+    k_BKLH, v_BKLH = (x_BLKH.transpose(1, 2).contiguous() for x_BLKH in (k_BTKH, v_BTKH))
+    attended, _ = attention_in_blocks(q_XBKGCH.flatten(3, 4).flatten(0, 2), k_BKLH, v_BKLH, cu_seqlens,
+                                      torch.is_grad_enabled())
     attended_BXCKGH = attended.view_as(q_XBKGCH).permute(1, 0, 4, 2, 3, 5)
     return attended_BXCKGH.flatten(3, 4).flatten(1, 2)[:, :tokens]

@@ -175,13 +175,12 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     """
     described = read_json(folder / "config.json")
     try:
-        shape = read_model_config(folder)
+        shape = read_model_config(folder).model_copy(update={"attention_backend": config.attention_backend})
     except CheckpointError:  # not a Llama, or one that Paddock does not support
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
     dtype = _dtype(config, stored, ranks.device)
-    shape = shape.model_copy(update={"attention_backend": config.attention_backend})
     model = model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
     if config.distillation_top_k:
