@@ -327,5 +327,9 @@ class Transformer(nn.Module):
         hidden = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
         if only_B is not None:
             hidden = hidden[torch.arange(len(only_B), device=only_B.device), only_B]
+        return self.head_logits(hidden)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the float32 logits of normalised hidden states."""
         logits = self.head_matrix.use_as_head(hidden, lambda weight, hidden: linear(hidden, weight.values_VD))
         return logits[..., :self.vocab_size].float()

@@ -202,6 +202,15 @@ class Request:
     top_logprobs: Optional[int] = None  # number of alternatives in each score; None = no scores
     scores: list[Score] = field(default_factory=list)  # one per token in `output_ids`
 
+    def take(self, token: int) -> None:
+        """Add the next token, or end the request if it is a stop token."""
+        if token in self.stop_ids:
+            self.finish_reason = "stop"
+            return
+        self.output_ids.append(token)
+        if len(self.output_ids) == self.max_new_tokens:
+            self.finish_reason = "length"
+
 
 @dataclass(eq=False)
 class Row:
@@ -289,15 +298,10 @@ class Batch:
         ready = [row for row in self.rows if not row.pending]
         for index, (row, token) in enumerate(zip(ready, next_R.tolist())):
             request, row.pending = row.request, [token]
-            if token in request.stop_ids:
-                request.finish_reason = "stop"
-                continue
-            request.output_ids.append(token)
-            if request.top_logprobs is not None:
+            request.take(token)
+            if request.top_logprobs is not None and request.finish_reason != "stop":
                 likeliest = [*zip(ids[index], values[index])]
                 request.scores.append(Score(token, chosen[index], likeliest[:request.top_logprobs]))
-            if len(request.output_ids) == request.max_new_tokens:
-                request.finish_reason = "length"
         return self.requests
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 
 from common.heartbeat import HEARTBEAT
-from inference.engine import PREFILL_TOKENS, Engine, Request, Sampling, Score
+from inference.engine import Engine, Request, Sampling, Score
+from inference.speculate import Speculator
 from inference.text import Prompt, TextStream
 from model import Transformer
 
@@ -25,10 +26,10 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     if not prompts or max_new_tokens == 0:
         return [[] for _ in prompts]
     with_stop = [Prompt(ids, frozenset(stop_ids)) for ids in prompts]
-    prefill_tokens, was_training = len(prompts) * max(map(len, prompts)), model.training
+    longest, was_training = max(map(len, prompts)), model.training
     try:
-        engine, requests = start_engine(model, with_stop, max_new_tokens, sampling, len(prompts),
-                                        prefill_tokens)
+        engine = Engine(model, len(prompts), longest + max_new_tokens, len(prompts) * longest)
+        requests = add_all(engine, with_stop, max_new_tokens, sampling)
         while not engine.idle:
             HEARTBEAT.beat()
             engine.step()
@@ -37,18 +38,16 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     return [request.output_ids for request in requests]
 
 
-def start_engine(model: Transformer, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling,
-                 rows: int, prefill_tokens: int) -> tuple[Engine, list[Request]]:
-    """Return an engine, and the requests for the prompts, which are queued in it."""
+def add_all(engine: Engine, prompts: Sequence[Prompt], max_new_tokens: int,
+            sampling: Sampling) -> list[Request]:
+    """Queue a request for each prompt in an engine, and return the requests."""
     # Draw on the CPU and in advance, so that the numbers do not depend on the device or on stop tokens.
     generator = torch.Generator().manual_seed(sampling.seed)
     requests = [Request(prompt.ids, max_new_tokens, sampling, prompt.stop_ids,
                         torch.rand(max_new_tokens, generator=generator)) for prompt in prompts]
-    length = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
-    engine = Engine(model, rows, length, prefill_tokens)
     for request in requests:
         engine.add(request)
-    return engine, requests
+    return requests
 
 
 class TextChunk(NamedTuple):
@@ -80,16 +79,20 @@ class TextGenerator:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()  # stop strings
-    batch_size: int = 8  # prompts that run concurrently
+    batch_size: int = 8  # prompts that run concurrently; one with a draft
+    draft: Optional[Transformer] = None  # proposes tokens; see inference.speculate
 
     def stream(self, prompts: Sequence[Prompt]) -> Iterator[TextChunk]:
         """Yield the chunks of all completions. The last chunk of each has a finish reason."""
         if not prompts or self.max_new_tokens == 0:
             yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
             return
-        rows = min(self.batch_size, len(prompts))
-        engine, requests = start_engine(self.model, prompts, self.max_new_tokens, self.sampling, rows,
-                                        PREFILL_TOKENS)
+        length = max(len(prompt.ids) for prompt in prompts) + self.max_new_tokens
+        if self.draft is None:
+            engine = Engine(self.model, min(self.batch_size, len(prompts)), length)
+        else:
+            engine = Speculator(self.model, self.draft, length)
+        requests = add_all(engine, prompts, self.max_new_tokens, self.sampling)
         streams = {request: (index, TextStream(self.tokenizer, self.stop, prompts[index].prefix))
                    for index, request in enumerate(requests)}
         while not engine.idle:
