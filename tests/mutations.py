@@ -57,6 +57,8 @@ MFU = "tests/learn/test_flops.py::test_mfu_is_of_the_work_and_the_peak_of_all_ra
 
 FAULTS = [
     # Model
+    fault("INIT_COPY: heads of the wrong group", "model.py", "repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)",
+          "repeat(config.n_heads // config.n_kv_heads, 1, 1)", f"{MODEL}::test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to"),
     fault("rotary embedding: other direction", "model.py", "(-sin, sin)", "(sin, -sin)", MODEL),
     fault("causal mask: off by one", "model.py", "index_S[:, None] >= index_S", "index_S[:, None] > index_S",
           MODEL),
