@@ -110,11 +110,14 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     queries, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
     if group > 1 and not KERNELS[kernel].grouped:
         k_BSKH, v_BSKH = (heads.repeat_interleave(group, dim=2) for heads in (k_BSKH, v_BSKH))
+    is_causal = mask_B1TS is None
+    if queries == 1:  # a branch: torch takes no symbolic flag from the compiler
+        is_causal = False
     backend = KERNELS[kernel].backend
     with nullcontext() if backend is None else sdpa_kernel(backend):
         attended_BNTH = F.scaled_dot_product_attention(
             *(heads.transpose(1, 2) for heads in (q_BTNH, k_BSKH, v_BSKH)), attn_mask=mask_B1TS,
-            is_causal=mask_B1TS is None and queries > 1, enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2])
+            is_causal=is_causal, enable_gqa=q_BTNH.shape[2] != k_BSKH.shape[2])
     return attended_BNTH.transpose(1, 2)
 
 

@@ -23,7 +23,7 @@ BUDGETS = {
     "data_pipeline/": 3010,
     "debug/": 1120,
     "evaluation/": 470,
-    "fused/": 778,
+    "fused/": 790,
     "inference/": 880,
     "learn/": 1762,
     "observe/": 2300,
