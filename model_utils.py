@@ -304,11 +304,15 @@ def is_vocabulary(name: str) -> bool:
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer state without the rows of padded ids, which are never saved."""
-    trimmed = {name: lazy(tensor) for name, tensor in tensors.items()}
-    for name, tensor in trimmed.items():
-        if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
-            trimmed[name] = tensor.first_rows(model.vocab_size)
-    return trimmed
+    return {name: lazy(tensor).first_rows(saved_rows(name, tensor, model)) if tensor.shape else lazy(tensor)
+            for name, tensor in tensors.items()}
+
+
+def saved_rows(name: str, tensor: Tensor | LazyTensor, model: Transformer) -> int:
+    """Return the rows of a parameter, or of its optimizer state, without those of padded ids."""
+    if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
+        return model.vocab_size
+    return tensor.shape[0] if tensor.shape else 1
 
 
 def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint.manifest import GONE
-from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
+from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
 from common.errors import CheckpointError
 from common.files import read_plain
 from common.remote import HUB_NAME, hub_folder, why_not
@@ -369,27 +369,20 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                       tokenizer, max_seq_len: int) -> dict[str, dict[str, Any]]:
     """Write a model folder in Hugging Face's format; return the weight files' fields in a manifest."""
-    folder = Path(folder)
-    tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
-    config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
-                                tokenizer.eos_id, tensors["model.embed_tokens.weight"].dtype)
-    ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
-    ids = {name: value for name, value in ids.items() if value is not None}
-    written = save_weights(folder, tensors, model_config.head_dim)
-    write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", ids)
-    tokenizer.save_huggingface(folder)
-    return written
+    files = model_files(state_dict, model_config, tokenizer.vocab_size)
+    save_settings(folder, files, model_config, tokenizer, max_seq_len)
+    return write_files(folder, files)
 
 
-def save_weights(folder: Path, tensors: Mapping[str, LazyTensor], head_dim: int = 1,
-                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, dict[str, Any]]:
-    """Write tensors as model.safetensors or several smaller files, and an index; return manifest fields.
+def model_files(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                vocab_size: int) -> dict[str, TensorFile]:
+    """Return the files of a model's weights. Blocks of rows that are hashed contain whole heads."""
+    return weight_files(to_huggingface(state_dict, model_config, vocab_size), model_config.head_dim)
 
-    Blocks of rows that are hashed contain whole heads.
-    """
-    # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
+
+def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1,
+                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, TensorFile]:
+    """Return tensors as model.safetensors, or as several smaller files."""
     shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
@@ -398,17 +391,30 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor], head_dim: int 
             room = max_shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    weight_map, written = {}, {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        if len(shards) == 1:
-            file_name = WEIGHTS_FILE
-        written[file_name] = write_tensors(folder / file_name, shard, {"format": "pt"}, head_dim)
-        weight_map |= dict.fromkeys(shard, file_name)
-    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    return {name: TensorFile(shard, {"format": "pt"}, head_dim)
+            for name, shard in zip(names if len(shards) > 1 else [WEIGHTS_FILE], shards)}
+
+
+def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: ModelConfig, tokenizer,
+                  max_seq_len: int) -> None:
+    """Write the other files of a model folder: configurations, the tokenizer and an index of the weights."""
+    # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
+    tensors = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
+    config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
+                                tokenizer.eos_id, tensors["model.embed_tokens.weight"].dtype)
+    ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
+    ids = {name: value for name, value in ids.items() if value is not None}
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", ids)
     # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    return written
+    shapes = parameter_shapes(model_config, tokenizer.vocab_size)
+    weight_map = {name: file_name for file_name, file in files.items() for name in file.tensors}
+    write_json(folder / INDEX_FILE, {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: weight_map[name] for name in map(huggingface_name, shapes)}})
+    tokenizer.save_huggingface(folder)
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

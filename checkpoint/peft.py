@@ -20,7 +20,7 @@ from checkpoint.huggingface import (
     to_theirs,
     write_json,
 )
-from checkpoint.tensors import LazyTensor, open_tensors, write_tensors
+from checkpoint.tensors import LazyTensor, TensorFile, open_tensors, write_files
 from common.errors import CheckpointError
 from common.text import command
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
@@ -181,14 +181,23 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
                         tokenizer) -> dict[str, dict[str, Any]]:
-    """Write an adapter folder for PEFT, with the base's hash and the tokenizer; return manifest fields."""
-    tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
+    """Write an adapter folder for PEFT; return the weight file's fields in a manifest."""
+    save_settings(folder, adapter, model_config, tokenizer)
+    return write_files(folder, adapter_files(adapter, model_config, tokenizer.vocab_size))
+
+
+def adapter_files(adapter: Adapter, model_config: ModelConfig, vocab_size: int) -> dict[str, TensorFile]:
+    """Return the file of the trained parameters. Blocks of rows that are hashed contain whole heads."""
+    tensors = to_peft(adapter.state, model_config, vocab_size)
+    return {WEIGHTS_FILE: TensorFile(tensors, {"format": "pt"}, model_config.head_dim)}
+
+
+def save_settings(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
+    """Write the other files of an adapter folder: configuration, the base's hash and the tokenizer."""
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
-    written = write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"}, model_config.head_dim)
     write_json(folder / CONFIG_FILE, config)
     write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
     tokenizer.save_huggingface(folder)
-    return {WEIGHTS_FILE: written}
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:

@@ -20,7 +20,7 @@ from typing import Any, Optional, TypeVar
 from checkpoint.huggingface import hub_model, is_model_name
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
 from checkpoint.schema import Manifest, State, parse
-from checkpoint.tensors import LazyTensor, open_tensors
+from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
 from common.errors import CheckpointError
 from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
@@ -49,37 +49,59 @@ def warn_on_console(text: str) -> None:
 
 def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
             largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
-    """Write a folder with its manifest atomically, replacing one of the same name."""
-    make_parent(folder)
-    put_in_place(write(folder, write_files, details, needed_bytes, largest_file_bytes, warn), folder, warn)
-
-
-def make_parent(folder: Path) -> None:
-    """Create the folder in which `write` writes."""
-    check_room(folder.parent, 0)
-    with _disk_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-
-
-def write(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
-          largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> Path:
-    """Write a folder with its manifest under a temporary name, for `put_in_place`; return its path.
+    """Write a folder with its manifest atomically, replacing one of the same name.
 
     Args:
         write_files: fills a folder; may return the manifest fields of files that it hashed while writing.
         details: fields of the manifest besides the files.
     """
-    temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
+    temporary = temporary_of(folder)
 
-    def attempt() -> Path:
-        check_room(temporary.parent, needed_bytes, largest_file_bytes)
-        with _disk_errors(folder, needed_bytes):
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()  # without parents, which another process may have renamed
+    def attempt() -> None:
+        begin(folder, {}, needed_bytes, largest_file_bytes)
+        with disk_errors(folder, needed_bytes):
             _seal(temporary, details, write_files(temporary) or {})
-        return temporary
 
-    return _retrying(attempt, temporary, warn)
+    try:
+        retrying(attempt, warn)
+        put_in_place(temporary, folder, warn)
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def temporary_of(folder: Path) -> Path:
+    """Return the path where this process writes a folder."""
+    return folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
+
+
+def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int = 0,
+          largest_file_bytes: int = 0) -> Path:
+    """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
+    temporary = temporary_of(folder)
+    check_room(folder.parent, needed_bytes, largest_file_bytes)
+    with disk_errors(folder, needed_bytes):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            for name, file in files.items():
+                file.create(temporary / name)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return temporary
+
+
+def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]],
+           warn: Warn = warn_on_console) -> None:
+    """Write the manifest of a complete temporary folder, and give it its name."""
+    def attempt() -> None:
+        with disk_errors(folder):
+            _seal(temporary, details, hashed)
+
+    retrying(attempt, warn)
+    put_in_place(temporary, folder, warn)
 
 
 def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) -> None:
@@ -89,7 +111,7 @@ def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) ->
 
     def attempt() -> None:
         # A crash between the two renames leaves the old checkpoint under `replaced-`.
-        with _disk_errors(folder):
+        with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
@@ -98,7 +120,7 @@ def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) ->
                 os.rename(temporary, folder)
             sync_folder(folder.parent)
 
-    _retrying(attempt, temporary, warn)
+    retrying(attempt, warn)
     if os.path.lexists(replaced):
         _remove(replaced, warn)
 
@@ -123,7 +145,7 @@ def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[st
 
 
 @contextmanager
-def _disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
+def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
     """A `with` block that turns errors of the disk into a CheckpointError."""
     try:
         yield
@@ -135,21 +157,18 @@ def _disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
                               f"{_space(folder.parent, needed_bytes)}") from error
 
 
-def _retrying(attempt: Callable[[], T], temporary: Path, warn: Warn) -> T:
+def retrying(attempt: Callable[[], T], warn: Warn) -> T:
     """Return attempt(), which is repeated after RETRY_SECONDS if a network disk fails temporarily.
 
-    Everything is written again, because data written before a failed fsync may be lost even if a second fsync
-    succeeds. If the last attempt fails, `temporary` is removed.
+    It must write everything again, because data written before a failed fsync may be lost even if a second
+    fsync succeeds.
     """
     for seconds in (*RETRY_SECONDS, None):
         try:
             return attempt()
-        except Exception as error:
-            # Errors from Rust code have the number in their text.
-            in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error.__cause__))
-            number = getattr(error.__cause__, "errno", None) or (int(in_text[1]) if in_text else None)
-            if seconds is None or number not in TRANSIENT_ERRORS or not isinstance(error, CheckpointError):
-                shutil.rmtree(temporary, ignore_errors=True)
+        except CheckpointError as error:
+            number = re.search(r"\b(?:Errno|code:|os error) (\d+)", str(error))  # Rust has the latter two
+            if seconds is None or number is None or int(number[1]) not in TRANSIENT_ERRORS:
                 raise
             warn(f"{error}; retrying in {seconds:g} s")
             for _ in range(round(seconds) or 1):

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -32,6 +32,7 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]  # returns rows start..stop, perhaps as a view
+    source: str = ""  # name of the tensor that it is made from, row by row
 
     @property
     def rows(self) -> int:
@@ -103,6 +104,7 @@ class TensorFile:
         self.header = len(text).to_bytes(8, "little") + text
         self.nbytes, self.block_multiple = len(self.header) + end, block_multiple
         self.tensors = {name: lazy(tensor) for name, tensor in ordered}
+        self.offsets = {name: len(self.header) + header[name]["data_offsets"][0] for name in self.tensors}
 
     def create(self, path: Path) -> None:
         """Write the header, and give the file its size."""
@@ -110,42 +112,45 @@ class TensorFile:
             file.write(self.header)
             file.truncate(self.nbytes)
 
-    def write_rows(self, path: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """Write this part's rows to their place; return the joined hashes of its blocks of each tensor."""
-        hashes, offset = [], len(self.header)
-        with open(path, "r+b") as file:
-            for tensor in self.tensors.values():
-                start, stop = rows_of_part(tensor.rows, self.block_multiple, part, parts)
-                row_bytes = tensor.nbytes // max(1, tensor.rows)
-                block = block_rows(tensor.rows, self.block_multiple)
-                step = max(1, BLOCK_BYTES // max(1, block * row_bytes)) * block
-                file.seek(offset + start * row_bytes)
-                hashes.append("")
-                for first in range(start, stop, step):
-                    rows = tensor.read(first, min(first + step, stop)).cpu().contiguous()
-                    data = memoryview(rows.flatten().view(torch.uint8).numpy())
-                    del rows  # before more are read
-                    file.write(data)
-                    for place in range(0, min(step, stop - first), block):
-                        rows_of_block = data[place * row_bytes:(place + block) * row_bytes]
-                        hashes[-1] += hashlib.sha256(rows_of_block).hexdigest()
-                    del data, rows_of_block
-                    HEARTBEAT.beat()
-                offset += tensor.nbytes
+    def write_rows(self, path: Path, name: str, part: int = 0, parts: int = 1) -> str:
+        """Write this part's rows of a tensor to their place; return the joined hashes of its blocks."""
+        tensor, hashes = self.tensors[name], ""
+        start, stop = rows_of_part(tensor.rows, self.block_multiple, part, parts)
+        row_bytes = tensor.nbytes // max(1, tensor.rows)
+        block = block_rows(tensor.rows, self.block_multiple)
+        step = max(1, BLOCK_BYTES // max(1, block * row_bytes)) * block
+        with open(path, "r+b") if start < stop else nullcontext() as file:
+            for first in range(start, stop, step):
+                rows = tensor.read(first, min(first + step, stop)).cpu().contiguous()
+                data = memoryview(rows.flatten().view(torch.uint8).numpy())
+                del rows  # before more are read
+                file.seek(self.offsets[name] + first * row_bytes)
+                file.write(data)
+                for place in range(0, min(step, stop - first), block):
+                    rows_of_block = data[place * row_bytes:(place + block) * row_bytes]
+                    hashes += hashlib.sha256(rows_of_block).hexdigest()
+                del data, rows_of_block
+                HEARTBEAT.beat()
         return hashes
 
     def entry(self, parts: Iterable[Sequence[str]]) -> dict[str, Any]:
-        """Return the fields in a manifest, without the size, from what the parts of `write_rows` returned."""
+        """Return the fields in a manifest, without the size, from each part's hashes of the tensors."""
         return {"header": hashlib.sha256(self.header).hexdigest(), "block_multiple": self.block_multiple,
                 "tree": tree_hash(map("".join, zip(*parts)))}
 
 
+def write_files(folder: Path, files: Mapping[str, TensorFile]) -> dict[str, dict[str, Any]]:
+    """Write safetensors files; return their fields in a manifest, without the size."""
+    for name, file in files.items():
+        file.create(folder / name)
+    return {name: file.entry([[file.write_rows(folder / name, tensor) for tensor in file.tensors]])
+            for name, file in files.items()}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
-                  metadata: Optional[Mapping[str, str]] = None, block_multiple: int = 1) -> dict[str, Any]:
-    """Write a safetensors file; return its fields in a manifest, without the size."""
-    file = TensorFile(tensors, metadata, block_multiple)
-    file.create(path)
-    return file.entry([file.write_rows(path)])
+                  metadata: Optional[Mapping[str, str]] = None) -> None:
+    """Write a safetensors file."""
+    write_files(path.parent, {path.name: TensorFile(tensors, metadata)})
 
 
 def open_tensors(path: Path) -> dict[str, LazyTensor]:

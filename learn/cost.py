@@ -178,7 +178,7 @@ class MemoryEstimate(NamedTuple):
     frozen: int  # weights of a teacher or a live reference
     activations: int  # kept for the backward
     working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
-    host: int = 0  # with CPU_OFFLOAD; with ASYNC_SAVE, a copy of the state on rank 0
+    host: int = 0  # with CPU_OFFLOAD; with ASYNC_SAVE, a copy of the state on rank 0's machine
 
     @property
     def total(self) -> int:

@@ -4,7 +4,7 @@ Each rank holds some rows of every matrix, of its gradient and of its optimizer 
 not divided.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -104,13 +104,14 @@ def local_rows(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if is_divided(tensor) else tensor
 
 
-def local_span(tensor: Tensor) -> tuple[int, int]:
-    """Return the start and the end of this rank's rows."""
+def local_span(tensor: Tensor, rank: Optional[int] = None) -> tuple[int, int]:
+    """Return the start and the end of the rows of this rank, or of another one of its shard group."""
     rows = tensor.shape[0] if tensor.ndim else 1
     if not is_divided(tensor):
         return 0, rows
     each = -(-rows // tensor.device_mesh[SHARD].size())
-    start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))
+    rank = tensor.device_mesh.get_local_rank(SHARD) if rank is None else rank
+    start = min(rows, each * rank)
     return start, min(rows, start + each)
 
 
@@ -132,17 +133,39 @@ def ranks_per_copy(model: nn.Module) -> int:
     return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
 
 
-def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Gather a whole tensor from this rank's `rows`, divided like the parameter `like`.
+@collective
+def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
+              most_rows: int) -> Iterator[Tensor]:
+    """Yield the rows of a tensor that this rank wants, from those of the ranks of its shard group.
 
-    Collective within a shard group.
+    Collective within a shard group, if a rank wants rows that it does not hold.
+
+    Args:
+        rows: this rank's rows, divided like the parameter `like`.
+        wanted: start and end of the rows that each rank of the group wants.
+        most_rows: number of rows that a rank gets at a time.
     """
-    if not is_divided(like):
-        return rows
-    mesh = like.device_mesh
-    with HEARTBEAT.waiting():
-        return DTensor.from_local(rows.to(mesh.device_type), mesh, like.placements, shape=like.shape,
-                                  stride=like.stride()).full_tensor()
+    held = [local_span(like, rank) for rank in range(len(wanted))]
+    group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
+    me = group.rank() if group else 0
+
+    def common(span: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+        start = min(max(span[0], other[0]), span[1])
+        return start, max(start, min(span[1], other[1]))
+
+    def mine(span: tuple[int, int]) -> Tensor:
+        start, stop = common(held[me], span)
+        return rows[start - held[me][0]:stop - held[me][0]]
+
+    for turn in range(max(-(-(stop - start) // most_rows) for start, stop in wanted)):
+        spans = [common(span, (span[0] + turn * most_rows, span[0] + (turn + 1) * most_rows))
+                 for span in wanted]
+        if all(common(span, own) == span for span, own in zip(spans, held)):
+            yield mine(spans[me])
+            continue
+        sent = [mine(span).to(like.device_mesh.device_type) for span in spans]
+        counts = [stop - start for start, stop in (common(spans[me], span) for span in held)]
+        yield torch.cat(_exchange(sent, [torch.Size((count, *rows.shape[1:])) for count in counts], group))
 
 
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
@@ -158,52 +181,6 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for module in filter(is_sharded, model.modules()):
         module.reshard()
     return dict(model.named_parameters())
-
-
-class RowServer:
-    """Gathers sharded tensors for rank 0, one at a time, while the other ranks serve.
-
-    Rank 0 can write a checkpoint, and retry, without any rank holding the whole model.
-
-    Args:
-        tensors: this rank's rows by name, with the parameter that they are divided like.
-    """
-
-    END = -1  # announced in place of an index
-
-    def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
-        self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return rows of a whole tensor, or a scalar; only rank 0 calls it, in `on_rank0`."""
-        rows, like = self.tensors[name]
-        if is_divided(like):
-            self._announce(self.names.index(name))
-        whole = gather_rows(rows, like)
-        return whole[start:stop] if whole.ndim else whole
-
-    @collective
-    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """Like `Ranks.on_rank0`, but make() may call `read`."""
-        def work() -> Optional[T]:
-            if self.ranks.is_rank0:
-                try:
-                    return make()
-                finally:
-                    self._announce(self.END)
-            while (index := self._announce(self.END)) != self.END:
-                gather_rows(*self.tensors[self.names[index]])
-
-        return self.ranks.raise_on_all(work)
-
-    def _announce(self, index: int) -> int:
-        """Return rank 0's index on every rank."""
-        if self.ranks.world_size == 1:
-            return index
-        number = torch.tensor(index, device=self.ranks.device)
-        with HEARTBEAT.waiting():
-            dist.broadcast(number, src=0)
-            return int(number)
 
 
 # ---------------------------------------------------------------------------------- divided work

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -21,7 +20,7 @@ import torch
 import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
-from checkpoint.tensors import LazyTensor, lazy, write_tensors
+from checkpoint.tensors import TensorFile
 from common import __version__
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT, Background
@@ -32,15 +31,15 @@ from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import trim_padding
+from model_utils import saved_rows, trim_padding
 from parallel import process
-from parallel.fsdp import RowServer, local_rows, named_parameters
+from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
 from run.card import BackgroundReport, commit, device_name, make_card, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
-from run.saving import HostCopies, Saving
+from run.saving import Saving, Share
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class Run:
     report: BackgroundReport = field(default_factory=BackgroundReport)
     saving: Optional[Saving] = None  # the checkpoint that is being written
     pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
-    copies: Optional[HostCopies] = None
+    share: Optional[Share] = None  # of the rows that this rank saves
 
     @property
     def ranks(self) -> Ranks:
@@ -341,67 +340,64 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     is_lost = not follow_folder(run)
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
 
-    # The contents. Rank 0 reads one tensor at a time, and gathers it first if the model is sharded.
+    # The contents: this rank's rows, the parameters that they are divided like, and rows to save.
     trained = {name: parameter for name, parameter in named_parameters(run.model).items()
                if parameter.requires_grad or not config.lora_enabled}
     tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
     optimizer_state = run.optimizer.state_tensors()
     for name, rows in optimizer_state.items():
-        tensors[name] = (rows, trained[name.rpartition(".")[0]] if rows.ndim else rows)
-    server = RowServer(tensors, ranks)
-    streamed = {name: LazyTensor(tuple(like.shape), rows.dtype, partial(server.read, name))
-                for name, (rows, like) in tensors.items()}
-    in_background = config.async_save and not (wait or is_lost) and copy_state(run, server, streamed)
-    if in_background and ranks.is_rank0:
-        streamed = {name: lazy(run.copies.buffers[name]) for name in streamed}
-    weights = {name: streamed[name] for name in trained}
-    moments = trim_padding({name: streamed[name] for name in optimizer_state}, run.model)
+        like = trained[name.rpartition(".")[0]]
+        tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
+    run.share = run.share or Share(ranks, ranks_per_copy(run.model), run.model.config.head_dim)
+    copied = run.share.use({name: (rows, like, saved_rows(name, like, run.model))
+                            for name, (rows, like) in tensors.items()})
+    weights = {name: copied[name] for name in trained}
+    moments = trim_padding({name: copied[name] for name in optimizer_state}, run.model)
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
     card = make_card(lambda: run_card(run), run.log.warn) if ranks.is_rank0 else ""
-    adapter = None
+    tokenizer, model_config = run.inputs.tokenizer, run.model.config
     if config.lora_enabled:
         adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
                                lora.trained_token_ids(run.model))
+        files = peft.adapter_files(adapter, config, tokenizer.vocab_size)
+    else:
+        files = huggingface.model_files(weights, model_config, tokenizer.vocab_size)
+    weight_files = dict(files)
+    files[store.OPTIMIZER] = TensorFile(moments, block_multiple=model_config.head_dim)
 
-    def write_files(folder: Path) -> dict[str, dict[str, Any]]:
-        if adapter:
-            written = peft.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
+    def write_others(folder: Path) -> None:
+        if config.lora_enabled:
+            peft.save_settings(folder, adapter, config, tokenizer)
         else:
-            written = huggingface.save_model_folder(folder, weights, run.model.config, run.inputs.tokenizer,
-                                                    config.max_seq_len)
+            huggingface.save_settings(folder, weight_files, model_config, tokenizer, config.max_seq_len)
         write_card(folder, card)
-        written[store.OPTIMIZER] = write_tensors(folder / store.OPTIMIZER, moments)
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-        return written
 
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
     manifest = {"step": step, "world_size": ranks.world_size,
                 "val_loss": progress.val_loss if has_loss else None}
-    moments_bytes = sum(tensor.nbytes for tensor in moments.values())
-    needed_bytes = trained_bytes(run.model) + moments_bytes
-    run.saving = Saving(step, started, server, lambda folder, warn: store.write(
-        folder, write_files, manifest, needed_bytes, moments_bytes, warn))
-    if not in_background:
-        finish_saving(run)
-    else:
-        run.saving.folder = checkpoint
-        ranks.on_rank0(run.saving.start)
-        run.saving.blocked = time.perf_counter() - started
-        run.log.event("save", step, seconds=run.saving.blocked, checkpoint=checkpoint.name)
+    saving = Saving(step, started, run.share, files, write_others, manifest)
+    if not config.async_save or wait or is_lost or not copy_state(run):
+        run.saving = saving
+        return finish_saving(run)
+    saving.folder = checkpoint
+    saving.start(run.log.warn)
+    run.saving = saving
+    saving.blocked = time.perf_counter() - started
+    run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)
 
 
 @collective
-def copy_state(run: Run, server: RowServer, tensors: Mapping[str, LazyTensor]) -> bool:
-    """Copy the tensors into rank 0's host memory; return False, with one warning, if there is no room."""
-    run.copies = run.copies or HostCopies(run.ranks.device)
-    shortage = run.ranks.broadcast(run.copies.shortage(tensors) if run.ranks.is_rank0 else "")
-    if shortage and not run.copies.is_told:
+def copy_state(run: Run) -> bool:
+    """Copy each rank's share of the state into host memory; return False, with one warning, without room."""
+    shortage = run.share.allocate()
+    if shortage and not run.share.is_told:
         run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-        run.copies.is_told = True
+        run.share.is_told = True
     if not shortage:
-        server.on_rank0(lambda: run.copies.fill(tensors))
+        run.share.copy_all()
     return not shortage
 
 
@@ -424,7 +420,7 @@ def finish_saving(run: Run) -> None:
     with ExitStack() as stack:
         if is_lost:
             run.ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
-        saving.server.on_rank0(lambda: saving.complete(checkpoint, run.log.warn))
+        saving.complete(checkpoint, run.log.warn)
         protected = [run.started_from] if run.started_from else []
         if run.ranks.is_rank0:
             run.pruning = Background(lambda warn: store.prune(
@@ -471,6 +467,8 @@ def saves_end(run: Run) -> Iterator[None]:
         for thread in (run.pruning, run.saving and run.saving.thread):
             if thread:
                 thread.cancel()
+        if run.saving:
+            run.saving.remove()
 
 
 def trained_bytes(model: Transformer) -> int:

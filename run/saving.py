@@ -1,86 +1,222 @@
-"""A checkpoint that is being written, and copies of a run's state in host memory."""
+"""A checkpoint that the ranks of rank 0's machine write together, each its share of the rows."""
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from checkpoint import store
-from checkpoint.tensors import LazyTensor
+from checkpoint.manifest import rows_of_part
+from checkpoint.tensors import LazyTensor, TensorFile
 from common.errors import CheckpointError
-from common.files import free_host_memory
+from common.files import BLOCK_BYTES, free_host_memory, sync
 from common.heartbeat import HEARTBEAT, Background
-from parallel.fsdp import RowServer
+from parallel.fsdp import send_rows
+from parallel.ranks import Ranks, collective
 
 GIB = 2**30
 SPARE_MEMORY = 1 * GIB  # of the host, which copies leave free
+Warn = Callable[[str], None]
 
 
-class HostCopies:
-    """Copies of tensors in host memory, which is allocated once; pinned if there is a GPU."""
+class Share:
+    """The rows of a checkpoint that this rank writes, copied into host memory; pinned if there is a GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.buffers, self.is_told = device, dict[str, Tensor](), False
+    The ranks of rank 0's machine write, because two machines may lose each other's pages of a file. With
+    SHARDING, a rank writes those that it holds, up to the blocks that are hashed; those of other machines are
+    sent. Otherwise the ranks divide the rows.
 
-    def shortage(self, tensors: Mapping[str, LazyTensor]) -> str:
-        """Allocate memory for the tensors; if there is too little, return how much is missing."""
-        new = {name: tensor for name, tensor in tensors.items() if name not in self.buffers}
-        needed, free = sum(tensor.nbytes for tensor in new.values()), free_host_memory()
+    Args:
+        shards: number of ranks that hold one copy of the model.
+        block_multiple: of the rows in a hashed block.
+    """
+
+    @collective
+    def __init__(self, ranks: Ranks, shards: int, block_multiple: int):
+        self.ranks, self.block_multiple = ranks, block_multiple
+        local = ranks.broadcast(min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), ranks.world_size))
+        copies, writers = max(1, local // shards), min(shards, local)
+        copy, shard = divmod(ranks.rank, shards)
+        self.parts = copies * writers
+        group = range(writers) if copy < copies else ()
+        # The parts that the ranks of this rank's shard group write; -1 for none.
+        self.parts_of_group = [rank * copies + copy if rank in group else -1 for rank in range(shards)]
+        self.part = self.parts_of_group[shard]
+        self.tensors: dict[str, tuple[Tensor, Tensor, int]] = {}
+        self.kept: dict[str, Tensor] = {}  # memory for copies, allocated once
+        self.copied: dict[str, Tensor] = {}
+        self.is_told = False
+
+    def span(self, name: str, part: int) -> tuple[int, int]:
+        """Return the start and the end of the rows of a tensor in one part."""
+        count = self.tensors[name][2]
+        return rows_of_part(count, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
+
+    def use(self, tensors: Mapping[str, tuple[Tensor, Tensor, int]]) -> dict[str, LazyTensor]:
+        """Return tensors that read what was last copied of them.
+
+        Args:
+            tensors: this rank's rows by name, the parameter that they are divided like, and the number of
+                rows that are saved.
+        """
+        self.tensors, self.copied = dict(tensors), {}
+        return {name: LazyTensor(tuple(like.shape), rows.dtype, partial(self._read, name), name)
+                for name, (rows, like, _) in tensors.items()}
+
+    def _read(self, name: str, start: int, stop: int) -> Tensor:
+        copied, first = self.copied[name], self.span(name, self.part)[0]
+        rows = copied[start - first:stop - first] if copied.ndim else copied
+        assert not rows.ndim or len(rows) == stop - start, f"{name}: another rank has rows {start} to {stop}"
+        return rows
+
+    def allocate(self) -> str:
+        """Allocate memory for copies; if there is too little, return how much is missing. Rank 0 decides."""
+        new = [name for name in self.tensors if name not in self.kept]
+        needed, free = sum(like.numel() * rows.itemsize for rows, like, _ in
+                           (self.tensors[name] for name in new)), free_host_memory()
+        fits = self.ranks.broadcast(not new or needed + SPARE_MEMORY <= free)
         try:
-            if not new or needed + SPARE_MEMORY <= free:
-                for name, tensor in new.items():
-                    self.buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype,
-                                                     pin_memory=self.device.type == "cuda")
-                    HEARTBEAT.beat()
-                return ""
+            for name in new if fits else ():
+                self.kept[name] = self._empty(name, self.ranks.device.type == "cuda")
+                HEARTBEAT.beat()
         except RuntimeError:  # the memory cannot be pinned
-            self.buffers.clear()
+            fits = False
+        if self.ranks.all_agree(fits):
+            return ""
+        self.kept.clear()
         return f"a copy of the state needs {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB is free"
 
-    def fill(self, tensors: Mapping[str, LazyTensor]) -> None:
-        """Copy tensors for which there is room."""
-        for name, tensor in tensors.items():
-            self.buffers[name].copy_(tensor.whole(), non_blocking=True)
-            HEARTBEAT.beat()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _empty(self, name: str, pinned: bool = False) -> Tensor:
+        start, stop = self.span(name, self.part)
+        shape = self.tensors[name][1].shape
+        return torch.empty((stop - start, *shape[1:]) if shape else (), dtype=self.tensors[name][0].dtype,
+                           pin_memory=pinned)
+
+    @collective
+    def copy(self, name: str) -> None:
+        """Copy this rank's share of one tensor alone, as far as memory is not kept for all."""
+        self.copied = {}
+        self._start_copy(name)
+        self._wait()
+
+    @collective
+    def copy_all(self) -> None:
+        for name in self.tensors:
+            self._start_copy(name)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize(self.ranks.device)
+
+    def _start_copy(self, name: str) -> None:
+        rows, like, count = self.tensors[name]
+        copied = self.kept[name] if name in self.kept else self._empty(name)
+        if rows.ndim:
+            most_rows = max(1, BLOCK_BYTES * count // max(1, like.numel() * rows.itemsize))
+            spans, place = [self.span(name, part) for part in self.parts_of_group], 0
+            if rows is like:  # every rank holds all of it
+                spans = [self.span(name, self.part)]
+            for piece in send_rows(rows, like, spans, most_rows):
+                copied[place:place + len(piece)].copy_(piece, non_blocking=True)
+                place += len(piece)
+        else:
+            copied.copy_(rows, non_blocking=True)
+        self.copied[name] = copied
+        HEARTBEAT.beat()
 
 
 @dataclass
 class Saving:
-    """A checkpoint that is being written, in a thread of rank 0 or when it is completed."""
+    """A checkpoint that is being written, in a thread of each writing rank or when it is completed."""
 
     step: int
     started: float  # by time.perf_counter
-    server: RowServer  # of the tensors
-    write: Callable[[Path, store.Warn], Path]  # given its final path; returns its temporary one
-    folder: Optional[Path] = None  # its final path when the thread was started
+    share: Share
+    files: Mapping[str, TensorFile]
+    write_others: Callable[[Path], object]  # writes the other files, on rank 0
+    details: Mapping[str, Any]  # of the manifest
+    folder: Optional[Path] = None  # its final path when the threads were started
+    temporary: Optional[Path] = None
     thread: Optional[Background] = None
     blocked: float = 0.0  # seconds in which training stopped for it
-
-    def start(self) -> None:
-        """Write it in a thread, which calls no collective."""
-        store.make_parent(self.folder)
-        self.thread = Background(partial(self.write, self.folder))
 
     @property
     def is_done(self) -> bool:
         """Whether this rank has written its part, or failed."""
         return self.thread is None or not self.thread.is_alive()
 
-    def complete(self, folder: Path, warn: store.Warn) -> None:
+    @collective
+    def begin(self, folder: Path, warn: Warn) -> None:
+        """Create the files on rank 0."""
+        sizes = [file.nbytes for file in self.files.values()]
+        self.temporary = Path(self.share.ranks.broadcast(self.share.ranks.on_rank0(lambda: str(store.retrying(
+            lambda: store.begin(folder, self.files, sum(sizes), max(sizes)), warn)))))
+
+    @collective
+    def start(self, warn: Warn) -> None:
+        """Write the copies in threads, which call no collective."""
+        self.begin(self.folder, warn)
+        if self.share.part >= 0:
+            self.thread = Background(lambda warn: store.retrying(partial(self.write, self.folder), warn))
+
+    def write(self, folder: Path, copy: Callable[[str], object] = lambda name: None) -> dict[str, list[str]]:
+        """Write and sync this rank's part; return the hashes of its blocks of each tensor, by file.
+
+        Args:
+            folder: the final path, for errors.
+            copy: called before each tensor, even after an error, because it may be collective.
+        """
+        part, parts, error = self.share.part, self.share.parts, None
+        hashes: dict[str, list[str]] = {name: [] for name in self.files}
+        for name, file in self.files.items():
+            for key, tensor in file.tensors.items():
+                copy(tensor.source)
+                try:
+                    if part >= 0 and error is None:
+                        hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
+                except Exception as failure:
+                    error = failure
+        with store.disk_errors(folder, sum(file.nbytes for file in self.files.values())):
+            if error:
+                raise error
+            if part == 0:
+                self.write_others(self.temporary)
+            for name in self.files if part >= 0 else ():
+                sync(self.temporary / name)
+        return hashes
+
+    @collective
+    def complete(self, folder: Path, warn: Warn) -> None:
         """Wait until it is written, and put it in place."""
+        ranks, written = self.share.ranks, None
         try:
-            temporary = folder.with_name(self.thread.result(warn).name) if self.thread else None
-        except CheckpointError:
-            if folder == self.folder:  # else the run's folder was renamed
-                raise
-            temporary = None
-        if temporary is None:
-            store.make_parent(folder)
-            temporary = self.write(folder, warn)
-        store.put_in_place(temporary, folder, warn)
+            if self.folder:
+                self.temporary = folder.with_name(self.temporary.name)
+                try:
+                    written = ranks.raise_on_all(lambda: self.thread.result(warn) if self.thread else {})
+                except CheckpointError:
+                    if folder == self.folder:  # else the run's folder was renamed
+                        raise
+            if written is None:
+                copy = (lambda name: None) if self.folder else self.share.copy
+                self.begin(folder, warn)
+                written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
+            parts = sorted(each for each in ranks.all_gather_json([self.share.part, written]) if each[0] >= 0)
+            hashed = {name: file.entry(hashes[name] for _, hashes in parts)
+                      for name, file in self.files.items()}
+            ranks.on_rank0(lambda: store.finish(self.temporary, folder, self.details, hashed, warn))
+        except Exception:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Delete what was written, on rank 0."""
+        if self.share.ranks.is_rank0 and self.temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)

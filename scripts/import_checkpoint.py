@@ -90,12 +90,12 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         show(f"Dropping the last {rows - tokenizer.vocab_size:,} rows of the embedding, which have no token.")
     size = sum(tensor.nbytes for tensor in state.values())
 
-    def write(folder: Path) -> dict[str, str]:
-        hashes = save_model_folder(folder, state, config, tokenizer, max_seq_len)
+    def write(folder: Path) -> dict[str, dict]:
+        written = save_model_folder(folder, state, config, tokenizer, max_seq_len)
         digest = weights_sha256(load_model_weights(folder))
         write_card(folder, make_card(lambda: imported_card(output.name, source, digest, max_seq_len),
                                      warn_on_console))
-        return hashes
+        return written
 
     publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
 

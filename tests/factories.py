@@ -498,7 +498,8 @@ def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env
     """Call a module-level function on each rank, in new processes with the environment variables that torchrun sets."""
     context = warm()
     folder.mkdir(parents=True, exist_ok=True)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size),
+             "LOCAL_WORLD_SIZE": str(world_size)}
     processes, outputs = [], []
     for rank in range(world_size):
         own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}

@@ -1,14 +1,17 @@
-"""Measure a save of random tensors with the shapes of a preset, beside `dd conv=fsync` on the same disk.
+"""Measure saves of random tensors with the shapes of a preset, beside `dd conv=fsync` on the same disk.
 
-    python scripts/dev/measure_saves.py --preset llama3.2-1b --folder /big/disk
+    python scripts/dev/measure_saves.py --preset llama3.2-1b --folder /big/disk --ranks 4
 
-Prints the seconds in which training would stop (for a copy in host memory, if there is room), the seconds
-until the checkpoint is complete, and the disk's own time for as many bytes, before and after. All tensors
-share one buffer, so the memory needed is that of the largest one, besides the copy. Everything is deleted.
+The ranks of one machine write together, as with SHARDING=none. Prints the seconds in which training would
+stop (for the copy in host memory, if there is room), the seconds until the checkpoint is complete, and the
+disk's own time for as many bytes, before and after. All tensors of a rank share one buffer, so the memory
+needed is that of the largest tensor for each rank, besides the copy. Everything is deleted.
 """
 
 import math
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -19,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from checkpoint import huggingface, store
-from checkpoint.tensors import LazyTensor, lazy, write_tensors
+from checkpoint.tensors import TensorFile
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
-from run.saving import HostCopies
+from parallel.ranks import start_ranks, stop_ranks
+from run.saving import Saving, Share
 from settings.load import load_config
 
 GB = 1e9
@@ -38,13 +42,17 @@ def dd_seconds(folder: Path, count: int) -> float:
     return time.perf_counter() - started
 
 
-def random_state(shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
-    """Return weights, and AdamW's two moments of each."""
-    buffer = torch.randn(max(map(math.prod, shapes.values())))
-    weights = {huggingface.huggingface_name(name): lazy(buffer[:math.prod(shape)].view(shape))
-               for name, shape in shapes.items()}
-    return weights, {f"{name}.{moment}": weight for name, weight in weights.items()
-                     for moment in ("exp_avg", "exp_avg_sq")}
+def start_others(ranks: int) -> list[subprocess.Popen]:
+    """Start this command again for each other rank, and become rank 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": str(ranks),
+             "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ.update(place)
+    command = [sys.executable, *sys.argv]
+    return [subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(1, ranks)]
 
 
 def main() -> None:
@@ -52,39 +60,62 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
     parser.add_argument("--vocab-size", type=int, default=128_256, help="vocabulary size (default: 128256)")
     parser.add_argument("--weights-only", action="store_true", help="without the optimizer's state")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes that write (default: 1)")
     args, flags = parser.parse_known_args()
-    config = load_config(flags, complete=False).config
-    weights, moments = random_state(huggingface.parameter_shapes(config, args.vocab_size))
-    if args.weights_only:
-        moments = {}
-    size = sum(tensor.nbytes for tensor in (*weights.values(), *moments.values()))
-    args.folder.mkdir(parents=True, exist_ok=True)
-    show(f"{size / GB:.2f} GB")
+    others = start_others(args.ranks) if "RANK" not in os.environ and args.ranks > 1 else []
+    config, ranks = load_config(flags, complete=False).config, start_ranks("cpu", 600)
+    shapes = huggingface.parameter_shapes(config, args.vocab_size)
+    buffer = torch.randn(max(map(math.prod, shapes.values())))
+    tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}
+    moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
+                                            for moment in ("exp_avg", "exp_avg_sq")}
+    share, state = Share(ranks, 1, config.head_dim), {**tensors, **moments}
+    copied = share.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
+    files = huggingface.model_files({name: copied[name] for name in tensors}, config, args.vocab_size)
+    files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments})
+    size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
+    manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}
+    saving = Saving(1, 0, share, files, lambda folder: None, manifest)
 
-    copies, state = HostCopies(torch.device("cpu")), {**weights, **moments}
-    if shortage := copies.shortage(state):
-        show(f"copy: none, because {shortage}")
+    def tell(*lines: str) -> None:
+        if ranks.is_rank0:
+            show(*lines)
+
+    def measured_dd() -> float:
+        return ranks.broadcast(ranks.on_rank0(lambda: dd_seconds(args.folder, size)))
+
+    ranks.on_rank0(lambda: args.folder.mkdir(parents=True, exist_ok=True))
+    tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
+    if shortage := share.allocate():
+        tell(f"copy: none, because {shortage}")
     else:
         for attempt in ("first, which allocates", "second"):
+            ranks.barrier()
             started = time.perf_counter()
-            copies.fill(state)
-            show(f"copy ({attempt}): {time.perf_counter() - started:.2f} s")
-
-    def write_files(folder: Path) -> dict[str, str]:
-        return {**huggingface.save_weights(folder, weights),
-                store.OPTIMIZER: write_tensors(folder / store.OPTIMIZER, moments)}
-
-    before, started = dd_seconds(args.folder, size), time.perf_counter()
-    saved, manifest = args.folder / "step-00000001", {"step": 1, "world_size": 1, "val_loss": None}
-    store.publish(saved, write_files, manifest, size)
+            share.copy_all()
+            ranks.barrier()
+            tell(f"copy ({attempt}): {time.perf_counter() - started:.2f} s")
+        saving.folder = folder
+    before, started = measured_dd(), time.perf_counter()
+    if saving.folder:
+        saving.start(tell)
+        tell(f"starting the threads: {time.perf_counter() - started:.2f} s")
+        if saving.thread:
+            saving.thread.join()
+        ranks.barrier()
+        waited = time.perf_counter()
+    saving.complete(folder, tell)
     seconds = time.perf_counter() - started
-    started = time.perf_counter()
-    shutil.rmtree(saved)
-    show(f"written, hashed and synced: {seconds:.2f} s, {size / seconds / GB:.2f} GB/s",
-         f"deleted: {time.perf_counter() - started:.2f} s")
-    after = dd_seconds(args.folder, size)
-    show(f"dd: {before:.2f} s before and {after:.2f} s after, {2 * size / (before + after) / GB:.2f} GB/s; "
+    if saving.folder:
+        tell(f"completing it: {time.perf_counter() - waited:.2f} s")
+    tell(f"written, hashed and synced: {seconds:.2f} s, {size / seconds / GB:.2f} GB/s")
+    ranks.on_rank0(lambda: shutil.rmtree(folder))
+    after = measured_dd()
+    tell(f"dd: {before:.2f} s before and {after:.2f} s after, {2 * size / (before + after) / GB:.2f} GB/s; "
          f"the save took {2 * seconds / (before + after):.2f} times as long")
+    stop_ranks()
+    for other in others:
+        other.wait()
 
 
 if __name__ == "__main__":

@@ -327,7 +327,7 @@ def checkpoint(task) -> None:
     from safetensors.torch import load_file, save_file
 
     from checkpoint import store
-    from checkpoint.tensors import write_tensors
+    from checkpoint.tensors import TensorFile, write_files
     from learn.optim import Optimizer
 
     model, config, _, ranks = random_model(task)
@@ -346,9 +346,9 @@ def checkpoint(task) -> None:
     def to_host() -> dict[str, Tensor]:
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
-    def write(folder: Path) -> dict[str, str]:
+    def write(folder: Path) -> dict[str, dict]:
         save_file(to_host(), folder / "model.safetensors")
-        return {store.OPTIMIZER: write_tensors(folder / store.OPTIMIZER, states)}
+        return write_files(folder, {store.OPTIMIZER: TensorFile(states)})
 
     clock, file = partial(timed, task), folder / "weights.safetensors"
     host = clock("copy of the weights", to_host, size)

@@ -19,7 +19,7 @@ from checkpoint import huggingface, store
 from checkpoint import tensors as tensor_files
 from checkpoint.huggingface import hub_model, name_of_download
 from checkpoint.manifest import block_rows, examine, fault_in, fault_of, rows_of_part
-from checkpoint.tensors import TensorFile, write_tensors
+from checkpoint.tensors import TensorFile, write_files, write_tensors
 from common.errors import CheckpointError
 from run import folder as run_folder
 
@@ -39,14 +39,14 @@ def save(folder: Path, step: int, val_loss=None, write=write_model, optimizer=No
     if optimizer is None:
         optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
 
-    def write_files(place: Path) -> dict[str, str]:
+    def write_all(place: Path) -> dict[str, dict]:
         write(place)
         (place / store.STATE).write_text(json.dumps({**STATE, "progress": {"step": step}, "val_loss": val_loss}))
-        return {store.OPTIMIZER: tensor_files.write_tensors(place / store.OPTIMIZER, optimizer)}
+        return write_files(place, {store.OPTIMIZER: TensorFile(optimizer)})
 
     measured = val_loss if val_loss == val_loss else None
     facts = {"step": step, "world_size": 1, "val_loss": measured}
-    store.publish(folder / f"step-{step:08d}", write_files, facts, **options)
+    store.publish(folder / f"step-{step:08d}", write_all, facts, **options)
     return folder / f"step-{step:08d}"
 
 
@@ -99,10 +99,10 @@ def test_parts_divide_the_rows_between_blocks_that_do_not_depend_on_them(rows, m
 def test_several_writers_and_readers_agree_with_one_and_every_flipped_byte_is_found(tmp_path, parts):
     tensors = {"matrix": torch.rand(100, 3), "heads": torch.rand(24, 2).bfloat16(), "vector": torch.rand(5), "scalar": torch.tensor(2.5),
                "empty": torch.zeros(0, 4), "thin": torch.zeros(4, 0)}
-    expected = write_tensors(tmp_path / "one", tensors, {"format": "pt"}, block_multiple=4)
     file, path = TensorFile(tensors, {"format": "pt"}, 4), tmp_path / "several"
+    expected = write_files(tmp_path, {"one": file})["one"]
     file.create(path)
-    written = [file.write_rows(path, part, parts) for part in reversed(range(parts))]
+    written = [[file.write_rows(path, name, part, parts) for name in file.tensors] for part in reversed(range(parts))]
     assert file.entry(written[::-1]) == expected and path.read_bytes() == (tmp_path / "one").read_bytes()
     expected["size"] = file.nbytes
 

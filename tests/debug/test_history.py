@@ -1,5 +1,6 @@
 """Any past step comes back bit for bit, with proof; a flip of an answer is found; the run stays as it is."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {name: file["tree"] for name, file in store.read_manifest(folder)["files"].items() if name.endswith(".safetensors")}
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
 
 
 def check_step(run: TinyRun, step: int, output: Path, expected: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from factories import new_model, run_ranks
+from torch.distributed.tensor import DTensor
 
 from common.errors import CheckpointError
 from config import Config, ModelConfig, OptimConfig
@@ -12,7 +13,7 @@ from learn import optim
 from learn.optim import Muon, Optimizer, learning_rate
 from model import Transformer
 from model_utils import build_model
-from parallel.fsdp import gather_rows, local_rows, put
+from parallel.fsdp import is_divided, local_rows, put
 from parallel.ranks import start_ranks, stop_ranks
 
 VOCAB = 100
@@ -144,7 +145,9 @@ def hash_of_updates(settings: dict) -> None:
         tensors[name] = value, parameters[name.rpartition(".")[0]] if value.ndim else value
     digest = hashlib.sha256()
     for name, (rows, like) in sorted(tensors.items()):
-        digest.update(name.encode() + gather_rows(rows, like).detach().numpy().tobytes())
+        whole = rows if not is_divided(like) else DTensor.from_local(
+            rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()).full_tensor()
+        digest.update(name.encode() + whole.detach().numpy().tobytes())
     print(f"{digest.hexdigest()} after {sum(computed)} matrices", flush=True)
     stop_ranks()
 

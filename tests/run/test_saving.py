@@ -5,29 +5,36 @@ import math
 import os
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
-from factories import UNMEASURED, assert_same_run, at_step, do_in_step, wait_until
+from factories import UNMEASURED, assert_same_run, at_step, do_in_step, run_ranks, wait_until
 
 import train
 from checkpoint import store
+from checkpoint.manifest import block_rows
+from checkpoint.tensors import TensorFile
 from common.heartbeat import HEARTBEAT, Background, Cancelled
-from run import life, saving
+from parallel.ranks import start_ranks, stop_ranks
+from run import saving
+from run import start as run_start
+from run.life import finish_saving, save_checkpoint
+from settings.load import load_config
 
 PATIENCE = 60
 
 
 def hold(monkeypatch, until: threading.Event) -> None:
     """Let every thread that writes a checkpoint wait for an event."""
-    original = life.write_tensors
+    original = TensorFile.write_rows
 
-    def write_tensors(*arguments):
+    def write_rows(*arguments):
         if threading.current_thread() is not threading.main_thread():
             assert until.wait(PATIENCE)
         return original(*arguments)
 
-    monkeypatch.setattr(life, "write_tensors", write_tensors)
+    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
 
 
 def test_training_continues_while_a_thread_writes_what_the_state_was(tiny_run, whole, monkeypatch):
@@ -55,10 +62,10 @@ def test_training_continues_while_a_thread_writes_what_the_state_was(tiny_run, w
 def test_what_a_thread_cannot_write_ends_the_run_at_the_next_step(tiny_run, monkeypatch, capsys):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1)
 
-    def write_tensors(*_):
+    def write_rows(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(life, "write_tensors", write_tensors)
+    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
     with at_step(2, lambda: wait_until(lambda: "background" not in [thread.name for thread in threading.enumerate()])):
         assert run.train() == 5
     assert "step-00000001 could not be written: [Errno 28] No space left on device" in capsys.readouterr().err
@@ -67,14 +74,14 @@ def test_what_a_thread_cannot_write_ends_the_run_at_the_next_step(tiny_run, monk
 
 
 def test_errors_that_pass_are_tried_again_in_the_thread_and_told(tiny_run, whole, monkeypatch, capsys):
-    original, failures = life.write_tensors, iter([errno.ESTALE])
+    original, failures = TensorFile.write_rows, iter([errno.ESTALE])
 
-    def write_tensors(*arguments):
+    def write_rows(*arguments):
         if number := next(failures, None):
             raise OSError(number, os.strerror(number))
         return original(*arguments)
 
-    monkeypatch.setattr(life, "write_tensors", write_tensors)
+    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
     monkeypatch.setattr(store, "RETRY_SECONDS", (0.1,))
     run = tiny_run()
     assert run.train() == 0
@@ -119,7 +126,7 @@ def test_a_bad_step_does_not_lose_the_checkpoint_that_is_being_written(tiny_run,
 def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_folder(tiny_run, monkeypatch):
     run, halted = tiny_run(), threading.Event()
 
-    def write_tensors(*_):
+    def write_rows(*_):
         while True:
             HEARTBEAT.beat()
             halted.set()
@@ -129,7 +136,7 @@ def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_
         assert halted.wait(PATIENCE)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(life, "write_tensors", write_tensors)
+    monkeypatch.setattr(TensorFile, "write_rows", write_rows)
     with at_step(3, fail), pytest.raises(KeyboardInterrupt):
         run.train()
     assert not [*(run.folder / "checkpoints").iterdir()]
@@ -137,20 +144,59 @@ def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_
 
 def fill_the_disk() -> None:
     """In a rank: let its thread fail, and train on until the ranks have agreed on it."""
-    original = life.write_tensors
+    original = TensorFile.write_rows
 
-    def write_tensors(*arguments):
+    def write_rows(*arguments):
         if threading.current_thread() is not threading.main_thread():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(*arguments)
 
-    life.write_tensors = write_tensors
+    TensorFile.write_rows = write_rows
     do_in_step(3, lambda: time.sleep(0.5))
 
 
 def test_all_ranks_end_with_the_error_of_the_rank_that_writes(tiny_run):
     text = tiny_run().ends([5, 5], fill_the_disk)
     assert text.count("error: ") == 1 and "No space left on device" in text, text
+
+
+def save_and_look(argv: list[str]) -> None:
+    """In a rank: what it keeps for a save, sends, and syncs, with and without memory for all."""
+    ranks, synced, pieces = start_ranks("cpu", PATIENCE), [], []
+    run_start.joined_ranks = lambda *_: nullcontext(ranks)
+    sync, send_rows = saving.sync, saving.send_rows
+
+    def counted(*arguments):
+        for piece in send_rows(*arguments):
+            pieces.append((len(piece), arguments[-1]))
+            yield piece
+
+    saving.sync, saving.send_rows = lambda path: (synced.append(path.name), sync(path)), counted
+    saving.BLOCK_BYTES = 4_000
+    with run_start.open_run(load_config(argv)) as run:
+        save_checkpoint(run)
+        finish_saving(run)
+        share = run.share
+        for name, (_, _, count) in share.tensors.items():
+            if share.kept[name].ndim:
+                block = block_rows(count, share.block_multiple)
+                assert len(share.kept[name]) < -(-count // ranks.world_size) + block, "more than a share and a block"
+        assert {*synced} == {"model.safetensors", "optimizer.safetensors"} and all(rows <= most for rows, most in pieces)
+        share.kept.clear()
+        one_at_a_time, write_rows = [], TensorFile.write_rows
+        TensorFile.write_rows = lambda *arguments: (one_at_a_time.append(len(share.copied)), write_rows(*arguments))[1]
+        save_checkpoint(run, wait=True)
+        assert not share.kept and {*one_at_a_time} == {1}
+    stop_ranks()
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run, sharding):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=2, TOTAL_BATCH_SIZE=384, SHARDING=sharding)
+    assert run.train(SHARDING="none") == 0
+    before = run.hashes(2)
+    run_ranks(save_and_look, run.argv(), world_size=3, folder=run.output_dir / "outputs")
+    assert run.hashes(2) == before
 
 
 def test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_does(monkeypatch):

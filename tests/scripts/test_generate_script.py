@@ -13,7 +13,7 @@ from factories import by_transformers, tiny_model_folder, wait_until
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.tensors import lazy
+from checkpoint.tensors import lazy, write_files
 from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
 from fused import matmul
@@ -148,7 +148,7 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_pat
         assert script.load(str(adapter), str(copy))
         with pytest.raises(CheckpointError, match="belong to another base"):
             tensors = huggingface.load_model_weights(copy)
-            huggingface.save_weights(copy, {name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()})
+            write_files(copy, huggingface.weight_files({name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()}))
             script.load(str(adapter), str(copy))
     finally:
         moved.rename(folder)

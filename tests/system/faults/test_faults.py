@@ -33,7 +33,7 @@ from run import start as run_start
 MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (during_run, "validation_loss", 3, 4),
            "HellaSwag": (during_run, "evaluate_batches", 2, 3), "samples": (during_run, "generate", 1, 6),
-           "save": (huggingface, "save_model_folder", 1, 3)}
+           "save": (huggingface, "save_settings", 1, 3)}
 
 
 @pytest.mark.parametrize("moment, number", [
@@ -198,7 +198,7 @@ def fail() -> None:
 
 @pytest.mark.parametrize(("plant", "codes"), [
     ((1, 3, fail), [1, 1]), ((1, 3, die), [1, -9]), ((1, ("evaluation.during_run", "evaluate_batches", 2), die), [1, -9]),
-    ((0, ("checkpoint.huggingface", "save_model_folder", 2), die), [-9, 1])])
+    ((0, ("checkpoint.huggingface", "save_settings", 2), die), [-9, 1])])
 def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, tiny_run):
     """And the run can be resumed from its last checkpoint and finished."""
     run = tiny_run(ASYNC_SAVE="false")

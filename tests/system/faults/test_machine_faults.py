@@ -23,7 +23,7 @@ from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step
 from faults import act
 
 import train
-from checkpoint import huggingface, store
+from checkpoint import store
 from common.errors import DataError
 from common.files import write_json
 from config import Config
@@ -95,6 +95,11 @@ def fill_the_disk_in_step_3() -> None:
     act(0, 3, lambda: fill(Path(os.environ["SMALL_DISK"])))
 
 
+def fill_the_disk_in_step_4() -> None:
+    """When the checkpoint of step 2 has its name, which it gets after step 3."""
+    act(0, 4, lambda: fill(Path(os.environ["SMALL_DISK"])))
+
+
 @needs_mounts
 @pytest.mark.parametrize("fault, words", [
     ("small", ("run/checkpoints", "bytes needed", "free")), ("full", ("/run", "too little space", "0 free")),
@@ -122,7 +127,7 @@ def test_a_finished_run_needs_no_room(tiny_run, mount):
 @needs_mounts
 @pytest.mark.parametrize("world_size", [1, WORLD])
 def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, on_small_disk):
-    run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_3)
+    run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_4)
     assert_one_sentence(text, str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
     assert store.verify(run.checkpoint(2))
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
@@ -135,14 +140,15 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
     """After the check of the free space, and before the last byte."""
-    original, saves = huggingface.save_model_folder, iter(range(9))
+    original, saves = store.begin, iter(range(9))
 
-    def save_model_folder(*arguments):
+    def begin(*arguments):
+        temporary = original(*arguments)
         if next(saves) == 1:
             fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
-        return original(*arguments)
+        return temporary
 
-    huggingface.save_model_folder = save_model_folder
+    store.begin = begin
 
 
 @needs_mounts
@@ -206,7 +212,7 @@ def test_a_non_finite_step_on_a_full_disk_is_told_as_such(on_small_disk):
 
 
 def console_on_the_full_disk() -> None:
-    fill_the_disk_in_step_3()
+    fill_the_disk_in_step_4()
     file = os.open(f"{os.environ['SMALL_DISK']}/console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)

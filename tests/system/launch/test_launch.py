@@ -46,7 +46,7 @@ ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWA
 MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
            "save": (life, "trim_padding", 1, 3)}
-OF_RANK_0 = {"write": (huggingface, "save_model_folder", 1, 3)}
+OF_RANK_0 = {"write": (huggingface, "save_settings", 1, 3)}
 
 
 def plant() -> None:

@@ -16,7 +16,7 @@ import train
 from checkpoint import store
 from parallel.ranks import start_ranks, stop_ranks
 from run import start as run_start
-from run.life import save_checkpoint
+from run.life import finish_saving, save_checkpoint
 from settings.load import load_config
 
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
@@ -83,26 +83,35 @@ def saved(tmp_path_factory) -> dict[str, TinyRun]:
 
 
 def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
-    """Load the checkpoint of each run with one layout after the other, and save it without a step."""
+    """Load the checkpoint of each run with one layout after the other, and save it without a step, with and without threads."""
     ranks = start_ranks("cpu", 60)
     run_start.joined_ranks = lambda *_: nullcontext(ranks)
     for argv in commands:
         for layout in layouts:
             with run_start.open_run(load_config([*argv, *argv_of(layout)])) as run:
                 save_checkpoint(run, wait=True)
+                save_checkpoint(run)
+                finish_saving(run)
     stop_ranks()
 
 
-@pytest.mark.parametrize("world_size, names", [
-    (4, ["base", "one-row"]),
-    *(pytest.param(world_size, [*SAVED], marks=pytest.mark.slow) for world_size in LAYOUTS)])
-def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, names, saved, tmp_path):
+@pytest.mark.parametrize("world_size, machines, names", [
+    (4, 1, ["base", "one-row"]), (4, 2, ["base"]),
+    *(pytest.param(world_size, machines, [*SAVED], marks=pytest.mark.slow)
+      for world_size in LAYOUTS for machines in (1, 2, 4) if machines <= world_size)])
+def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, machines, names, saved, tmp_path):
+    """However many ranks write it, and also where rows come from other machines."""
     runs = [saved[name].copy(tmp_path / name, RUN_NAME=name) for name in names]
-    run_ranks(save_again, [run.argv() for run in runs], LAYOUTS[world_size], world_size=world_size, folder=tmp_path / "outputs")
+    run_ranks(save_again, [run.argv() for run in runs], LAYOUTS[world_size], world_size=world_size, folder=tmp_path / "outputs",
+              env={"LOCAL_WORLD_SIZE": str(world_size // machines)})
     for run in runs:
-        assert run.hashes(2) == saved[run.settings["RUN_NAME"]].hashes(2), run.settings["RUN_NAME"]
-        times = [store.read_manifest(each.checkpoint(2))["written"] for each in (saved[run.settings["RUN_NAME"]], run)]
-        assert times[1] == times[0] + len(LAYOUTS[world_size])
+        before = saved[run.settings["RUN_NAME"]]
+        assert run.hashes(2) == before.hashes(2), run.settings["RUN_NAME"]
+        manifests = [store.read_manifest(each.checkpoint(2)) for each in (before, run)]
+        for name in before.hashes(2):
+            assert manifests[0]["files"][name] == manifests[1]["files"][name]
+        assert manifests[1]["written"] == manifests[0]["written"] + 2 * len(LAYOUTS[world_size])
+        store.verify(run.checkpoint(2))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +147,7 @@ def list_parts() -> None:
     run_start.examine = examine
 
 
-IN_THE_SECOND_SAVE = ("checkpoint.tensors", "lazy", 100)  # in the middle of its tensors: each of two saves writes more than 40
+IN_THE_SECOND_SAVE = ("checkpoint.tensors", "block_rows", 100)  # in the middle of its tensors: each of two saves writes more than 60
 
 
 def fail_to_write(number: int) -> None:
@@ -149,8 +158,8 @@ def die_while_rank_0_writes() -> None:
     faults.act(0, IN_THE_SECOND_SAVE, faults.die)
 
 
-def die_while_rank_1_serves() -> None:
-    faults.act(1, ("parallel.fsdp", "gather_rows", 70), faults.die)
+def die_while_rank_1_writes() -> None:
+    faults.act(1, IN_THE_SECOND_SAVE, faults.die)
 
 
 def test_a_signal_in_an_evaluation_which_gathers_embedding_and_head_saves_the_own_rows(whole_sharded, tiny_run):
@@ -170,7 +179,7 @@ def test_a_disk_that_is_away_for_a_moment_is_written_again_by_all_ranks(whole_sh
 
 
 @pytest.mark.parametrize("plant, codes", [
-    (partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ENOSPC)), [5, 5]), (die_while_rank_0_writes, [-9, 1]), (die_while_rank_1_serves, [1, -9])])
+    (partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ENOSPC)), [5, 5]), (die_while_rank_0_writes, [-9, 1]), (die_while_rank_1_writes, [1, -9])])
 def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_goes_on(plant, codes, whole_sharded, tiny_run):
     run = tiny_run(**FULL)
     text = run.ends(codes, plant)
@@ -184,7 +193,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plant, rank", [(die_while_rank_0_writes, 0), (die_while_rank_1_serves, 1)])
+@pytest.mark.parametrize("plant, rank", [(die_while_rank_0_writes, 0), (die_while_rank_1_writes, 1)])
 def test_the_launcher_names_the_rank_that_was_killed_in_a_save_and_leaves_no_process(plant, rank, tiny_run):
     with launch(tiny_run(**FULL), plant=f"test_elastic:{plant.__name__}", planted_in=rank) as command:
         assert command.wait() == 1
