@@ -121,7 +121,7 @@ FAULTS = [
           "set_requires_all_reduce(is_last)", "set_requires_all_reduce(False)", f"{SHARDED}[pretrain-hybrid-4]"),
     fault("sharding: Muon works on a rank's own rows", "parallel/fsdp.py", "compute(torch.cat(rows, dim=1))",
           "torch.cat([compute(each) for each in rows], dim=1)", f"{SHARDED}[muon-full-2]"),
-    fault("sharding: another rank's rows are read", "parallel/fsdp.py", "each * tensor.device_mesh.get_local_rank(SHARD))",
+    fault("sharding: another rank's rows are read", "parallel/fsdp.py", "each * rank)",
           "0)", f"{SHARDED}[lora-whole-hybrid-4]"),
     fault("sharding: norms are gathered in bf16", "parallel/fsdp.py", "if parameter.ndim < 2}",
           "if parameter.ndim < 0}", "tests/parallel/test_sharding.py::test_sines_and_norms_are_float32_over_bf16_matrices"),
