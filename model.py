@@ -8,6 +8,7 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -276,7 +277,8 @@ class Transformer(nn.Module):
                 if device.type == "cuda":
                     cu_seqlens = cu_seqlens.pin_memory()  # a copy from unpinned memory waits for the device
                 cu_seqlens = cu_seqlens.to(device, non_blocking=True)
-                torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
+                if "torch._dynamo" in sys.modules:  # one compilation for any number of documents
+                    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
             document_ids = document_ids.to(device, non_blocking=True)
             positions = position_ids(document_ids)
             mask = attention_mask(document_ids) if cu_seqlens is None else None

@@ -8,11 +8,13 @@ import hashlib
 import json
 import os
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
@@ -89,6 +91,10 @@ class BaseTokenizer:
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
+    def document_arrays(self, text: str) -> list[np.ndarray]:
+        """Return the ids of a document as uint32 arrays, faster than a list."""
+        return [np.frombuffer(array("I", self.encode_document(text)), np.uint32)]
+
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
         """Return a hash of the fields of a tokenizer.json that affect ids, and of bos and eos."""
         fields = [document.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
@@ -123,6 +129,7 @@ class Tokenizer(BaseTokenizer):
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
+        self._bos, self._eos = (np.array([token], np.uint32) for token in (self.bos_id, self.eos_id))
         self._ordered = sorted(ranks, key=ranks.__getitem__)
         self.byte_lengths = [*map(len, self._ordered), *[0] * len(SPECIALS)]
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
@@ -182,6 +189,10 @@ class Tokenizer(BaseTokenizer):
         """Return the ids of text of any length, like Meta's code. Lone surrogates become U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
+
+    def document_arrays(self, text: str) -> list[np.ndarray]:
+        pieces = (self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long(text))
+        return [self._bos, *pieces, self._eos]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with names of control tokens, and U+FFFD for invalid UTF-8."""

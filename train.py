@@ -41,7 +41,7 @@ from common.heartbeat import HEARTBEAT
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.optim import learning_rate
-from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
+from model_utils import clip_scale, forced_eager, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
 from parallel.exact import exponent_for, place, share
@@ -269,7 +269,7 @@ def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     if not is_sharded(run.model):
         sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"].sum()) and math.isfinite(gradient_norm(run.model))
-    with torch.compiler.set_stance("force_eager"), finite_gradients(run.model) as are_finite:
+    with forced_eager(), finite_gradients(run.model) as are_finite:
         sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"].sum()) and are_finite()
 

@@ -45,9 +45,9 @@ class FilterOptions(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The state after a chunk: the fraction of the source that was read, and the filters' results."""
+    """The state after a chunk: where it ends, and the filters' results."""
 
-    fraction: float | None
+    end: Any  # passed on from the chunk
     removed: list[tuple[str, str]]  # reason and description of each removed document
     signatures: int  # number of signatures of kept documents so far
 
@@ -221,15 +221,15 @@ class Filters:
                 raise DataError(f"{self.path}: is truncated; delete {folder} and start again")
             self.seen = NearDuplicates(options.similarity, stored.reshape(-1, HASHES))
 
-    def apply(self, chunks: Iterable[tuple[list, float | None]],
+    def apply(self, chunks: Iterable[tuple[list, Any]],
               in_order: InOrder) -> Iterator[tuple[list, Passed]]:
         """Yield the chunks without the removed documents."""
         if not self.removed:
-            yield from ((items, Passed(fraction, [], 0)) for items, fraction in chunks)
+            yield from ((items, Passed(end, [], 0)) for items, end in chunks)
             return
-        with_items = ((items, (items, fraction)) for items, fraction in chunks)
+        with_items = ((items, (items, end)) for items, end in chunks)
         examined = in_order(partial(examine, self.options, self.text_of), with_items)
-        for (signatures, overlaps), (items, fraction) in examined:
+        for (signatures, overlaps), (items, end) in examined:
             kept, removed = [], []
             for item, signature, overlap in zip(items, signatures, overlaps):
                 if overlap:
@@ -239,7 +239,7 @@ class Filters:
                     removed.append(("near_duplicates", description))
                 else:
                     kept.append(item)
-            yield kept, Passed(fraction, removed, self.seen.count if self.options.similarity else 0)
+            yield kept, Passed(end, removed, self.seen.count if self.options.similarity else 0)
 
     def count(self, removed: list[tuple[str, str]]) -> None:
         """Count and list the documents removed from a chunk that is being written."""

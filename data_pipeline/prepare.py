@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,9 +30,10 @@ from common.files import FileLock, disk_errors, read_json, sync_folder, write_js
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
-from data_pipeline.sources import Document, Reading, Source, identify, kind_of, read_texts
+from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
 from data_pipeline.workers import (
     SPLITS,
+    TOKENIZERS,
     ChunkTokens,
     DataKind,
     WorkerSpec,
@@ -41,12 +42,14 @@ from data_pipeline.workers import (
     split_of,
     worker_tokenizer,
 )
+from tokenizer import Tokenizer
 
 # Part of the key: increase it when tokens or files differ for the same text.
 CODE_VERSION = 1
 CHUNK_CHARACTERS = 1_000_000
-# A list of ids is converted to an array three times as fast as to a numpy array.
-TYPECODES = {"uint16": "H", "uint32": "I"}
+# Up to so many workers are threads if they only tokenize with tiktoken, which lets other threads run. More
+# would wait for each other, and other work, such as rendering chats, does not let others run.
+MAX_THREADS = 4
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
 LOCK_POLL_SECONDS = 0.2
@@ -108,14 +111,14 @@ class PreparationPlan(NamedTuple):
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as a flat array of ids, in order."""
     tokenizer = worker_tokenizer(spec)
-    ids = {split: array(TYPECODES[spec.dtype]) for split in SPLITS}
+    ids: dict[str, list[np.ndarray]] = {split: [np.empty(0, spec.dtype)] for split in SPLITS}
     counts = dict.fromkeys(SPLITS, 0)
     for _, text, split in documents:
         split = split or split_of(text, spec.validation_fraction)
-        ids[split].fromlist(tokenizer.encode_document(text))
+        ids[split] += tokenizer.document_arrays(text)
         counts[split] += 1
-    return ChunkTokens({split: Tokens(np.frombuffer(ids[split], spec.dtype), counts[split])
-                        for split in SPLITS}, [])
+    return ChunkTokens({split: Tokens(np.concatenate(ids[split], dtype=spec.dtype, casting="unsafe"),
+                                      counts[split]) for split in SPLITS}, [])
 
 
 def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
@@ -234,20 +237,9 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
 
-    # The source is always read from its start, but finished chunks are not tokenized again.
-    source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
-
-    def read(reading: Reading) -> Iterator:
-        return islice(kind.read(source, reading), options.max_documents or None)
-
-    items, fraction = read(reading), options.validation_fraction
-    if fraction is None:
-        fraction = fraction_to_hold_out(kind, read(Reading(skip_bad)))
-        if fraction is None:
-            items = cut_tails(items)
-    chunks = islice(cut_chunks(items, kind.characters, reading), journal["chunks"], None)
+    chunks, fraction = read_chunks(plan, reading, journal)
     filters = Filters(FilterOptions(options.near_duplicates, *plan.inputs[1:]), kind.text, folder,
                       journal.get("filters", {}))
     spec = WorkerSpec(options.tokenizer_path, options.tokenizer_backend, plan.tokenizer.sha256, plan.dtype,
@@ -261,7 +253,11 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        in_order = stack.enter_context(open_workers(options.workers or cores))
+        workers = options.workers or cores
+        only_tokenize = not kind.name and not filters.removed and isinstance(plan.tokenizer, Tokenizer)
+        TOKENIZERS.clear()
+        TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer
+        in_order = stack.enter_context(open_workers(workers, only_tokenize and workers <= MAX_THREADS))
         passed = filters.apply(chunks, in_order)
         results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
@@ -280,15 +276,18 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 refused.refuse(where, reason)
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
-            if chunk.fraction:
+            if chunk.end.fraction:
                 tokens = sum(writer.tokens for writer in writers.values())
-                bar.total = round(tokens / min(chunk.fraction, 1.0))
+                bar.total = round(tokens / min(chunk.end.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
+                # A dataset of the hub, and the pieces of documents whose ends are held out, have no place.
+                has_place = plan.inputs[0].path and fraction is not None
+                end = {"end": {**chunk.end._asdict(), "held_out": fraction}} if has_place else {}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
-                    "filters": filters.sync(chunk.signatures)})
+                    "filters": filters.sync(chunk.signatures), **end})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
     # Combine what the reader and the workers skipped.
@@ -301,6 +300,29 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {}),
             **({"cut_from_each": TAIL} if fraction is None else
                {"held_out": fraction} if options.validation_fraction is None else {})}
+
+
+def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple[Iterator, float | None]:
+    """Return the chunks that are not in the journal (see `cut_chunks`), and the fraction held out."""
+    kind, options = plan.kind, plan.options
+    source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
+
+    def read(reading: Reading, done: int = 0) -> Iterator:
+        most = options.max_documents
+        return islice(kind.read(source, reading), most - done if most else None)
+
+    if end := journal.get("end"):  # read the last item of the last finished chunk again, and go on
+        reading.start = Place(*end["place"])
+        next(items := read(reading, end["items"] - 1))
+        vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
+        return cut_chunks(items, kind.characters, reading, end["items"]), end["held_out"]
+    items, fraction = read(reading), options.validation_fraction
+    if fraction is None:
+        fraction = fraction_to_hold_out(kind, read(Reading(reading.skip_bad)))
+        if fraction is None:
+            items = cut_tails(items)
+    # Finished chunks of a source without places are read again, but not tokenized.
+    return islice(cut_chunks(items, kind.characters, reading), journal["chunks"], None), fraction
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
@@ -324,18 +346,31 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
     return f"add more {'examples' if kind else 'documents'}{split_text}"
 
 
-def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
-               reading: Reading) -> Iterator[tuple[list, float | None]]:
-    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the source read so far."""
+class ChunkEnd(NamedTuple):
+    """Where a chunk ends."""
+
+    fraction: float | None  # of the source that has been read
+    place: Place  # where the last item begins
+    items: int  # in all chunks so far
+    counts: dict[str, Any]  # see Reading
+
+
+def cut_chunks(items: Iterable, characters_of: Callable[[Any], int], reading: Reading,
+               done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
+    """Yield chunks of about CHUNK_CHARACTERS, and where each ends, after `done` items."""
+    def end() -> ChunkEnd:
+        return ChunkEnd(reading.fraction, reading.item or reading.place, done, reading.counts)
+
     chunk, characters = [], 0
     for item in items:
+        done += 1
         chunk.append(item)
         characters += characters_of(item)
         if characters >= CHUNK_CHARACTERS:
-            yield chunk, reading.fraction
+            yield chunk, end()
             chunk, characters = [], 0
     if chunk:
-        yield chunk, reading.fraction
+        yield chunk, end()
 
 
 def progress_bar(**options) -> tqdm:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -89,6 +90,14 @@ class Document(NamedTuple):
     split: str = ""  # "" = by a hash of the text
 
 
+class Place(NamedTuple):
+    """Where a record of a source's files begins."""
+
+    file: int = 0
+    record: int = 0  # records, or lines, before it in the file
+    offset: int = 0  # bytes before it in a file of lines that is not compressed
+
+
 @dataclass
 class Reading:
     """The state of reading a source: the policy for unusable records, and counts so far."""
@@ -103,6 +112,15 @@ class Reading:
     bytes_total: int = 0  # 0 = unknown
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields of chats
     advance: Callable[[], Any] = lambda: None  # called regularly while reading
+    start: Place = Place()  # the first record to read
+    place: Place = Place()  # the record that was read last
+    item: Place | None = None  # where the item that was read last begins, if it consists of several records
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts, as they are now, as JSON values."""
+        return {name: copy(getattr(self, name)) for name in
+                ("bad", "bad_records", "empty", "separators", "dropped")}
 
     @property
     def fraction(self) -> float | None:
@@ -282,10 +300,14 @@ def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[
 
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
-    before = reading.bytes_done
+    before, place = reading.bytes_done, reading.place
     # Read lines as bytes, of limited length to protect memory.
     lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if file.kind == "text":  # --on-bad-record skip must not accept a binary file
+    if file.compression:
+        lines = islice(lines, place.record, None)
+    else:
+        stream.seek(place.offset)
+    if file.kind == "text" and not place.record:  # --on-bad-record skip must not accept a binary file
         first, size = [], 0
         while size < SNIFF_BYTES and (line := next(lines, b"")):
             first.append(line)
@@ -296,8 +318,10 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
                             "NULs or bytes that are not UTF-8; convert it, or remove the file")
         lines = chain(first, lines)
     # Decode the lines.
-    for number, line in enumerate(lines, 1):
-        where = f"{file.url}:{number}"
+    offset = place.offset
+    for number, line in enumerate(lines, place.record + 1):
+        where, reading.place = f"{file.url}:{number}", Place(place.file, number - 1, offset)
+        offset += len(line)
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
@@ -363,7 +387,8 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
     The items are decoded by json, like those of JSON lines.
     """
     text, at, line = "", 0, 1  # text in memory, and the current position
-    before, number, expected = reading.bytes_done, 0, "["  # next character; "item", or "" for the end
+    before, place = reading.bytes_done, reading.place
+    number, expected = 0, "["  # next character; "item", or "" for the end
 
     def fault(reason: str) -> DataError:
         return DataError(f"{file.url}:{line}: {reason}; correct it, or remove the file")
@@ -404,7 +429,9 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                 if end == len(text) and fill():  # a number may continue
                     continue
                 number += 1
-                yield f"{file.url}:{line} (item {number})", value
+                if number > place.record:
+                    reading.place = Place(place.file, number - 1)
+                    yield f"{file.url}:{line} (item {number})", value
                 line, at, expected = line + text.count("\n", at, end), end, ",]"
                 if number % 64 == 0:
                     reading.bytes_done = before + raw.tell()
@@ -420,7 +447,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
 
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the rows of a Parquet or Arrow file, with these columns if the file has them, else with all."""
-    is_parquet, before, row = file.kind == "parquet", reading.bytes_done, 0
+    is_parquet, before, place, row = file.kind == "parquet", reading.bytes_done, reading.place, 0
     with requires_package("pyarrow", f"{file.url}, {'a Parquet' if is_parquet else 'an Arrow'} file,"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -428,7 +455,11 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
         if is_parquet:
             table = pq.ParquetFile(raw)
             has_all = columns and {*columns} <= {*table.schema_arrow.names}
-            batches = table.iter_batches(batch_size=1024, columns=columns if has_all else None)
+            groups = [*range(table.num_row_groups)]
+            while groups and row + (rows := table.metadata.row_group(groups[0]).num_rows) <= place.record:
+                row += rows
+                del groups[0]
+            batches = table.iter_batches(1024, groups, columns if has_all else None)
         elif raw.peek(6)[:6] == b"ARROW1":  # with an index (Feather), else a stream as written by `datasets`
             table = pa.ipc.open_file(raw)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
@@ -442,7 +473,9 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
                 raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; rename or drop all but "
                                 "one")
             for number, cells in enumerate(zip(*batch.columns), row + 1):
-                where = f"{file.url}: row {number}"
+                if number <= place.record:
+                    continue
+                where, reading.place = f"{file.url}: row {number}", Place(place.file, number - 1)
                 try:
                     record = dict(zip(names, (cell.as_py() for cell in cells)))
                 except UnicodeDecodeError as error:
@@ -501,9 +534,11 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
         return
     files = list_files(source.path, source.split)
     reading.bytes_total = sum(file.size for file in files)
-    for file in files:
+    for number, file in enumerate(files):
         before = reading.bytes_done
-        yield file.kind, _rename_columns(READERS[file.kind](file, columns, reading), renamed, reading)
+        if number >= reading.start.file:
+            reading.place = reading.start if number == reading.start.file else Place(number)
+            yield file.kind, _rename_columns(READERS[file.kind](file, columns, reading), renamed, reading)
         reading.bytes_done = before + file.size
 
 
@@ -527,6 +562,7 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
     if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
         if not source.files:
             for file in list_files(str(copy), source.split):
+                reading.place = Place()
                 yield from READERS[file.kind](file, columns, reading)
             return
         copy = None
@@ -560,7 +596,7 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
     Documents are whole files ("whole"), are separated by blank lines ("blank") or by the line in
     `source.documents`, or start at a line like ` = Title = ` ("wikitext").
     """
-    column, begin, kept = source.column, "", []
+    column, begin, place, kept, reading.item = source.column, "", reading.place, [], None
     for where, record in records:
         if column not in record:
             reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")
@@ -575,10 +611,12 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
         is_separator = source.documents == "blank" and text.isspace() or text.rstrip("\n") == source.documents
         reading.separators += is_separator
         if kept and (is_separator or source.documents == "wikitext" and WIKITEXT_TITLE.fullmatch(text)):
+            reading.item = place
             yield Document(begin, "".join(kept))
             kept = []
         if not is_separator:
-            begin = begin if kept else where
+            begin, place = (begin, place) if kept else (where, reading.place)
             kept.append(text)
     if kept:
+        reading.item = place
         yield Document(begin, "".join(kept))

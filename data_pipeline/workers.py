@@ -5,10 +5,9 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import lru_cache
 from hashlib import sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -67,25 +66,30 @@ def split_of(text: str, validation_fraction: float) -> str:
     return SPLITS[position_of(text) < validation_fraction]
 
 
-@lru_cache(maxsize=1)
+TOKENIZERS: dict[str, Any] = {}  # of this process, by hash
+
+
 def worker_tokenizer(spec: WorkerSpec):
     """Return the tokenizer of a worker process, which loads it once."""
-    tokenizer = load_tokenizer(spec.tokenizer_path, spec.tokenizer_backend)
-    if tokenizer.sha256 != spec.tokenizer_sha256:
-        raise DataError(f"{spec.tokenizer_path} changed while it was used; start again")
-    return tokenizer
+    if spec.tokenizer_sha256 not in TOKENIZERS:
+        tokenizer = load_tokenizer(spec.tokenizer_path, spec.tokenizer_backend)
+        if tokenizer.sha256 != spec.tokenizer_sha256:
+            raise DataError(f"{spec.tokenizer_path} changed while it was used; start again")
+        TOKENIZERS[tokenizer.sha256] = tokenizer
+    return TOKENIZERS[spec.tokenizer_sha256]
 
 
 @contextmanager
-def open_workers(workers: int) -> Iterator[InOrder]:
-    """A `with` block with worker processes; yields a function that applies others to chunks in these.
+def open_workers(workers: int, are_threads: bool) -> Iterator[InOrder]:
+    """A `with` block with workers; yields a function that applies others to chunks in these.
 
-    Workers are spawned, not forked, so that they inherit neither this process's lock nor torch.
+    Processes are spawned, not forked, so that they inherit neither this process's lock nor torch.
     """
     if workers == 1:
         yield lambda function, chunks: ((function(items), more) for items, more in chunks)
         return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
+    pool: Executor = ThreadPoolExecutor(workers) if are_threads else ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
 
     def in_order(function: Callable[[list], Any], chunks: Iterable[tuple]) -> Iterator[tuple]:
         pending: deque = deque()

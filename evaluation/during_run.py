@@ -27,6 +27,7 @@ from inference.engine import Sampling
 from inference.generate import generate
 from learn.objectives import Objective
 from model import Transformer
+from model_utils import forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 from run.life import Run
@@ -208,7 +209,7 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
     batches = evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size,
                                device=ranks.device, batch_tokens=config.hellaswag_batch_tokens)
     count = -(-len(batches_of(tasks, config.hellaswag_batch_tokens)) // ranks.world_size)
-    with torch.compiler.set_stance("force_eager"):
+    with forced_eager():
         for indices, correct_B2 in run.context.progress(batches, count, choices.title):
             correct_N2[indices] = correct_B2
     correct_N2 = ranks.all_reduce_sum(torch.from_numpy(correct_N2)).numpy().astype(bool)
@@ -237,7 +238,7 @@ def generation(run: Run) -> Result:
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
     stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
-    with torch.compiler.set_stance("force_eager"):
+    with forced_eager():
         for number in run.context.progress(range(rounds), rounds, "Generation"):
             local = [*batches, *[[]] * world_size][number * world_size + rank]
             prompts = [held_out[index].prompt for index in local]
@@ -295,7 +296,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         stop_ids = chat_format.stop_ids
-    with torch.compiler.set_stance("force_eager"):
+    with forced_eager():
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
         completions = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions)]

@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BLOCK = 64
 # Rows up to this length keep their probabilities for the backward pass: up to a fourth of the activations. In
@@ -156,11 +157,25 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], output[1])
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, _, backward=backward):
     return *backward(grad.contiguous(), *ctx.saved_tensors), None, None
 
 
 attention_in_blocks.register_autograd(_backward, setup_context=_save)
+
+
+class Eager(torch.autograd.Function):
+    """The functions of both operators, whose first call would import torch._dynamo, which takes 1 s."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = attention_in_blocks._init_fn(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _backward(ctx, *grads, backward._init_fn)
 
 
 def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens: Optional[Tensor]) -> Tensor:
@@ -174,7 +189,10 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
     q_BXCKGH = q_BTNH.unflatten(2, (n_kv_heads, -1)).unflatten(1, (-1, BLOCK))
     q_XBKGCH = q_BXCKGH.permute(1, 0, 3, 4, 2, 5).contiguous()
     k_BKLH, v_BKLH = (x_BLKH.transpose(1, 2).contiguous() for x_BLKH in (k_BTKH, v_BTKH))
-    attended, _ = attention_in_blocks(q_XBKGCH.flatten(3, 4).flatten(0, 2), k_BKLH, v_BKLH, cu_seqlens,
-                                      torch.is_grad_enabled())
+    # Modes, such as FakeTensorMode, also see the operator.
+    is_eager = not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+    function = Eager.apply if is_eager else attention_in_blocks
+    attended, _ = function(q_XBKGCH.flatten(3, 4).flatten(0, 2), k_BKLH, v_BKLH, cu_seqlens,
+                           torch.is_grad_enabled())
     attended_BXCKGH = attended.view_as(q_XBKGCH).permute(1, 0, 4, 2, 3, 5)
     return attended_BXCKGH.flatten(3, 4).flatten(1, 2)[:, :tokens]

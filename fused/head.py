@@ -15,6 +15,8 @@ from fused.matmul import linear, upcast_for_matmul
 IGNORE_INDEX = -100  # marks positions without a target
 LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # float32 logits of one chunk
+# Without gradients, on a CPU: what malloc takes from its heap. The pages of larger blocks are new each time.
+CHUNK_BYTES_WITHOUT_GRADIENTS = 2**25
 
 # From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
 # losses and its gradient to the logits.
@@ -74,11 +76,15 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
 
 def logprob_and_lse(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return (M,) float32 log-probabilities of the targets, 0 for IGNORE_INDEX, and the logsumexp."""
-    logits_MV = float_logits(logits_MV, vocab_size)
-    # When compiled, this computes maximum and sum in one pass; logsumexp takes two.
-    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
-    lse_M1 = (logits_MV - highest_M1).exp_().sum(dim=-1, keepdim=True).log() + highest_M1
-    logprob_M1 = logits_MV.gather(1, targets_M.clamp(min=0)[:, None]) - lse_M1
+    logits_MV, index_M1 = float_logits(logits_MV, vocab_size), targets_M.clamp(min=0)[:, None]
+    target_M1 = logits_MV.gather(1, index_M1)
+    if torch.compiler.is_compiling():  # maximum and sum in one pass; logsumexp takes two
+        highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
+        lse_M1 = (logits_MV - highest_M1).exp_().sum(dim=-1, keepdim=True).log() + highest_M1
+        logprob_M1 = target_M1 - lse_M1
+    else:  # torch's kernel keeps a row in the cache
+        logprob_M1 = logits_MV.log_softmax(-1).gather(1, index_M1)
+        lse_M1 = target_M1 - logprob_M1
     return torch.where(targets_M == IGNORE_INDEX, 0, logprob_M1[:, 0]), lse_M1[:, 0]
 
 
@@ -147,9 +153,12 @@ class ChunkedHead:
         for name in ("logprob_and_gradient", "logprob_and_lse", "gradient_of_logprob"):
             setattr(self, name, torch.compile(getattr(self, name)))
 
-    def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
+    def chunks(self, hidden_MD: Tensor, weight_VD: Tensor, with_gradients: bool = True) -> list[slice]:
         """Return slices of positions whose logits are computed together."""
-        return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
+        size = self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type)
+        if not with_gradients and hidden_MD.device.type == "cpu":
+            size = min(size, max(1, CHUNK_BYTES_WITHOUT_GRADIENTS // 4 // len(weight_VD)))
+        return slices(len(hidden_MD), size)
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
                  target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
@@ -236,7 +245,8 @@ class LogprobOfTargets(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
-        weight_VD, chunks = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
+        weight_VD = values_VD.to(hidden_MD.dtype)
+        chunks = head.chunks(hidden_MD, values_VD, any(ctx.needs_input_grad))
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for chunk in chunks:
             logits_MV = linear(hidden_MD[chunk], weight_VD)

@@ -1,5 +1,6 @@
 """AdamW and Muon, the parameters that each updates, and the learning-rate schedule."""
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Optional
@@ -14,6 +15,11 @@ from config import OptimConfig
 from learn.cost import muon_batch
 from parallel.fsdp import compute_in_turns, is_divided, local_rows, local_span
 from parallel.ranks import Ranks, collective
+
+# torch wraps these methods for compiled optimizers, so that their first call imports torch._dynamo (1 s).
+for METHOD in ("add_param_group", "zero_grad"):
+    setattr(torch.optim.Optimizer, METHOD, inspect.unwrap(getattr(torch.optim.Optimizer, METHOD)))
+torch.optim.AdamW.step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:

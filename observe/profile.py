@@ -12,12 +12,12 @@ from typing import Optional
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
-from torch.utils.flop_counter import FlopCounterMode
 
 from common.heartbeat import HEARTBEAT
 from config import Config, step_window
 from dataloaders import Batch
 from learn.cost import StepFlops, Work
+from model_utils import forced_eager
 from observe.phases import Phases
 from observe.power import SLOWDOWNS, Reading, power_metrics, start_sampler
 from parallel.fsdp import is_sharded
@@ -260,10 +260,12 @@ def compare_flops(run: Run, batch: Batch) -> str:
               (("needed, by formula (MFU)", needed), ("computed eagerly, by formula (HFU)", computed))]
     if is_sharded(run.model):
         return "\n".join([*lines, "Not counted by torch, because the model is sharded."])
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
     device = run.ranks.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), \
-                torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+                forced_eager(), FlopCounterMode(display=False) as counter:
             run.objective.loss_sum(run.model, batch).total.backward()
     except torch.OutOfMemoryError:
         return "\n".join([*lines, "Not counted by torch, because an eager step needs more memory."])

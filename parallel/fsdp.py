@@ -14,15 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
 
 from common.heartbeat import HEARTBEAT
 from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks, collective
@@ -61,6 +52,15 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
         offload: keep parameters, gradients and optimizer state in the host's memory.
         exact: let ExactGradients, not FSDP, add the gradients of the copies, over the group `model.copies`.
     """
+    # Imported here: it takes half a second, and most runs shard nothing.
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     if exact:
         model.copies, mesh = mesh.get_group("replicate") if mesh.ndim > 1 else None, mesh[SHARD]
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
@@ -71,7 +71,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     head = model.head_matrix
     has_backward = any(parameter.requires_grad for parameter in model.parameters())
     for module in (model.tok_embeddings, *model.layers, head):
-        if not isinstance(module, FSDPModule):  # the head may be the embedding
+        if not is_sharded(module):  # the head may be the embedding
             shard(module, reshard_after_forward=module is not head or not has_backward)
     register_fsdp_forward_method(head, "use_as_head")
     model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
@@ -91,12 +91,12 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return isinstance(model, FSDPModule)
+    return hasattr(type(model), "reshard")  # torch's FSDPModule
 
 
 def is_divided(tensor: Tensor) -> bool:
     """Return whether a parameter is divided by rows; False if every rank holds all of it."""
-    return isinstance(tensor, DTensor)
+    return hasattr(tensor, "device_mesh")  # torch's DTensor
 
 
 def local_rows(tensor: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import random
@@ -9,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from factories import prepare_under_fire, start_preparation, write_jsonl
 
@@ -178,6 +182,60 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenize
     assert not list((tmp_path / "out").glob("tmp-*"))
 
 
+def write_source(folder: Path, kind: str) -> str:
+    """600 documents in two files of a kind, with empty ones, a bad one and a line that is not UTF-8 among them."""
+    texts = stories(600)
+    texts[17], texts[400] = " ", ""
+    folder.mkdir()
+    for number, part in enumerate((texts[:100], texts[100:])):
+        path = folder / f"{number}{kind.partition(' ')[0]}"
+        if path.suffix == ".txt":
+            path.write_bytes("".join(f" = {text[6:9]} = \n{text}\n\nand more\n\n" for text in part).encode() + b"\xff\nend\n")
+        elif path.suffix == ".parquet":
+            rows = pyarrow.table({"text": [*part, None]})
+            pyarrow.parquet.write_table(rows, path, row_group_size=50)
+        else:
+            lines = [json.dumps({"text": text}) for text in [*part, 5]]
+            content = f"[{','.join(lines)}]" if path.suffix == ".json" else "\n".join(lines)
+            path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json"])
+def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch, kind):
+    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.partition(" ")[2] or "whole")
+    options = {"on_bad_record": "skip", "max_documents": 550, "validation_fraction": None, "journal_seconds": 0.0}
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    chunks, read = [], []
+
+    def counting(spec, documents, fail_at=0):
+        chunks.append(documents)
+        if len(chunks) == fail_at:
+            raise DataError("planted")
+        return DOCUMENTS.tokenize(spec, documents)
+
+    with monkeypatch.context() as patch:
+        tokenize_by(patch, counting)
+        calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
+        tokenize_by(patch, partial(counting, fail_at=2 * len(chunks) - len(chunks) // 4))
+        with pytest.raises(DataError, match="planted"):
+            prepare(source, tokenizer_path, tmp_path / "out", **options)
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            read.append(super().readinto(buffer))
+            return read[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("data_pipeline.sources.open", lambda *path: io.BufferedReader(Counting(*path), 512), raising=False)
+        resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
+    assert shards_of(resumed) == shards_of(calm)
+    assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
+    size = sum(path.stat().st_size for path in Path(source.path).iterdir())
+    # A Parquet file of this size is read at once, and the first file, a sixth of the source, never again.
+    assert 0 < sum(read) < size * (0.6 if kind in (".jsonl", ".txt blank", ".txt line", ".txt wikitext") else 1.2)
+
+
 def test_no_validation_is_a_warning(tmp_path, tokenizer_path):
     (tmp_path / "one.txt").write_text("a whole play")
     assert "no document fell into validation" in describe_prepared(
@@ -250,7 +308,7 @@ def die(spec, texts):
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
     tokenize_by(monkeypatch, die)
     with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
-        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
+        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2, near_duplicates=0.8)
 
 
 def test_two_at_once_make_one_set(tmp_path, tokenizer_path):

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +63,16 @@ def test_a_bad_gradient_at_the_smallest_scale_is_no_overflow():
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     result, _, _ = a_step(uneven_batches(2), scaler, lambda model: model.norm.weight.register_hook(lambda grad: grad * math.inf))
     assert not result.finite and not result.updated and math.isfinite(result.loss)
+
+
+def test_an_eager_run_on_a_cpu_imports_neither_the_compiler_nor_fsdp(tiny_run):
+    """Each of them takes half a second or more. Each kind of evaluation and both optimizers are in the run."""
+    code = f"""import sys, train
+ended = train.main({tiny_run().argv(MAX_STEPS=1, OPTIMIZER="muon", SAMPLE_EVERY=1)})
+print("loaded:", [name for name in ("torch._dynamo", "torch.distributed.fsdp", "sympy", "transformers") if name in sys.modules])
+sys.exit(ended)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(train.__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0 and "loaded: []" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_skipped_step_advances_no_schedule():
