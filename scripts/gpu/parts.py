@@ -395,7 +395,7 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
 
 def generate(task: Task) -> None:
     """Run scripts/dev/benchmark_generate.py."""
-    size = ("--shape", "1b", "--dtype", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
+    size = ("--shape", "1b", "--weights", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
     if task.tiny:
         size = ("--shape", "tiny", "--pairs", 1, "--prompt-tokens", 16, "--new-tokens", 8, "--threads", 1)
     results = task.folder / "generate.jsonl"
