@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
 from fused.head import HeadWeight, embed
-from fused.matmul import QuantizedLinear, dequantize, linear, quantize
+from fused.matmul import QuantizedLinear, add_product, dequantize, linear, quantize
 from model import Linear, Transformer, VocabularyMatrix
 from parallel.fsdp import ReadRows, load_rows, local_rows, put
 
@@ -74,8 +74,7 @@ class LoRALinear(FrozenLinear):
         if not self.enabled:
             return output
         low = linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        # Transposed in memory: CPUs are several times slower with rows as short as the rank.
-        return output + linear(low * self.scale, self.lora_B.t().contiguous().t())
+        return add_product(output, low, self.lora_B, self.scale)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

@@ -42,6 +42,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
 
 
+def add_product(output: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
+    """Return output + scale * x @ weight.T; one pass over the output where the matmul can add to it."""
+    # Transposed in memory: CPUs are several times slower with rows as short as LoRA's rank.
+    weight = weight.to(x.dtype).t().contiguous()
+    if upcast_for_matmul(x) is not x:
+        return output + linear(x * scale, weight.t())
+    return torch.addmm(output.flatten(0, -2), x.flatten(0, -2), weight, alpha=scale).view_as(output)
+
+
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales."""
     setting, operators = f"LORA_BASE_QUANTIZATION={kind}", torch.ops.bitsandbytes

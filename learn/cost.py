@@ -205,7 +205,7 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
         inputs = bool(trained_qkv) + bool(trained_gate_up)
         kept = compute_bytes * (config.dim * inputs + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)
-        kept += len(targets_of(config)) * 2 * compute_bytes * config.lora_rank
+        kept += len(targets_of(config)) * compute_bytes * config.lora_rank
         norms = 2 if config.lora_enabled else 4
         return kept + FLOAT32 * (norms * config.dim + config.n_heads) + scores
     # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
