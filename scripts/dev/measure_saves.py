@@ -72,7 +72,7 @@ def main() -> None:
     share, state = Share(ranks, 1, config.head_dim), {**tensors, **moments}
     copied = share.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
     files = huggingface.model_files({name: copied[name] for name in tensors}, config, args.vocab_size)
-    files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments})
+    files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments}, None, config.head_dim)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
     manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}
     saving = Saving(1, 0, share, files, lambda folder: None, manifest)
