@@ -12,12 +12,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
-import numpy as np
 import torch
 
 from checkpoint import store
@@ -29,16 +28,14 @@ from common.files import disk_errors, read_json
 from common.text import ROOT, duration, last_line
 from config import Config
 from data_pipeline.templates import load_chat_format
-from dataloaders import MixedRows
 from debug.inspect import DataReport
-from debug.replay import backward_of_row, open_run, read_ledger, read_settings, replay_before
+from debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
 from evaluation.during_run import evaluations
 from evaluation.standalone import open_model, settings_for
 from hellaswag_utils import evaluate_batches
 from inference.generate import generate
 from inference.text import text_prompt
 from model_utils import choose_device
-from observe.guards import checksums
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.card import commit, device_name
 from run.start import read_inputs
@@ -51,6 +48,7 @@ UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_
             "REPORT": False, "POWER_HZ": 0, "PROFILE_STEPS": None, "POWER_STEPS": None,
             "MEMORY_SNAPSHOT": None, "WANDB_ENABLED": False, "TENSORBOARD_ENABLED": False,
             "TRACKIO_ENABLED": False}
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the ledger
 Info = Callable[[str], Any]
 
@@ -60,11 +58,22 @@ Info = Callable[[str], Any]
 class Leg(NamedTuple):
     """Steps that one process, or one group of ranks, took."""
 
-    begins: int  # its first step
-    first: int  # the first step to repeat
+    first: int
     last: int
     settings: dict[str, Any]
     start: dict[str, Any]  # its event
+
+    @property
+    def threads(self) -> str:
+        """The number of CPU threads, if recorded."""
+        return "".join(re.findall(r"(\d+) threads$", self.start.get("device", "")))
+
+
+class Machine(NamedTuple):
+    """How steps are repeated."""
+
+    force: bool = False  # differences of code, torch and device are warnings
+    ranks: Optional[int] = None  # instead of the recorded number, with REPRODUCIBLE
 
 
 def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
@@ -73,48 +82,38 @@ def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
               if entry["event"] == "start"}
     segments = segment_files(run_dir) or [(1, run_dir / "config.json")]
     ends = [begins - 1 for begins, _ in segments[1:]] + [last]
-    return [Leg(begins, max(first, begins), min(last, end), read_json(path), starts.get(begins - 1, {}))
+    return [Leg(max(first, begins), min(last, end), read_json(path), starts.get(begins - 1, {}))
             for (begins, path), end in zip(segments, ends) if max(first, begins) <= min(last, end)]
 
 
-class Machine(NamedTuple):
-    """How steps are repeated."""
-
-    force: bool = False  # do not compare code, torch and device with the recorded ones
-    ranks: Optional[int] = None  # instead of the recorded number, with REPRODUCIBLE
-
-
-def check_same_place(run_dir: Path, legs: Sequence[Leg]) -> None:
-    """Raise CheckpointError if code, torch or device are not those of the recorded steps."""
-    for leg in legs:
-        device = device_name(torch.device(choose_device(read_settings(run_dir, NO_FLAGS, leg.first)[0])))
-        now = {"paddock": (__version__, "check out that version"), "device": (device, "use such a machine"),
-               "commit": (commit(), "check it out"), "torch": (torch.__version__, "install that version")}
-        for name, (value, advice) in now.items():
-            then = str(leg.start.get(name) or value)
-            if then.partition(",")[0] != value.partition(",")[0]:  # a CPU's threads are set below
-                raise CheckpointError(f"step {leg.first} of {run_dir} was taken with {name} {then}, but this "
-                                      f"is {value}; {advice}, or add --force: the ledger decides anyway")
+def differences(leg: Leg) -> Iterator[str]:
+    """Yield what differs from the recorded steps: code, torch, device. A CPU's threads can be set."""
+    device = torch.device(choose_device(SimpleNamespace(device=leg.settings["DEVICE"])))
+    now = {"paddock": (__version__, "check out that version"), "commit": (commit(), "check it out"),
+           "torch": (torch.__version__, "install that version"),
+           "device": (device_name(device).partition(",")[0], "use such a machine")}
+    for name, (value, advice) in now.items():
+        then = str(leg.start.get(name) or value).partition(",")[0]
+        if then != value:
+            yield f"step {leg.first} was taken with {name} {then}, but this is {value}; {advice}"
 
 
 def take_steps(leg: Leg, folder: Path, resume: str) -> None:
     """Repeat the steps of a leg in `folder`/run, by train.py in new processes."""
-    world_size = leg.settings["WORLD_SIZE"]
+    ranks, settings, output = leg.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
     changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": leg.last, "RESUME": resume}
-    (folder / "settings.json").write_text(json.dumps(leg.settings | UNNEEDED | changes))
-    script = ["train.py"] if world_size == 1 else ["scripts/launch.py", f"--nproc-per-node={world_size}"]
+    settings.write_text(json.dumps(leg.settings | UNNEEDED | changes))
+    script = ["train.py"] if ranks == 1 else ["scripts/launch.py", f"--nproc-per-node={ranks}"]
     environ = {name: value for name, value in os.environ.items()
-               if name.lower() not in Config.model_fields and name not in ("RANK", "LOCAL_RANK")}
-    if threads := re.search(r"(\d+) threads", leg.start.get("device", "")):
-        environ["OMP_NUM_THREADS"] = threads[1]
-    with open(folder / "output.txt", "w+", errors="replace") as output:
-        command = [sys.executable, ROOT / script[0], *script[1:], "--config", folder / "settings.json"]
-        code = subprocess.run([*map(str, command)], env=environ, stdin=subprocess.DEVNULL, stdout=output,
-                              stderr=subprocess.STDOUT).returncode
-        output.seek(0)
-        if code:
-            raise PaddockError(f"steps {leg.first} to {leg.last} could not be repeated: "
-                               f"{last_line(output.read()).removeprefix('error: ')}")
+               if name.lower() not in Config.model_fields and name not in RANK_VARIABLES}
+    if leg.threads:
+        environ["OMP_NUM_THREADS"] = leg.threads
+    command = [sys.executable, str(ROOT / script[0]), *script[1:], "--config", str(settings)]
+    with open(output, "wb") as file:
+        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+    if done.returncode:
+        reason = last_line(output.read_text(errors="replace")).removeprefix("error: ")
+        raise PaddockError(f"steps {leg.first} to {leg.last} could not be repeated: {reason}")
 
 
 def compare_ledgers(ledger: dict[int, dict], other: dict[int, dict]) -> tuple[Optional[int], list[str]]:
@@ -150,26 +149,33 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
         raise CheckpointError(f"{run_dir} has no checkpoint of step {step} or an earlier one; add "
                               "--from-start to repeat all steps, or set KEEP_EVERY in later runs")
     nearest = max((saved for saved in kept if saved <= step), default=None)
-    base, begin = (None, min(ledger)) if nearest is None else (kept[nearest], nearest + 1)
+    base, first = (None, min(ledger)) if nearest is None else (kept[nearest], nearest + 1)
     if base:
         store.verify(base)
-
-    # Print the time that it takes, and check that the result can be the same.
-    legs = read_legs(run_dir, begin, step)
-    if not machine.force:
-        check_same_place(run_dir, legs)
-    for leg in legs if machine.ranks else ():
-        if not leg.settings.get("REPRODUCIBLE"):
+    legs = read_legs(run_dir, first, step)
+    for leg in legs:
+        for difference in differences(leg):
+            if not machine.force:
+                raise CheckpointError(f"{difference}, or add --force: the ledger decides anyway")
+            info(f"Warning: {difference}")
+        if machine.ranks and not leg.settings.get("REPRODUCIBLE"):
             raise SettingsError(f"--ranks {machine.ranks}: without REPRODUCIBLE, which this run did not set, "
                                 "the weights depend on the number of ranks; remove it")
-        leg.settings.update(WORLD_SIZE=machine.ranks, SHARD_DEGREE=0)
+        if machine.ranks:
+            leg.settings.update(WORLD_SIZE=machine.ranks, SHARD_DEGREE=0)
+
+    # Print the time that it takes, and the recorded settings that the environment does not change.
     seconds = [entry["step_seconds"] for entry in read_entries(run_dir / "metrics.jsonl")
                if isinstance(entry.get("step_seconds"), float)]
-    needed = (step + 1 - begin) * statistics.median(seconds or [0])
+    needed = (step + 1 - first) * statistics.median(seconds or [0])
     needed += sum(leg.start.get("seconds") or 0 for leg in legs)  # to load
-    ranks = ", ".join(str(leg.settings["WORLD_SIZE"]) for leg in legs)
-    info(f"Step {step} of {run_dir}: {step + 1 - begin} steps from {base.name if base else 'the start'}"
-         + f", number of ranks: {ranks}, about {duration(needed)}" * bool(legs))
+    info(f"Step {step} of {run_dir}: {step + 1 - first} steps from {base.name if base else 'the start'}"
+         + f", about {duration(needed)}" * bool(legs))
+    for leg in legs:
+        names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
+        used = [f"{name}={leg.settings[name]}" for name in names]
+        info(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
+             + f", {leg.threads} CPU threads per rank" * bool(leg.threads))
 
     with disk_errors(output, CheckpointError, "choose another folder with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -181,34 +187,29 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
                     shutil.copy(log, again)
                 (again / "checkpoints" / f"step-{nearest:08d}").symlink_to(base.resolve())
             for leg in legs:
-                begins_anew = base is None and leg is legs[0] and leg.settings["RESUME"] != "never"
-                take_steps(leg, Path(temporary), leg.settings["RESUME"] if begins_anew else "auto")
-                check_ledger(ledger, read_ledger(again), leg)
-            publish(again / "checkpoints" / f"step-{step:08d}", output, legs[-1].settings if legs else None)
+                restarts = base is None and leg is legs[0] and leg.settings["RESUME"] != "never"
+                take_steps(leg, Path(temporary), leg.settings["RESUME"] if restarts else "auto")
+                repeated = {now: line for now, line in read_ledger(again).items() if now >= leg.first}
+                wrong, fields = compare_ledgers(ledger, repeated)
+                if wrong is not None:
+                    values = f"{repeated[wrong][fields[0]]}, not {ledger[wrong][fields[0]]}"
+                    raise CheckpointError(f"step {wrong} is not the recorded step: {fields[0]} is {values}. "
+                                          "Data, code, machine or threads have changed since; nothing was "
+                                          "written")
+            publish(again / "checkpoints" / f"step-{step:08d}", output, legs[-1].settings if legs else {})
     proof = "the checksum of its weights is" if ledger[step]["weights"] else (
         "there are no checksums (LEDGER_CHECKSUM), but losses and gradient norms of all repeated steps are")
     info(f"{output}: {proof} that of the ledger" if legs else f"{output}: a verified copy of {base}")
 
 
-def check_ledger(ledger: dict[int, dict], repeated: dict[int, dict], leg: Leg) -> None:
-    """Raise CheckpointError unless all steps of a leg are those of the ledger."""
-    lines = {step: line for step, line in repeated.items() if step >= leg.first}
-    step, fields = compare_ledgers(ledger, lines)
-    if step is not None:
-        now, then = lines[step][fields[0]], ledger[step][fields[0]]
-        raise CheckpointError(f"step {step} is not the recorded step: {fields[0]} is {now}, not {then}. "
-                              "Data, code, machine or threads have changed since; nothing was written")
-
-
-def publish(made: Path, output: Path, settings: Optional[dict[str, Any]]) -> None:
+def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
     """Copy a checkpoint, with the settings that the run had."""
-    manifest, state = store.read_manifest(made), read_json(made / store.STATE)
+    manifest, state = store.read_manifest(made), store.read_state(made)
+    state["settings"] = settings or state["settings"]
 
     def write_files(folder: Path) -> None:
-        shutil.copytree(made, folder, dirs_exist_ok=True)
-        (folder / MANIFEST).unlink()
-        if settings:
-            (folder / store.STATE).write_text(json.dumps(state | {"settings": settings}, indent=1) + "\n")
+        shutil.copytree(made, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n")
 
     details = {name: manifest[name] for name in ("step", "world_size", "val_loss")}
     store.publish(output, write_files, details, sum(file["size"] for file in manifest["files"].values()))
@@ -217,34 +218,27 @@ def publish(made: Path, output: Path, settings: Optional[dict[str, Any]]) -> Non
 # --------------------------------------------------------------------------------- when an answer changed
 
 
-def read_metric(text: str) -> tuple[str, Callable[[float], bool]]:
-    """Return name and test of a condition such as "val_loss > 2"."""
-    parts = re.fullmatch(r"\s*(\w+)\s*([<>])\s*([-+.\deE]+)\s*", text)
-    try:
-        name, sign, limit = parts[1], parts[2], float(parts[3])
-    except (TypeError, ValueError) as error:
-        raise SettingsError(f"--metric {text!r} is not of the form 'val_loss > 2'") from error
-    return name, lambda value: value > limit if sign == ">" else value < limit
-
-
 def judge(folder: Path, question: dict[str, Any]) -> tuple[bool, str]:
     """Return whether a checkpoint answers as asked, and its answer.
 
     Args:
         question: `item` (counted from 1) and perhaps `set`; or `prompt` and `expect`; or `metric`.
     """
-    measured = bool(question.get("metric"))
-    flags = {"validate_every": int(measured), "generation_eval_every": 0,
-             "hellaswag_every": int("prompt" not in question)}
-    config = settings_for(folder, Layer({name: (value, "") for name, value in flags.items()}, []), None)
+    flags = {"validate_every": (int("metric" in question), ""), "generation_eval_every": (0, ""),
+             "hellaswag_every": (int("prompt" not in question), "")}
+    config = settings_for(folder, Layer(flags, []), None)
     context = RunContext(Ranks(), StopSignals(), SimpleNamespace(info=lambda text: None, warn=print))
     run = open_model(folder, config, None, context)
-    if measured:
-        name, holds = read_metric(question["metric"])
+    if "metric" in question:
+        condition = re.fullmatch(r"\s*(\w+)\s*([<>])\s*(-?\d*\.?\d+(?:e-?\d+)?)\s*", question["metric"])
+        if not condition:
+            raise SettingsError(f"--metric {question['metric']!r} is not of the form 'val_loss > 2'")
+        name, sign, limit = condition.groups()
         values = {key: value for each in evaluations(run) for key, value in each.measure().metrics.items()}
         if name not in values:
             raise SettingsError(f"--metric {name}: an evaluation of this run gives {', '.join(values)}")
-        return holds(values[name]), f"{name} = {values[name]:.4f}"
+        holds = values[name] > float(limit) if sign == ">" else values[name] < float(limit)
+        return holds, f"{name} = {values[name]:.4f}"
     if "prompt" in question:
         tokenizer = run.inputs.tokenizer
         prompt = text_prompt(tokenizer, question["prompt"])
@@ -272,12 +266,15 @@ def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_sh
     An answer may change several times. This finds one change, between the last two kept checkpoints whose
     answers differ.
     """
-    kept = dict(sorted(kept_checkpoints(run_dir, max(read_ledger(run_dir))).items()))
-    answers = {}
-    for step, folder in kept.items():
-        answers[step] = judge(folder, question)
+    kept, answers = kept_checkpoints(run_dir, max(read_ledger(run_dir))), {}
+
+    def ask(step: int) -> None:
+        answers[step] = judge(kept[step], question)
         info(f"after step {step}: {answers[step][1]}")
-    pairs = [pair for pair in zip([*kept], [*kept][1:]) if answers[pair[0]][0] != answers[pair[1]][0]]
+
+    for step in sorted(kept):
+        ask(step)
+    pairs = [(low, high) for low, high in zip(answers, [*answers][1:]) if answers[low][0] != answers[high][0]]
     if not pairs:
         raise SettingsError(f"the answer is the same at the {len(kept)} kept checkpoints of {run_dir}; ask "
                             "something else, or keep more checkpoints with KEEP_EVERY")
@@ -287,20 +284,17 @@ def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_sh
             middle = (low + high) // 2
             folder = Path(temporary) / f"step-{middle:08d}"
             recreate(run_dir, middle, folder, kept, Machine(force), info)
-            kept[middle], answers[middle] = folder, judge(folder, question)
-            info(f"after step {middle}: {answers[middle][1]}")
+            kept[middle] = folder
+            ask(middle)
             low, high = (low, middle) if answers[middle][0] != answers[low][0] else (middle, high)
     info(f"Step {high} changed the answer: {answers[low][1]} after step {low}, {answers[high][1]} after step "
          f"{high}. Its rows:")
     config = read_settings(run_dir, NO_FLAGS, high)[0].model_copy(
         update={"validate_every": 0, "hellaswag_every": 0, "generation_eval_every": 0})
     inputs = read_inputs(config, verify=False)
-    describe = DataReport(Path(config.data_path), {}, config, inputs.tokenizer).describe_row
-    for row in inputs.order(config, Ranks()).all_rows(high - 1)[:rows_shown]:
-        source, mixed = inputs.rows, isinstance(inputs.rows, MixedRows)
-        if mixed:
-            source = inputs.rows.source_rows[inputs.rows.locate(np.array([row]))[0][0]]
-        for line in describe(f"row {row:,}", source, inputs.rows(np.array([row]))):
+    report = DataReport(Path(config.data_path), {}, config, inputs.tokenizer)
+    for row in inputs.order(config, Ranks()).all_rows(high - 1)[:rows_shown].reshape(-1, 1):
+        for line in report.describe_row(inputs.rows, row):
             info(line)
     return high
 
@@ -323,7 +317,8 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False, info: Info = pri
     Args:
         replays: also replay that step of both runs row by row, to name the rank.
     """
-    ledgers = [read_ledger(folder) for folder in (run_dir, other_dir)]
+    folders = (run_dir, other_dir)
+    ledgers = [read_ledger(folder) for folder in folders]
     common = sorted(ledgers[0].keys() & ledgers[1].keys())
     if not common:
         raise SettingsError(f"{run_dir} and {other_dir} have no step in common")
@@ -334,39 +329,35 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False, info: Info = pri
         info(f"The {len(common)} common steps, {common[0]} to {common[-1]}, are equal: {proof}")
         return False
     info(f"The first difference is in step {step} ({proof}).")
-    lines = [ledger[step] for ledger in ledgers]
+    one, two = (ledger[step] for ledger in ledgers)
     for name in fields if fields != ["weights"] else []:
         if name != "tensors":
-            info(f"{name}: {lines[0][name]} and {lines[1][name]}")
+            info(f"{name}: {one[name]} and {two[name]}")
     if "tensors" in fields:
-        sums = [re.findall(".{8}", line["tensors"]) for line in lines]
+        sums = [re.findall(".{8}", line["tensors"]) for line in (one, two)]
         differing = [name for name, *values in zip(names_of_tensors(run_dir, len(sums[0])), *sums)
                      if values[0] != values[1]]
         info(f"{len(differing)} of {len(sums[0])} tensors differ after it, the first is {differing[0]}")
-    settings = [read_legs(folder, step, step)[0].settings for folder in (run_dir, other_dir)]
-    changed = [f"{name} is {settings[0][name]} and {settings[1].get(name)}" for name in settings[0]
-               if settings[0][name] != settings[1].get(name) and name not in ("OUTPUT_DIR", "RUN_NAME")]
+    settings, others = (read_legs(folder, step, step)[0].settings for folder in folders)
+    changed = [f"{name} is {value} and {others.get(name)}" for name, value in settings.items()
+               if value != others.get(name) and name not in ("OUTPUT_DIR", "RUN_NAME")]
     info(f"Settings: {', '.join(changed) or 'equal'}")
-    if replays:
-        replayed = [replay_rows(folder, step, info) for folder in (run_dir, other_dir)]
-        for name, rows, others in ((run_dir, *replayed), (other_dir, *replayed[::-1])):
-            ranks = sorted({rank for row, (rank, *_) in rows.items()
-                            if row not in others or rows[row][1:] != others[row][1:]})
-            info(f"{name}: replayed here, the rows of rank {', '.join(map(str, ranks))} give other gradients"
-                 if ranks else f"{name}: replayed here, each row gives the other run's gradient, so settings "
-                               "and data are not the cause: a machine, its kernels or the order of sums is")
+    replayed = [replay_rows(folder, step, info) for folder in folders if replays]
+    for folder, rows, other_rows in zip(folders, replayed, replayed[::-1]):
+        ranks = sorted({rank for row, (rank, report) in rows.items()
+                        if row not in other_rows or report != other_rows[row][1]})
+        result = f"the rows of rank {', '.join(map(str, ranks))} give other gradients" if ranks else (
+            "each row gives the other run's gradient, so settings and data are not the cause: a machine, its "
+            "kernels or the order of sums is")
+        info(f"{folder}: replayed here, {result}")
     return True
 
 
-def replay_rows(run_dir: Path, step: int, info: Info) -> dict[int, tuple[int, float, list[int]]]:
-    """Return rank, loss and checksums of the gradients of each row of a step, without dropout."""
+def replay_rows(run_dir: Path, step: int, info: Info) -> dict[int, tuple[int, str]]:
+    """Return the rank of each row of a step, and its loss and gradient norm as text, without dropout."""
     config, world_size = read_settings(run_dir, NO_FLAGS, step)
     run = open_run(run_dir, config, step, info)
     info(f"{run_dir}: weights of {replay_before(run, step, world_size, read_ledger(run_dir, step))[0]}")
-    run.model.eval()
-    rows, found = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist(), {}
-    for number, row in enumerate(rows):
-        loss, *_ = backward_of_row(run, row, 1)
-        gradients = [each.grad for each in run.model.parameters() if each.grad is not None]
-        found[row] = number * world_size // len(rows), loss, checksums(gradients).tolist()
-    return found
+    rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
+    reports = {report.row: str(report) for report in examine_rows(run, rows, 1)}
+    return {row: (number * world_size // len(rows), reports[row]) for number, row in enumerate(rows)}

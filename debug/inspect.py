@@ -22,7 +22,7 @@ from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder
-from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_set, rows_at
+from dataloaders import ExampleRows, MixedRows, Rows, open_mixture, open_set, rows_at
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -207,20 +207,20 @@ class DataReport:
         order = (rows.mixing.rows_at(positions, seed) if isinstance(rows, MixedRows) else
                  rows_at(positions, len(rows), seed))
         for number, row in enumerate(order.reshape(-1, 1), 1):
-            source, name = rows, ""
-            if isinstance(rows, MixedRows):
-                (place,), _ = rows.locate(row)
-                source, name = rows.source_rows[place], f" from {rows.mixture.sources[place].label}"
-            yield from self.describe_row(f"row {row[0]:,}{name}, number {number} of the run", source,
-                                          rows(row))
+            yield from self.describe_row(rows, row, f", number {number} of the run")
 
-    def describe_row(self, title: str, source: Rows, batch: Batch) -> Iterator[str]:
-        """Yield the lines that show a batch of one row of a source."""
+    def describe_row(self, rows: Rows, row: np.ndarray, note: str = "") -> Iterator[str]:
+        """Yield the lines that show a row, of shape (1,)."""
+        batch, source, name = rows(row), rows, ""
+        if isinstance(rows, MixedRows):
+            (place,), _ = rows.locate(row)
+            source, name = rows.source_rows[place], f" from {rows.mixture.sources[place].label}"
         targets_T, tokens_T = batch.targets_BT[0], batch.tokens_BT[0]
         documents_T = batch.document_ids_BT
         documents_T = torch.ones_like(tokens_T) if documents_T is None else documents_T[0]
         borders = [0, *(torch.diff(documents_T).nonzero().flatten() + 1).tolist(), len(tokens_T)]
-        yield f"{title}: {len(tokens_T):,} slots, {int((targets_T != IGNORE_INDEX).sum()):,} labels"
+        labels = int((targets_T != IGNORE_INDEX).sum())
+        yield f"row {row[0]:,}{name}{note}: {len(tokens_T):,} slots, {labels:,} labels"
         has_examples = isinstance(source, ExampleRows)
         for number, (first, last) in enumerate(zip(borders, borders[1:]), 1):
             if number > SHOWN_DOCUMENTS and last < len(tokens_T):

@@ -65,17 +65,13 @@ class RowReport(NamedTuple):
         return self.bad_module is not None or self.bad_gradient is not None
 
 
-def read_row(run: Run, row: int) -> Batch:
-    """Return a row of the training split, on the device."""
-    return run.inputs.rows(np.array([row])).to(run.ranks.device)
-
-
 def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
     """Return a row's summed loss, the norm of its contribution to the gradient, and its number of units.
 
     `count` is the number of units in the whole step.
     """
-    batch, scale = read_row(run, row), run.scaler.get_scale() if run.scaler else 1.0
+    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
+    scale = run.scaler.get_scale() if run.scaler else 1.0
     run.optimizer.zero_grad()
     total, _ = run.objective.loss_sum(run.model, batch)
     (total * (scale / count)).backward()
@@ -172,7 +168,7 @@ def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[st
 
     `rows` are the run's rows, `numbered`; `count` is the number of units in the whole step.
     """
-    tokenizer, batch = run.inputs.tokenizer, read_row(run, report.row)
+    tokenizer, batch = run.inputs.tokenizer, run.inputs.rows(np.array([report.row])).to(run.ranks.device)
     with torch.no_grad():
         logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
                                       target_index_M=batch.target_index_M)

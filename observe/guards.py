@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Optional
@@ -31,8 +31,7 @@ from parallel.ranks import collective
 from run.life import Run, StepResult, finish_saving, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
-CHUNK_WORDS = 2**22  # words of a tensor that a checksum processes at a time
-WORDS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 SUMMED_WORDS = {"cpu": 2**18, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
 KEPT_BYTES = 2**30  # of gradients in a dump
 
@@ -76,7 +75,7 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
 
 
-# -------------------------------------------------------------------------------- checksums of the weights
+# -------------------------------------------------------------------------------------------- checksums
 
 
 @cache
@@ -87,27 +86,29 @@ def multipliers(seed: int, device: torch.device, count: int) -> Tensor:
 
 
 @torch.no_grad()
-@collective
-def weight_checksums(model: nn.Module) -> Tensor:
-    """Return a checksum of each trained tensor's bits, by name, as (2K,) doubles: upper and lower halves.
+def checksum(rows: Tensor, start: int = 0) -> Tensor:
+    """Return a checksum, an int64 scalar, of the bits of rows that begin at row `start` of a tensor.
 
     The sum over all elements of bits x factor of the row x factor of the column, modulo 2^64. Integer sums do
     not depend on their order, so the shards of a tensor add up. A factor is odd, so that any change of one
     element changes the sum; other changes cancel out with a probability of about 2^-31.
     Source: multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014 (arXiv:1202.4961).
     """
-    trained = sorted((name, each) for name, each in named_parameters(model).items() if each.requires_grad)
-    sums = []
-    for _, parameter in trained:
-        rows, start = local_rows(parameter).detach(), local_span(parameter)[0]
-        columns = parameter.shape[1:].numel()
-        bits = rows.view(WORDS[rows.element_size()]).reshape(len(rows), columns)
-        longest = 1 << max(len(parameter), columns).bit_length()
-        rows_R, columns_C = (multipliers(seed, rows.device, longest) for seed in (0, 1))
-        chunk = max(1, SUMMED_WORDS[rows.device.type] // columns)
-        sums_R = torch.cat([(part * columns_C[:columns]).sum(dim=1) for part in bits.split(chunk)])
-        sums.append((sums_R * rows_R[start:start + len(rows)]).sum())
-    sums_K = add_shards(sums, [parameter for _, parameter in trained])
+    rows = rows.detach() if rows.ndim else rows.detach()[None]
+    columns, end = rows.shape[1:].numel(), start + len(rows)
+    bits = rows.view(WORDS[rows.element_size()]).reshape(len(rows), columns)
+    longest = 1 << max(end, columns).bit_length()
+    rows_R, columns_C = (multipliers(seed, rows.device, longest) for seed in (0, 1))
+    chunk = max(1, SUMMED_WORDS[rows.device.type] // max(1, columns))
+    sums_R = torch.cat([(part * columns_C[:columns]).sum(dim=1) for part in bits.split(chunk)])
+    return (sums_R * rows_R[start:end]).sum()
+
+
+@collective
+def weight_checksums(model: nn.Module) -> Tensor:
+    """Return the checksum of each trained tensor, by name, as (2K,) doubles: upper and lower halves."""
+    trained = [each for _, each in sorted(named_parameters(model).items()) if each.requires_grad]
+    sums_K = add_shards([checksum(local_rows(each), local_span(each)[0]) for each in trained], trained)
     return torch.cat([sums_K >> 32, sums_K & 0xFFFFFFFF]).double()
 
 
@@ -336,24 +337,6 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
 # -------------------------------------------------------------------------------------------- replicas
 
 
-def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Return a 32-bit-strong checksum of each tensor's bits, int64 on the CPU.
-
-    Each word is weighted by its index, so that two changes do not cancel out as in a plain sum.
-    """
-    sums = []
-    for tensor in tensors:
-        words = tensor.detach().contiguous().flatten().view(torch.uint8)
-        words = words.view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
-        # May be empty: a rank may hold no row of a sharded matrix.
-        weights = 2 * torch.arange(min(len(words), CHUNK_WORDS), dtype=torch.int32, device=words.device) + 1
-        total = torch.zeros((), dtype=torch.int64, device=words.device)
-        for chunk in words.split(CHUNK_WORDS):
-            total = total * 1_000_003 + (chunk * weights[:len(chunk)]).sum(dtype=torch.int64)
-        sums.append(total)
-    return torch.stack(sums).cpu()
-
-
 @collective
 def check_replicas(run: Run) -> None:
     """Raise DriftError unless weights and optimizer state are bit-identical on ranks with the same rows."""
@@ -367,7 +350,8 @@ def check_replicas(run: Run) -> None:
                           for name in tensors])
     first_RN = np.arange(run.ranks.world_size)[:, None] % np.where(divided_N, degree, 1)
 
-    sums_RN = np.array(run.ranks.all_gather_json(checksums(tensors.values()).tolist()))
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
+    sums_RN = np.array(run.ranks.all_gather_json(sums))
     differs_RN = sums_RN != np.take_along_axis(sums_RN, first_RN, axis=0)
     if not differs_RN.any():
         return

@@ -2,9 +2,9 @@
 
     ./paddock at-step runs/first 1234 --output models/step-1234
 
-The steps after the nearest kept checkpoint (KEEP_EVERY) are repeated with the recorded settings and number of
-ranks, in a temporary folder beside the output. The run's folder is not changed. With LEDGER_CHECKSUM, the
-checksum of the weights is the proof; without it, the losses and gradient norms of the repeated steps are.
+The steps after the nearest kept checkpoint (KEEP_EVERY) are repeated with the recorded settings, threads and
+ranks, beside the output. Another version, data set or device is an error. The run's folder is not changed.
+With LEDGER_CHECKSUM, the checksum of the weights is the proof; without it, losses and gradient norms are.
 """
 
 import sys
@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.command_line import CommandParser
+from common.command_line import CommandParser, number
 from common.errors import local_path, run_script
 from common.text import show
 from settings.load import find_run
@@ -27,11 +27,9 @@ def main() -> None:
     parser.add_argument("--from-start", action="store_true", help="repeat all steps of the run")
     parser.add_argument("--force", action="store_true",
                         help="also with another version of the code or torch, or on another device")
-    parser.add_argument("--ranks", type=int, metavar="N",
+    parser.add_argument("--ranks", type=number(int, "from 1 on", lambda value: value >= 1), metavar="N",
                         help="number of ranks, for a run with REPRODUCIBLE (default: as recorded)")
     args = parser.parse_args()
-    if args.ranks is not None and args.ranks < 1:
-        parser.error("--ranks must be 1 or more")
 
     from debug.history import Machine, recreate  # imports torch, which takes seconds
 

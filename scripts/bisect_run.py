@@ -24,7 +24,7 @@ def main() -> None:
     parser = CommandParser(__doc__, usage="%(prog)s RUN --item N [flags below]")
     parser.add_argument("run", help="a run's folder or name")
     kinds = parser.add_mutually_exclusive_group(required=True)
-    kinds.add_argument("--item", type=int, metavar="N", help="item of a multiple-choice set, counted from 1")
+    kinds.add_argument("--item", type=int, metavar="N", help="item of a multiple-choice set, from 1")
     kinds.add_argument("--prompt", metavar="TEXT", help="text to continue or answer; needs --expect")
     kinds.add_argument("--metric", metavar="IF", help="such as 'val_loss > 2'")
     parser.add_argument("--set", metavar="NAME", help="set of --item (default: the run's first)")
@@ -39,8 +39,8 @@ def main() -> None:
 
     from debug.history import bisect  # imports torch, which takes seconds
 
-    asked = {name: getattr(args, name) for name in ("item", "set", "prompt", "expect", "metric")}
-    question = {name: value for name, value in asked.items() if value is not None}
+    names = ("item", "set", "prompt", "expect", "metric")
+    question = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
     bisect(find_run(args.run), question, args.force, args.rows, show)
 
 

@@ -9,9 +9,10 @@ from random import Random
 import pytest
 from factories import MODES, UNMEASURED, TinyRun, contents
 
-import debug.history
+import debug.replay
 from checkpoint import store
 from common.errors import CheckpointError, PaddockError, SettingsError
+from data_preparation_utils import PreparationOptions, prepare_set
 from debug.history import Machine, bisect, diff, judge, recreate
 
 CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
@@ -51,7 +52,8 @@ def checked(prepared, tmp_path_factory):
 def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path):
     run, expected = checked
     text = check_step(run, 8, tmp_path / "out" / "eight", expected[8])
-    assert "Step 8" in text and "2 steps from step-00000006, number of ranks: 1, about " in text
+    assert "Step 8" in text and "2 steps from step-00000006, about " in text
+    assert "Steps 7 to 8: WORLD_SIZE=1, SHARDING=none, MICRO_BATCH_SIZE=2, 1 CPU threads per rank" in text
     assert "the checksum of its weights is that of the ledger" in text
     state = store.read_state(tmp_path / "out" / "eight")
     assert state["settings"]["SAVE_EVERY"] == 1 and state["settings"]["STOP_STEP"] is None, "a resume keeps the run's settings"
@@ -64,7 +66,7 @@ def test_without_checksums_the_losses_are_the_proof_on_two_ranks(tiny_run, tmp_p
     expected, lines = all_steps(run, 4), []
     recreate(run.folder, 2, tmp_path / "out" / "two", {}, info=lines.append)
     assert hashes(tmp_path / "out" / "two") == expected[2]
-    assert "2 steps from the start, number of ranks: 2" in lines[0] and "losses and gradient norms" in lines[-1]
+    assert "2 steps from the start" in lines[0] and "WORLD_SIZE=2" in lines[1] and "losses and gradient norms" in lines[-1]
 
 
 def test_a_kept_checkpoint_is_copied(checked, tmp_path):
@@ -151,17 +153,15 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
     """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
     run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
     run.ends([0, 0])
-    other, lines, calls, seventh, original = run.copy(tmp_path / "other"), [], [], [0], debug.history.backward_of_row
+    other, lines, calls, seventh, original = run.copy(tmp_path / "other"), [], [], [0], debug.replay.backward_of_row
     another_value(other, "loss", 1.0, 2)
 
     def planted(replayed, row, count):
-        result = original(replayed, row, count)
+        loss, norm, units = original(replayed, row, count)
         calls.append(row)
-        if len(calls) == seventh[0]:
-            replayed.model.norm.weight.grad += 1
-        return result
+        return loss, norm + (len(calls) == seventh[0]), units
 
-    monkeypatch.setattr(debug.history, "backward_of_row", planted)
+    monkeypatch.setattr(debug.replay, "backward_of_row", planted)
     for number, words in ((15, "the rows of rank 1 give other gradients"), (0, "settings and data are not the cause")):
         seventh[0] = number
         lines.clear(), calls.clear()
@@ -175,9 +175,53 @@ def test_a_reproducible_run_comes_back_on_another_number_of_ranks(tiny_run, chec
     assert run.train() == 0
     output, lines = tmp_path / "out" / "three", []
     recreate(run.folder, 3, output, {1: run.checkpoint(1)}, Machine(ranks=2), lines.append)
-    assert hashes(output) == hashes(run.checkpoint(3)) and "number of ranks: 2" in lines[0] and "the checksum of its weights is" in lines[-1]
+    assert hashes(output) == hashes(run.checkpoint(3)) and "WORLD_SIZE=2" in lines[1] and "the checksum of its weights is" in lines[-1]
     with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
         recreate(checked[0].folder, 5, tmp_path / "out" / "five", None, Machine(ranks=2))
+
+
+def test_settings_of_the_environment_do_not_change_the_steps(checked, tmp_path, monkeypatch):
+    for name, value in (("MICRO_BATCH_SIZE", "4"), ("OMP_NUM_THREADS", "2"), ("LOCAL_WORLD_SIZE", "2"), ("SEED", "3")):
+        monkeypatch.setenv(name, value)
+    check_step(checked[0], 5, tmp_path / "out" / "five", checked[1][5])
+
+
+def test_other_code_is_a_warning_with_force(checked, tmp_path):
+    run, lines = checked[0].copy(tmp_path / "copy"), []
+    start_event(run, commit="abc")
+    recreate(run.folder, 5, tmp_path / "out" / "five", None, Machine(force=True), lines.append)
+    assert lines[0].startswith("Warning: step 4 was taken with commit abc, but this is") and "that of the ledger" in lines[-1]
+
+
+@pytest.mark.parametrize("first, words", [(1, "could not be repeated: .*PRETRAIN_DATA_PATH"), (0, "step 1 is not the recorded step: .* Data, code")])
+def test_changed_data_is_an_error(first, words, prepared, tmp_path):
+    """Prepared again from other texts, in the same place."""
+    shards = Path(shutil.copytree(prepared.shards, tmp_path / "data" / "shards"))
+    run = TinyRun(prepared._replace(shards=shards), tmp_path, **CHECKED, SAVE_EVERY=1, MAX_STEPS=2)
+    assert run.train() == 0
+    (tmp_path / "other.jsonl").write_text((json.dumps({"text": "A dog saw the cat."}) + "\n") * 1000)
+    other = prepare_set("documents", str(tmp_path / "other.jsonl"), tmp_path / "other",
+                        PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.0, workers=1))
+    shutil.rmtree(shards)
+    shutil.move(other, shards)
+    with pytest.raises(PaddockError, match=words):
+        recreate(run.folder, 2, tmp_path / "out" / "two", {1: run.checkpoint(1)} if first else {}, info=lambda text: None)
+
+
+SHARDED = {"full": (2, {"SHARDING": "full", "REPRODUCIBLE": "true"}, None), "full-on-1": (2, {"SHARDING": "full", "REPRODUCIBLE": "true"}, 1),
+           "hybrid-on-1": (4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2, "REPRODUCIBLE": "true"}, 1),
+           "hybrid-as-recorded": (4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2, "LEDGER_CHECKSUM": "true"}, None)}
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_step_of_a_sharded_run_comes_back(layout, tiny_run, tmp_path):
+    recorded, settings, ranks = SHARDED[layout]
+    run = tiny_run(**UNMEASURED, **settings, SAVE_EVERY=1, MAX_STEPS=3, MICRO_BATCH_SIZE=1)
+    run.ends([0] * recorded)
+    output, lines = tmp_path / "out" / "three", []
+    recreate(run.folder, 3, output, {1: run.checkpoint(1)}, Machine(ranks=ranks), lines.append)
+    assert hashes(output) == hashes(run.checkpoint(3)) and f"WORLD_SIZE={ranks or recorded}, SHARDING={settings['SHARDING']}" in lines[1]
+    store.verify(output)
 
 
 RANDOM_STEPS = 10  # of each stage and number of ranks: 100 in all
