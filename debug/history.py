@@ -207,12 +207,14 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
     manifest, state = store.read_manifest(made), store.read_state(made)
     state["settings"] = settings or state["settings"]
 
-    def write_files(folder: Path) -> None:
+    def write_files(folder: Path) -> dict[str, dict[str, Any]]:
         shutil.copytree(made, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n")
+        return {name: file for name, file in manifest["files"].items() if name.endswith(".safetensors")}
 
     details = {name: manifest[name] for name in ("step", "world_size", "val_loss")}
     store.publish(output, write_files, details, sum(file["size"] for file in manifest["files"].values()))
+    store.verify(output)
 
 
 # --------------------------------------------------------------------------------- when an answer changed
