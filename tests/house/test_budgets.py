@@ -21,7 +21,7 @@ BUDGETS = {
     "checkpoint/": 2050,
     "common/": 1090,
     "data_pipeline/": 3080,
-    "debug/": 1120,
+    "debug/": 1100,
     "evaluation/": 470,
     "fused/": 810,
     "inference/": 880,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 7420,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 29570,
+    "tests/": 29590,
 }
 
 
