@@ -45,8 +45,8 @@ class RunConfig(Section):
     """Stage, run folder, start checkpoint and hardware."""
 
     preset: str = safe("", "named settings (settings/presets/) that override .env; the last one wins")
-    training_stage: Literal["pretrain", "sft", "dpo"] = fixed(
-        "pretrain", "kind of training data: pretrain = text, sft = chats, dpo = preference pairs")
+    training_stage: Literal["pretrain", "sft", "dpo", "grpo"] = fixed(
+        "pretrain", "kind of data: text, chats for sft, preference pairs for dpo, prompts for grpo")
     output_dir: str = safe("runs", "folder that holds all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
@@ -91,6 +91,7 @@ class DataConfig(Section):
         None, "prepared text, mixture, or token files; ./paddock train also prepares text and hub datasets")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
+    grpo_data_path: Optional[str] = safe(None, "prepared prompts")
     cache_dir: Optional[str] = safe(
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
@@ -383,11 +384,40 @@ class DistillationConfig(Section):
         0, "0 = run the teacher at every step; K = store its K most likely tokens once", ge=0)
 
 
+class OnlineConfig(Section):
+    """Training on the model's own answers, which functions reward (GRPO)."""
+
+    reward: str = fixed(
+        "exact", "sum of functions: exact, contains, regex, math, length, module:function; comma-separated, "
+        "perhaps with weights: math*2,rewards:polite*-0.5")
+    reward_timeout: float = safe(10.0, "seconds in which all functions must reward an answer", gt=0, le=3600)
+    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=2, le=4096)
+    grpo_max_tokens: Optional[int] = fixed(
+        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
+    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
+        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
+    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
+    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
+    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
+    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
+                              ge=1, le=1000)
+
+    @property
+    def reward_terms(self) -> list[tuple[str, float]]:
+        """The names in REWARD with their weights. Raises ValueError."""
+        terms = [term.strip().rpartition("*") for term in self.reward.split(",") if term.strip()]
+        return [(name.strip(), float(weight)) if name else (weight, 1.0) for name, _, weight in terms]
+
+
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
 LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
-               "hellaswag_path")
+               "grpo_data_path", "hellaswag_path")
 NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
-PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
+# By scripts/load_*_dataset.py.
+PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo", "grpo": "prompts"}
+
+
+BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "length")
 
 
 class EvalTask(NamedTuple):
@@ -400,7 +430,7 @@ class EvalTask(NamedTuple):
 
 
 class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
-             CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig):
+             CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig):
     """All sections in one; functions that need one section accept a Config."""
 
     @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
@@ -432,22 +462,48 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return getattr(self, f"{self.training_stage}_data_path")
 
     @property
+    def usual_start(self) -> str:
+        return "pretrain_checkpoint" if self.training_stage in ("pretrain", "sft") else "instruct_checkpoint"
+
+    @property
     def start_settings(self) -> list[str]:
         """The settings that name a start checkpoint and are set; this stage's usual one first."""
-        usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
-        return [name for name in dict.fromkeys((usual, *START_FROM)) if getattr(self, name)]
+        return [name for name in dict.fromkeys((self.usual_start, *START_FROM)) if getattr(self, name)]
 
     @property
     def start_setting(self) -> str:
         """The setting for this stage's start checkpoint: the one that is set, or the usual one."""
-        usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
-        return (self.start_settings or [usual])[0].upper()
+        return (self.start_settings or [self.usual_start])[0].upper()
 
     @property
     def named_checkpoint(self) -> Optional[str]:
         """The start checkpoint in the settings, if any."""
         names = self.start_settings if self.resume in ("auto", "never") else ["resume"]
         return next((getattr(self, name) for name in names), None)
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Training rows that become of a row of the data."""
+        return self.grpo_group if self.training_stage == "grpo" else 1
+
+    @property
+    def rows_read(self) -> int:
+        """Rows of the data that a step reads, over all ranks."""
+        return self.rows_per_step // self.answers_per_prompt
+
+    @property
+    def answer_tokens(self) -> int:
+        """Maximum tokens of a generated answer."""
+        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.grpo_updates if self.training_stage == "grpo" else 1
+
+    @property
+    def has_loss_curve(self) -> bool:
+        """Whether a higher loss is worse: GRPO's is about 0, whatever the model has learned."""
+        return self.training_stage != "grpo"
 
     @property
     def accumulation_steps(self) -> int:
@@ -492,7 +548,7 @@ def on_resume(name: str) -> str:
 def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     """Yield a sentence for every conflict, with all settings involved."""
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
-                  measurement_rules):
+                  online_rules, measurement_rules):
         yield from topic(config)
     # A start checkpoint completes the model's shape when it is read.
     if start_is_read or config.named_checkpoint is None:
@@ -613,9 +669,9 @@ def evaluation_rules(c: Config) -> Iterator[str]:
             yield f"{setting}{path}: {name} occurs {names.count(name)} times; rename all but one"
         elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
             yield f"{setting}{path}: {name} is already the name of another metric; choose another"
-    if c.generation_eval_every and c.training_stage == "pretrain":
+    if c.generation_eval_every and c.training_stage in ("pretrain", "grpo"):
         yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which only the stages sft "
-               "and dpo have; set it to 0 with TRAINING_STAGE=pretrain")
+               f"and dpo have; set it to 0 with TRAINING_STAGE={c.training_stage}")
 
 
 def stage_rules(c: Config) -> Iterator[str]:
@@ -623,27 +679,52 @@ def stage_rules(c: Config) -> Iterator[str]:
     checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
-    if c.training_stage == "dpo" and has_none:
-        yield "TRAINING_STAGE=dpo needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
+    if c.training_stage in ("dpo", "grpo") and has_none:
+        yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
     if c.keep_layers and has_none:
         yield (f"KEEP_LAYERS={c.keep_layers} needs a checkpoint to take layers from; set "
                "PRETRAIN_CHECKPOINT, or remove it")
-    elif c.keep_layers and (c.lora_enabled or c.training_stage == "dpo"):
-        other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"
+    elif c.keep_layers and (c.lora_enabled or c.training_stage in ("dpo", "grpo")):
+        other = "LORA_ENABLED=true" if c.lora_enabled else f"TRAINING_STAGE={c.training_stage}"
         yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start model; "
                "train the first layers in the stage pretrain or sft, and start from that run")
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
         yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
-    if c.training_stage == "dpo" and c.distillation_enabled:
-        yield "DISTILLATION_ENABLED works in the stages pretrain and sft, not in dpo"
+    if c.training_stage in ("dpo", "grpo") and c.distillation_enabled:
+        yield f"DISTILLATION_ENABLED works in the stages pretrain and sft, not in {c.training_stage}"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"
     if c.distillation_enabled and c.teacher_model is None:
         yield "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub name"
+
+
+def online_rules(c: Config) -> Iterator[str]:
+    """Check the groups and the reward, and that GRPO supports the features."""
+    if c.training_stage != "grpo":
+        return
+    if c.micro_batch_size % c.grpo_group:
+        groups = -(-c.micro_batch_size // c.grpo_group)
+        yield (f"MICRO_BATCH_SIZE={c.micro_batch_size} must be a multiple of GRPO_GROUP={c.grpo_group}, as "
+               f"the answers to a prompt are generated together; try {groups * c.grpo_group}")
+    if c.answer_tokens >= c.max_seq_len:
+        yield (f"GRPO_MAX_TOKENS={c.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
+               f"{c.max_seq_len}; lower it")
+    try:
+        unknown = [name for name, _ in c.reward_terms if name not in BUILT_IN_REWARDS and ":" not in name]
+        if unknown or not c.reward_terms:
+            yield (f"REWARD={c.reward}: {unknown[0] if unknown else 'it'} is not one of "
+                   f"{', '.join(BUILT_IN_REWARDS)}, and does not have the form module:function")
+    except ValueError:
+        yield f"REWARD={c.reward} does not have the form name*weight, ...; an example is math*2,length*-0.01"
+    refused = {f"SHARDING={c.sharding}": c.sharding != "none", "PRECISION=fp16": c.precision == "fp16",
+               f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
+               f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}": c.early_stopping_patience > 0}
+    for feature in (feature for feature, is_used in refused.items() if is_used):
+        yield f"{feature} does not work with TRAINING_STAGE=grpo; remove it"
 
 
 def measurement_rules(c: Config) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Prepare documents, chats or preference pairs: from a command to a folder with token shards.
+"""Prepare documents, chats, preference pairs or prompts: from a command to a folder with token shards.
 
-The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; programs call `prepare_set`. The
-set's folder is named after a hash of its source, tokenizer and settings, so that a second call finds it; a
-link beside it is named after the source. The implementation is in data_pipeline/: sources (records), chats
+The scripts load_{pretrain,instruct,dpo,prompts}_dataset.py call `run_preparation`; programs `prepare_set`.
+The set's folder is named after a hash of its source, tokenizer and settings, so that a second call finds it;
+a link beside it is named after the source. The implementation is in data_pipeline/: sources (records), chats
 and templates (labels), prepare and workers (tokens, journal, manifest), shards (files).
 """
 
@@ -48,7 +48,7 @@ from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
-OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
+OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo", "prompts": "data/prompts"}
 # Flags that describe a source, and the corresponding fields of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
                  "map": "map", "column": "column", "documents": "documents"}
@@ -110,7 +110,7 @@ def read_mix(path: str | Path) -> Mix:
 
 
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
-    """Prepare a set of "documents", "chats" or "pairs", unless it exists, and return its folder.
+    """Prepare a set of "documents", "chats", "pairs" or "prompts", unless it exists, and return its folder.
 
     Args:
         source: a path, URL, glob, shortcut or hub name, or a Source.
@@ -212,7 +212,7 @@ An interrupted preparation continues where it stopped.""")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
     example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
-               "pairs": "prompt=question,chosen=better,rejected=worse"}[kind]
+               "pairs": "prompt=question,chosen=better,rejected=worse", "prompts": "prompt=problem"}[kind]
     add("--map", "NAME=COLUMN,...", f"columns to read under other names, such as {example}")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")

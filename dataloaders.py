@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
@@ -340,10 +341,10 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
 
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
-    """One split of prepared chats or pairs: their tokens, and the segments of each example."""
+    """One split of prepared chats, pairs or prompts: their tokens, and the segments of each example."""
 
     path: Path
-    kind: str  # "chats" or "pairs"
+    kind: str  # "chats", "pairs" or "prompts"
     tokens: TokenSet
     segments: np.ndarray  # uint32, of all examples
     fingerprint: str  # hash of tokens and segments, the same on every rank
@@ -363,7 +364,7 @@ class ExampleSet:
 
 def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
                      verification: Verification = Verification()) -> ExampleSet:
-    """Open one split of prepared "chats" or "pairs"; `open_token_set` opens documents."""
+    """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
     tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
     stored = open_segments(path, split, verification)
     segments = np.concatenate([*stored.blocks()])
@@ -473,6 +474,49 @@ class ExampleRows:
             yield np.delete(ids, chosen_slice), np.delete(is_target, chosen_slice)
 
 
+class PromptRows:
+    """The prompts of an example set, one per row; calling it with indices returns a `Batch` without targets.
+
+    A batch's `stored` has `prompt_B1`, the tokens of each prompt, and `record_BR`, its record as JSON in
+    ASCII, padded with zeros. A fixed permutation orders the prompts, as in `ExampleRows`.
+
+    Args:
+        row_tokens: prompts that leave no room for `answer_tokens` in a row are left out.
+    """
+
+    def __init__(self, example_set: ExampleSet, row_tokens: int, answer_tokens: int):
+        self.example_set, self.row_tokens = example_set, row_tokens
+        self.token_set, self.fingerprint = example_set.tokens, example_set.fingerprint
+        # The last token of an answer is only a target.
+        kept = np.flatnonzero(example_set.first_targets <= row_tokens + 1 - answer_tokens)
+        if not len(kept):
+            shortest = example_set.first_targets.min()
+            raise DataError(f"{example_set.path}: the shortest prompt has {shortest:,} tokens, too many "
+                            f"for MAX_SEQ_LEN={row_tokens} with answers of {answer_tokens}; raise it, or "
+                            "lower GRPO_MAX_TOKENS")
+        self._kept = kept[permute(np.arange(len(kept)), len(kept), 0, 0)]
+        self.truncated, self.left_out = 0, len(example_set) - len(kept)
+        self.fill = float(example_set.first_targets[kept].mean()) / row_tokens
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def describe(self) -> str:
+        left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
+        return f"{len(self):,} prompts{left_out}"
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        tokens_BT = torch.zeros(len(indices), self.row_tokens, dtype=torch.int64)
+        lengths, records = [], []
+        for row, example in enumerate(self._kept[indices].tolist()):
+            ids, length = self.example_set.read(example)[0], int(self.example_set.first_targets[example])
+            tokens_BT[row, :length] = torch.from_numpy(ids[:length].astype(np.int64))
+            lengths.append([length])
+            records.append(torch.from_numpy(ids[length:].astype(np.int64)))
+        stored = {"prompt_B1": torch.tensor(lengths), "record_BR": pad_sequence(records, batch_first=True)}
+        return Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE_INDEX), stored=stored)
+
+
 # ------------------------------------------------------------------------------------------ rows of a mixture
 
 
@@ -562,7 +606,7 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
 
 # ---------------------------------------------------------------------------------------- opening and loading
 
-Rows = TokenRows | ExampleRows | MixedRows
+Rows = TokenRows | ExampleRows | PromptRows | MixedRows
 
 
 def cache_of(config: Config) -> Cache:
@@ -572,13 +616,12 @@ def cache_of(config: Config) -> Cache:
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of the stage's data; `verify` is `Verification.mode`."""
-    path = {"pretrain": config.pretrain_data_path, "sft": config.sft_data_path,
-            "dpo": config.dpo_data_path}[config.training_stage]
+    path = config.data_path
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
     rows = open_set(config, path, split, tokenizer, verify)
-    is_text = isinstance(rows, TokenRows)
-    content = rows.describe() if is_text else f"{rows.examples:,} {rows.example_set.kind}"
+    is_packed = isinstance(rows, ExampleRows)
+    content = f"{rows.examples:,} {rows.example_set.kind}" if is_packed else rows.describe()
     check_rows(config, path, split, len(rows), f"its {content} fill")
     return rows
 
@@ -590,24 +633,26 @@ def count_rows(config: Config, tokenizer) -> int:
     return sum(len(open_set(config, os.path.normpath(each), "train", tokenizer, "never")) for each in sets)
 
 
-def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> TokenRows | ExampleRows:
+def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of a single set."""
     verification = Verification(verify, cache_of(config))
     if config.training_stage == "pretrain":
         tokens = open_token_set(path, split, tokenizer, verification=verification)
         document_start_id = tokens.document_start_id if config.document_mask else None
         return TokenRows(tokens, config.max_seq_len, document_start_id)
-    kind = "chats" if config.training_stage == "sft" else "pairs"
+    kind = {"sft": "chats", "dpo": "pairs", "grpo": "prompts"}[config.training_stage]
     example_set = open_example_set(path, split, kind, tokenizer, verification)
+    if kind == "prompts":
+        return PromptRows(example_set, config.max_seq_len, config.answer_tokens)
     return ExampleRows(example_set, config.max_seq_len, config.document_mask)
 
 
 def check_rows(config: Config, path: str | Path, split: str, rows: int, content: str) -> None:
     """Raise DataError if there are fewer rows than a step reads, or none for validation."""
-    needed, reader, lower = config.rows_per_step, "a step", "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
+    needed, reader, lower = config.rows_read, "a step", "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
     if split == "validation":
         needed, reader, lower = 1, "validation", "MAX_SEQ_LEN"
-    elif most := rows // (config.micro_batch_size * config.world_size):
+    elif most := rows * config.answers_per_prompt // (config.micro_batch_size * config.world_size):
         most *= config.micro_batch_size * config.world_size * config.max_seq_len
         lower = f"TOTAL_BATCH_SIZE to {most} or less"
     if rows < needed:
@@ -622,7 +667,7 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     sources that hold out less than a row.
     """
     mixture, source_rows, is_training = read_mixture(folder), [], split == "train"
-    phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)
+    phases = mixture.phases_of_run(config.max_steps, config.rows_read)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
         path = Path(os.path.normpath(folder / source.set))

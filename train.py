@@ -40,6 +40,7 @@ from torch import Tensor
 from common.heartbeat import HEARTBEAT
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
+from learn.objectives import Prepared
 from learn.optim import learning_rate
 from model_utils import clip_scale, forced_eager, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check, guards
@@ -113,6 +114,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
                  f"steps.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype, config.exact_micro_batches)
+    prepare = getattr(run.objective, "prepare_step", None)
     first_bad = guards.FirstBad(run.model) if config.debug else None
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
@@ -122,9 +124,15 @@ def train_loop(run: Run, measured: Measurements) -> int:
             while not (run.finished or run.stops_here):
                 measured.begin_step(progress.step + 1)
                 batches, count = next(loader)
+                prepared = prepare(batches, progress.step) if prepare else Prepared(batches, count, {})
+                batches, count = prepared.batches, prepared.count
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 lr = learning_rate(progress.updates, config)
-                result = train_step(run, ddp_model, batches, count, lr)
+                for _ in range(config.updates_per_step):
+                    result = train_step(run, ddp_model, batches, count, lr)
+                    if not result.finite:
+                        break
+                result = result._replace(metrics=prepared.metrics | result.metrics)
 
                 # Log the step first: a bad step raises here and is not counted.
                 if progress.step == first:
@@ -137,7 +145,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
                     guards.handle_loss_spike(run, batches, result)
                 run.advance(result)
 
-                measured.end_step(progress.step, batches)
+                measured.end_step(progress.step, batches * config.updates_per_step)
                 if due(config.log_every, progress.step, run.finished):
                     progress.pending_metrics = step_metrics(run, result, lr, measured.read_steps())
                 if due(config.drift_check_every, progress.step, run.finished):

@@ -12,9 +12,10 @@ import numpy as np
 from checkpoint.schema import read_entries
 
 BITS = ("correct", "correct_norm", "exact")  # booleans in the order of the items
-NUMBERS = ("loss", "count", "rouge_l")
+NUMBERS = ("loss", "count", "rouge_l", "reward")
 LARGEST = 1e30  # larger numbers have infinite sums of squares
-VALIDATION, GENERATION = "validation", "generation"  # other names are multiple-choice sets
+# Other names are multiple-choice sets.
+VALIDATION, GENERATION, REWARD = "validation", "generation", "val_reward"
 
 
 class ItemScores(NamedTuple):
@@ -64,7 +65,8 @@ def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
 
 def measured_as(name: str) -> str:
     """Return the metric in metrics.jsonl with the result of this evaluation."""
-    return {VALIDATION: "val_loss", GENERATION: "generation_n"}.get(name, f"{name}_acc")
+    return {VALIDATION: "val_loss", GENERATION: "generation_n", REWARD: "val_reward"}.get(
+        name, f"{name}_acc")
 
 
 def error_of_share(share: float, n: int) -> float:

@@ -11,6 +11,7 @@ from config import (
     Config,
     DistillationConfig,
     LoraConfig,
+    OnlineConfig,
     PreferenceConfig,
     lora_layers,
     on_resume,
@@ -49,6 +50,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
     # Settings of features that are off are not compared.
     sections = ((LoraConfig, config.lora_enabled), (PreferenceConfig, config.training_stage == "dpo"),
+                (OnlineConfig, config.training_stage == "grpo"),
                 (DistillationConfig, config.distillation_enabled))
     unused = {name for section, is_used in sections if not is_used for name in section.model_fields}
     unused -= {"lora_enabled", "distillation_enabled"}

@@ -193,6 +193,18 @@ class SampleLine(Line):
     text: str = ""
 
 
+class RolloutLine(Line):
+    """A line of rollouts.jsonl: an answer of a logged step."""
+
+    group: Count
+    prompt: str
+    answer: str
+    reward: Optional[float]  # None if a function failed
+    advantage: float
+    tokens: Count
+    rewards: dict[str, float] = {}  # by function, without weights
+
+
 class EvaluationLine(Line):
     """A line of evaluations.jsonl, without its scores (see `item_scores`)."""
 
@@ -202,13 +214,14 @@ class EvaluationLine(Line):
 
 
 SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,
-           "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine}
+           "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine,
+           "rollouts.jsonl": RolloutLine}
 # The metrics of metrics.jsonl, with unit and meaning; NAME is an evaluation. docs/metrics.md shows them.
 METRICS: dict[str, tuple[str, str]] = {
     "step": ("", "number of the step, from 1"),
     "time": ("s", "Unix time when the line was written"),
     "train_loss": ("nats", "mean loss of the step: per target; with preferences, per pair"),
-    "counted": ("", "targets or pairs in the step, over which the loss is averaged"),
+    "counted": ("", "targets, pairs or answers in the step, over which the loss is averaged"),
     "learning_rate": ("", "learning rate of the step"),
     "grad_norm": ("", "L2 norm of all gradients, before clipping"),
     "tokens_seen": ("tokens", "tokens of all rows so far, including padding"),
@@ -216,6 +229,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "step_seconds": ("s", "mean time of a step since the last line, without evaluations and saves"),
     "data_seconds forward_seconds backward_seconds optimizer_seconds communication_seconds": (
         "s", "mean time of a step in each phase; `communication`, with several ranks, is waiting for others"),
+    "generate_seconds reward_seconds": ("s", "GRPO: the same, of generating answers and of rewarding them"),
     "evaluation_seconds save_seconds": ("s", "time of evaluations and saves since the last line"),
     "peak_memory_bytes": ("bytes", "highest use by rank 0 so far: allocated GPU memory, or resident memory"),
     "mfu hfu": ("", "needed and computed FLOPs per second, as a share of the GPUs' dense bf16 peak (below)"),
@@ -232,6 +246,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "", "DPO: gain over the reference x `DPO_BETA`; SimPO: log-probability a token x `SIMPO_BETA`"),
     "logprob_chosen logprob_rejected": ("nats", "log-probability of the whole answer"),
     "log_odds_ratio nll_chosen": ("nats", "the two terms of ORPO: odds ratio, and loss of the chosen answer"),
+    "reward reward_std": ("", "GRPO: mean of the step's rewards, and their standard deviation"),
+    "equal_groups": ("", "GRPO: share of prompts whose answers have equal rewards, and teach nothing"),
+    "answer_tokens": ("tokens", "GRPO: mean length of the answers, with their end"),
+    "answers_cut": ("", "GRPO: share of answers that reach `GRPO_MAX_TOKENS` without an end"),
+    "entropy": ("nats", "GRPO: mean of minus the log-probability of an answer's tokens"),
+    "clipped": ("", "GRPO: share of tokens whose gradient is 0, since the ratio left the clip range"),
+    "kl": ("nats", "GRPO: estimated divergence from the start model per token, with `GRPO_BETA`"),
+    "val_reward val_reward_stderr": ("", "GRPO: mean reward of greedy answers to held-out prompts"),
     "divergence cross_entropy": ("nats", "the two terms of distillation; the second needs no teacher"),
     "val_loss val_loss_stderr": ("nats", "validation loss; its standard error, over blocks of rows"),
     "val_perplexity": ("", "exp(cross-entropy) of all targets; with preferences, of the chosen answers"),

@@ -22,6 +22,7 @@ COMMANDS = {
     "scripts/doctor.py": "doctor", "scripts/evaluate.py": "eval", "scripts/generate.py": "generate",
     "scripts/import_checkpoint.py": "import", "scripts/inspect_data.py": "inspect",
     "scripts/launch.py": "train", "scripts/load_dpo_dataset.py": "prepare pairs",
+    "scripts/load_prompts_dataset.py": "prepare prompts",
     "scripts/load_hellaswag_dataset.py": "prepare hellaswag",
     "scripts/load_instruct_dataset.py": "prepare chats", "scripts/load_pretrain_dataset.py": "prepare text",
     "scripts/make_sample.py": "prepare sample", "scripts/merge_lora.py": "export --to merged",

@@ -1,13 +1,15 @@
-"""Read chats and preference pairs in all common formats, and tokenize them with marks for the loss.
+"""Read chats, preference pairs and prompts in all common formats; tokenize them with marks for the loss.
 
 A message is {"role", "content"}, with the roles system, user and assistant. A chat is an optional system
 message, followed by alternating messages of user and assistant; the last one is the assistant's.
 
 The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
 tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
-pair has three: the prompt, which is stored once, and both answers.
+pair has three: the prompt, which is stored once, and both answers. A prompt has two: its tokens, and as a
+"target" its whole record, for rewards: JSON in ASCII, one byte per id.
 """
 
+import json
 import os
 import re
 import unicodedata
@@ -33,6 +35,7 @@ SHORTCUTS = {
               "alpaca": Source(name="tatsu-lab/alpaca")},
     "pairs": {"ultrafeedback": Source(name="HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
               "hh-rlhf": Source(name="Anthropic/hh-rlhf")},
+    "prompts": {"gsm8k": Source(name="openai/gsm8k", config="main")},
 }
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "model": "assistant"}
@@ -49,19 +52,23 @@ SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
 
 class Example(NamedTuple):
-    """A chat ending in an answer, or a prompt ending in a user's message and two answers."""
+    """A chat ending in an answer, or a prompt ending in a user's message, with two answers or a record."""
 
     where: str
     messages: Messages
     answers: tuple[str, ...] = ()  # the preferred one first
+    record: str = ""  # JSON in ASCII
 
 
 def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
-    """Yield the chats or preference pairs of a source; reject other records."""
+    """Yield the chats, preference pairs or prompts of a source; reject other records."""
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         try:
-            examples = chats_of(where, record) if kind == "chats" else [pair_of(where, record)]
+            if kind == "chats":
+                examples = chats_of(where, record)
+            else:
+                examples = [pair_of(where, record) if kind == "pairs" else prompt_of(where, record)]
         except DataError as error:
             reading.refuse(where, str(error))
             continue
@@ -141,6 +148,21 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
         raise DataError("chosen and rejected are equal")
     return Example(where, prompt, (chosen, rejected))
+
+
+def prompt_of(where: str, record: Mapping[str, Any]) -> Example:
+    """Return the prompt of a record, which may end before the answer, and the whole record."""
+    prompt = _prompt_in(record)
+    if prompt is None and record.get("messages") is not None:
+        prompt = messages_in("messages", record["messages"])
+    if prompt is None:
+        raise DataError(f"has no prompt: it has {contents_of(record)}, expected prompt, question, "
+                        "instruction or messages (--map gives columns other names)")
+    try:
+        text = json.dumps(record)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"cannot be passed to a reward as JSON: {error}") from error
+    return Example(where, check_turns(with_system(prompt, record.get("system")), "user"), record=text)
 
 
 def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
@@ -276,7 +298,7 @@ def check_turns(messages: Messages, last: str) -> Messages:
 
 
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
-    """Return the DataKind of chats or pairs."""
+    """Return the DataKind of chats, pairs or prompts."""
     sha256 = load_chat_format(tokenizer).sha256
     return DataKind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
                     split_key, partial(tokenize_examples, sha256), partial(decode_examples, kind),
@@ -323,12 +345,14 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
                 if chosen == rejected:
                     raise DataError("chosen and rejected have the same tokens")
                 segments = [(chat_format.encode_prompt(messages), False), (chosen, True), (rejected, True)]
+            elif example.record:
+                segments = [(chat_format.encode_prompt(messages), False), ([*example.record.encode()], True)]
             else:
                 segments = chat_format.encode_chat(messages)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
-        if fault := _label_fault(example, segments, chat_format):
+        if not example.record and (fault := _label_fault(example, segments, chat_format)):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
         kept[split_of(split_key(example), spec.validation_fraction)].append(segments)
@@ -388,7 +412,7 @@ def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
 def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
     """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around targets.
 
-    The targets of a pair are on separate lines, labelled chosen and rejected.
+    The targets of a pair are on separate lines, labelled chosen and rejected; a prompt's record follows it.
     """
     def first_ids(shards: list[dict], dtype: str, count: int) -> list[int]:
         path = folder / shards[0]["file"]
@@ -400,7 +424,10 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
     texts, text, start = [], "", 0
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
-        text += (next(names) if flag & 1 else "") + show_segment(segment, bool(flag & 1), tokenizer)
+        if kind == "prompts" and flag & 1:
+            text += f"\nrecord: {bytes(segment).decode()}"
+        else:
+            text += (next(names) if flag & 1 else "") + show_segment(segment, bool(flag & 1), tokenizer)
         if flag & 2:
             texts.append(text)
             text = ""

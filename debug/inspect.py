@@ -22,7 +22,7 @@ from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder
-from dataloaders import ExampleRows, MixedRows, Rows, open_mixture, open_set, rows_at
+from dataloaders import ExampleRows, MixedRows, Rows, TokenRows, open_mixture, open_set, rows_at
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -30,7 +30,7 @@ LONGEST = 1 << 20  # tokens; longer documents are counted together
 MOST_HASHES = 1 << 24  # for detecting repeated documents: 128 MiB
 COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
-STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
+STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo", "prompts": "grpo"}
 
 
 class RepeatCounter:
@@ -144,7 +144,7 @@ class DataReport:
         facts |= {name: self.manifest[name] for name in names if name in self.manifest}
         facts["made_from"] = names_of_sources(self.manifest) if self.manifest else [str(self.folder)]
         rows = self.rows
-        has_examples = isinstance(rows, ExampleRows)
+        has_examples = not isinstance(rows, TokenRows)
         measured, id_counts = measure(rows.token_set, rows.example_set.starts if has_examples else None,
                                    self.config.max_seq_len)
         facts |= measured | {"rows": len(rows), "in_rows": rows.describe()}
@@ -218,7 +218,8 @@ class DataReport:
         targets_T, tokens_T = batch.targets_BT[0], batch.tokens_BT[0]
         documents_T = batch.document_ids_BT
         documents_T = torch.ones_like(tokens_T) if documents_T is None else documents_T[0]
-        borders = [0, *(torch.diff(documents_T).nonzero().flatten() + 1).tolist(), len(tokens_T)]
+        end = int(batch.stored.get("prompt_B1", len(tokens_T)))  # without the padding after a prompt
+        borders = [0, *(torch.diff(documents_T).nonzero().flatten() + 1).tolist(), end]
         labels = int((targets_T != IGNORE_INDEX).sum())
         yield f"row {row[0]:,}{name}{note}: {len(tokens_T):,} slots, {labels:,} labels"
         has_examples = isinstance(source, ExampleRows)

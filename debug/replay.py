@@ -237,6 +237,9 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:
         raise SettingsError(*problems)
+    if config.training_stage == "grpo":
+        raise SettingsError(f"{run_dir}: steps of TRAINING_STAGE=grpo cannot be replayed, because the model "
+                            "answered before it learned; rollouts.jsonl has the answers of logged steps")
     return config, int(saved.values.get("world_size", (1, ""))[0])
 
 

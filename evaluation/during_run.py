@@ -12,6 +12,7 @@ import torch
 
 from checkpoint.item_scores import (
     GENERATION,
+    REWARD,
     VALIDATION,
     error_of_share,
     packed_bits,
@@ -25,6 +26,7 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from inference.engine import Sampling
 from inference.generate import generate
+from learn.grpo import GRPO
 from learn.objectives import Objective
 from model import Transformer
 from model_utils import forced_eager
@@ -32,6 +34,7 @@ from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 from run.life import Run
 from run.log import evaluation_columns
+from run.rollouts import Answer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
@@ -71,8 +74,10 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
     """Yield the evaluations of a run, or of a model from `standalone.open_model`."""
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
-        yield Evaluation("Validation", "validation", config.validate_every, "val_loss",
-                         partial(validation, run))
+        title, metric, measure = "Validation", "val_loss", validation
+        if isinstance(run.objective, GRPO):
+            title, metric, measure = "Reward", "val_reward", validation_reward
+        yield Evaluation(title, "validation", config.validate_every, metric, partial(measure, run))
     for choices in inputs.choice_sets:
         phase = "HellaSwag" if choices.name == "hellaswag" else choices.name
         yield Evaluation(choices.title, phase, config.hellaswag_every, f"{choices.name}_acc",
@@ -93,7 +98,7 @@ def evaluate(run: Run) -> None:
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     for title, phase, every, metric, measure in evaluations(run):
         # Only validation is fast: run others before the first step only if the run repeats them.
-        worthwhile = metric == "val_loss" or progress.step > 0 or run.finished or every < config.max_steps
+        worthwhile = phase == "validation" or progress.step > 0 or run.finished or every < config.max_steps
         if metric in metrics or not (worthwhile and due(every, progress.step, run.finished)):
             continue
         HEARTBEAT.enter(phase, progress.step)
@@ -191,6 +196,34 @@ def validation(run: Run) -> Result:
             "loss": [loss if math.isfinite(loss) else None for loss in losses_B.tolist()],
             "count": [int(units) for units in units_B]}
     return Result(metrics, line, " | ".join(summary), table)
+
+
+@collective
+def validation_reward(run: Run) -> Result:
+    """Return the mean reward of greedy answers to the first held-out prompts."""
+    config, ranks, rollouts = run.config, run.ranks, run.objective.rollouts
+    held_out = run.inputs.validation_rows
+    rows, size = min(config.validation_rows, len(held_out)), config.micro_batch_size
+    batches = [np.arange(first, min(first + size, rows)) for first in range(0, rows, size)]
+    answers, rounds = [], -(-len(batches) // ranks.world_size)
+    for number in run.context.progress(range(rounds), rounds, "Reward"):
+        for indices in batches[number * ranks.world_size + ranks.rank:][:1]:
+            prompts = held_out(indices)
+            answers += zip(indices.tolist(), rollouts.reward(prompts, rollouts.generate(prompts, 1)))
+    gathered = dict(pair for pairs in ranks.all_gather_json(answers) for pair in pairs)
+    every = [Answer(*gathered[row]) for row in range(rows)]
+    rollouts.check_any(every, "validation")
+    rewards_N = np.array([answer.reward for answer in every if not answer.failure])
+    metrics = {"val_reward": float(rewards_N.mean()), "val_reward_stderr": standard_error(rewards_N)}
+    texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
+    items = sha256_of([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
+    line = {"name": REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}
+    if len(rewards_N) == rows:
+        line["reward"] = rewards_N.tolist()
+    error = metrics["val_reward_stderr"]
+    summary = f"Reward: {metrics['val_reward']:.4f} +- {error:.4f} | N: {len(rewards_N)}"
+    return Result(metrics, line, summary, [Row("validation", "reward", metrics["val_reward"], error, None,
+                                               len(rewards_N))])
 
 
 def sha256_of(value: Any) -> str:

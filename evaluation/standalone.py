@@ -67,7 +67,7 @@ def stage_of(data: Path) -> str:
         kind = read_manifest(folder).kind if folder else ""
     except OSError as error:
         raise DataError(f"--data {data} cannot be read: {error.strerror}; check its permissions") from error
-    return {"chats": "sft", "pairs": "dpo"}.get(kind, "pretrain")
+    return {"chats": "sft", "pairs": "dpo", "prompts": "grpo"}.get(kind, "pretrain")
 
 
 @collective

@@ -176,7 +176,7 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: SamplingTensors) -> Te
         if width == vocabulary or bool((~kept_RW[:, -1] | (uncut_R1[:, 0] & (passed_R < width))).all()):
             break
     # Rounding in the sums must not select a token outside the nucleus.
-    index_R = passed_R.minimum(kept_RW.sum(dim=-1) - 1)
+    index_R = passed_R.minimum(kept_RW.sum(dim=-1) - 1).clamp(min=0)  # NaN logits keep none
     return ids_RW.gather(1, index_R[:, None])[:, 0]
 
 
@@ -389,7 +389,8 @@ class Engine:
             return next((n for n, (one, other) in enumerate(pairs) if one != other),
                         min(len(row.cached), len(prompt) - 1))
 
-        source = max(self._rows, key=shared_prefix)
+        whole = (row for row in self._rows if row.cached and shared_prefix(row) == len(prompt) - 1)
+        source = next(whole, None) or max(self._rows, key=shared_prefix)
         shared = shared_prefix(source)
         row = source
         if source.request or shared < len(source.cached):

@@ -42,6 +42,8 @@ def adapter_count(config: Config) -> int:
 
 def reference_is_live(config: Config) -> bool:
     """Return whether a reference model, or the base under the adapters, runs in each step."""
+    if config.training_stage == "grpo":
+        return config.grpo_beta > 0
     return (config.training_stage == "dpo" and config.preference_objective == "dpo"
             and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
 
@@ -82,8 +84,8 @@ class StepFlops:
     def __init__(self, config: Config, model, objective, vocab_size: int, device_type: str):
         rows = padded(vocab_size)
         self.chunk = tokens_in_chunk(config, rows, device_type)
-        # An objective over pairs needs all log-probabilities before the first gradient.
-        self.again = 2 * rows * config.dim if hasattr(objective, "pair_loss") else 0
+        # Such an objective needs all log-probabilities before the first gradient.
+        self.again = 2 * rows * config.dim if config.training_stage in ("dpo", "grpo") else 0
 
         def flops(rows: int) -> Flops:
             forward, others = forward_flops(config, rows, config.max_seq_len), Flops()
@@ -253,7 +255,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     if config.lora_enabled:
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
-    has_documents = config.document_mask or config.training_stage == "dpo"
+    has_documents = config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo"
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
     if device_type == "cpu" and in_blocks:
         from fused.blocks import kept_count
@@ -281,7 +283,7 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     before = compute_bytes if chunks > 1 else 0
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = before + (2 * compute_bytes if config.compile else FLOAT32 + copy)
-    if config.training_stage == "dpo" and not config.compile:  # the softmax
+    if config.training_stage in ("dpo", "grpo") and not config.compile:  # the softmax
         logit += FLOAT32
     elif config.distillation_enabled:  # both models' logits, and the divergence's temporaries
         logit = before + compute_bytes + 2 * FLOAT32
@@ -318,6 +320,15 @@ def muon_bytes(config: Config, device_type: str) -> float:
     return wide * FLOAT32 * (4 * matrix + 2 * gram)
 
 
+def generation_bytes(config: Config, vocab_size: int, compute_bytes: int) -> float:
+    """Return the bytes for answers: the cache, the prompts' activations, and sorted probabilities."""
+    rows, heads = config.micro_batch_size, config.n_kv_heads * config.head_dim
+    cache = 2 * config.n_layers * rows * (config.max_seq_len + 2) * heads * compute_bytes
+    prompts = rows // config.grpo_group * config.max_seq_len
+    prefill = prompts * compute_bytes * 4 * (config.dim + config.hidden_dim)
+    return cache + max(prefill, rows * padded(vocab_size) * 12 * FLOAT32)
+
+
 def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_type: str,
                  gradients: float) -> tuple[float, float, float]:
     """Return the bytes of gradients, activations and work at the peak of a step after the first.
@@ -348,7 +359,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     # backward, when the last block arrives.
     norm = tokens * config.dim * compute_bytes
     norm += tokens * config.dim * (compute_bytes if config.compile else FLOAT32 * (1 + bool(sizes.learned)))
-    arrived = blocks / 2 if config.tie_embeddings or config.training_stage == "dpo" else gathered
+    arrived = blocks / 2 if config.tie_embeddings or config.training_stage in ("dpo", "grpo") else gathered
     head = norm + gathered + arrived
     head += head_bytes(config, vocab_size, compute_bytes, chunks, sizes, device_type)
     # The backward of its first blocks, with the gradients of product, gate, up and residual stream. The
@@ -374,6 +385,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
                (gradients, 0, muon_bytes(config, device_type))]
+    if config.training_stage == "grpo":
+        phases.append((gradients, 0, generation_bytes(config, vocab_size, compute_bytes)))
     return max(phases, key=sum)
 
 

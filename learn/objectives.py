@@ -32,11 +32,20 @@ class LossSum(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class Prepared(NamedTuple):
+    """The batches to train on in a step, instead of those that were read."""
+
+    batches: list
+    count: int  # units in them
+    metrics: dict[str, float]  # over all ranks
+
+
 class Objective(Protocol):
-    """Interface of objectives: the mean of a loss over units (targets or preference pairs).
+    """Interface of objectives: the mean of a loss over units (targets, preference pairs or answers).
 
     An objective returns sums, which must be additive over rows. The training loop divides them by the number
-    of units in all micro-batches of all ranks.
+    of units in all micro-batches of all ranks. It may also have `prepare_step(batches, step) -> Prepared`,
+    which the loop then calls before each step.
     """
 
     def count(self, batch) -> Tensor:
@@ -86,14 +95,18 @@ def pair_logprobs(model: nn.Module, batch) -> Tensor:
 
     Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290).
     """
-    logprob_BT = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                       target_index_M=batch.target_index_M)
-    return sums_by_pair(logprob_BT, batch.document_ids_BT)
+    return sums_by_pair(token_logprobs(model, batch), batch.document_ids_BT)
+
+
+def token_logprobs(model: nn.Module, batch) -> Tensor:
+    """Return the (B, T) log-probabilities of the targets in nats."""
+    return model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
+                 target_index_M=batch.target_index_M)
 
 
 @torch.no_grad()
-def frozen_logprobs(model: nn.Module, batch) -> Tensor:
-    return pair_logprobs(model, batch)
+def frozen_logprobs(model: nn.Module, batch, compute: Callable = pair_logprobs) -> Tensor:
+    return compute(model, batch)
 
 
 def stored_reference(batch) -> Tensor:

@@ -31,6 +31,7 @@ from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
 from learn.cost import MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
+from learn.grpo import GRPO
 from learn.optim import Optimizer
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
@@ -51,7 +52,7 @@ LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made f
 PLANNED_ROWS = 64  # rows of the first step, whose padding and targets represent the whole run
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens per weight in the blocks' matrices: a tenth of TOKENS_PER_PARAMETER
-MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5}  # over the data; fine-tuning usually takes one to five
+MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
@@ -99,7 +100,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
     if isinstance(inputs.rows, MixedRows):
         table = describe_sources(inputs.rows.mixture, inputs.sources(config))
         return [inputs.description, *(f"  {line}" for line in table)]
-    epochs = config.max_steps * config.rows_per_step / len(inputs.rows)
+    epochs = config.max_steps * config.rows_read / len(inputs.rows)
     return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
 
 
@@ -272,6 +273,10 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
     """Return an objective as expensive as the run's, without a teacher."""
+    if config.training_stage == "grpo":
+        compute = objectives.token_logprobs
+        reference = partial(objectives.frozen_logprobs, model, compute=compute) if config.grpo_beta else None
+        return GRPO(config, reference=reference)
     if config.training_stage != "dpo":
         return objectives.NextToken()
     reference = partial(objectives.frozen_logprobs, model)
@@ -487,7 +492,7 @@ class Check:
         if inputs and isinstance(inputs.rows, MixedRows):
             passes, source = max((fact["passes"], f" of {fact['source']}") for fact in inputs.sources(config))
         elif inputs:
-            passes = config.max_steps * config.rows_per_step / len(inputs.rows)
+            passes = config.max_steps * config.rows_read / len(inputs.rows)
         most_steps = int(config.max_steps * most_passes / passes) if passes else optimal
         if optimal and tokens < UNDERTRAINED * config.matrix_count:
             advice = f"{TOKENS_PER_PARAMETER} per parameter need MAX_STEPS={optimal}"
@@ -524,6 +529,8 @@ class Check:
             return self.line("speed", "not measured, because DEVICE_MEMORY plans for another device")
         if self.exit_codes:
             return
+        if config.training_stage == "grpo":
+            return self.line("speed", "not measured, because it depends on the length of the answers")
 
         def run_time(step_seconds: float) -> str:
             minutes = config.max_steps * step_seconds / 60
@@ -569,7 +576,7 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
     flops, size = StepFlops(config, model, objective, vocab_size, "cpu"), config.micro_batch_size
     tokens = size * config.max_seq_len
     work, rows = Work(tokens, 0, tokens, tokens if tokens > flops.chunk else 0), size
-    if inputs:
+    if inputs and config.training_stage != "grpo":  # whose rows are not full, either
         indices = inputs.order(config, Ranks()).all_rows(0)[:max(PLANNED_ROWS // size, 1) * size]
         work, rows = flops.read(map(inputs.rows, indices.reshape(-1, size))), len(indices)
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))

@@ -55,7 +55,8 @@ def append_ledger(run: Run, result: StepResult) -> None:
         if result.spike:
             entry |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
         run.log.append("ledger", entry)
-        for kind, sentence in run.log.divergence.add(result.loss, result.grad_norm).items():
+        loss = result.loss if run.config.has_loss_curve else None
+        for kind, sentence in run.log.divergence.add(loss, result.grad_norm).items():
             text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well "
                     f"below {run.config.learning_rate:g}")
             run.log.warn(f"step {step}: {text}")

@@ -14,7 +14,8 @@ from parallel.process import restart_info
 from parallel.ranks import collective
 from run.life import Run
 
-STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
+ONLINE_PHASES = ("generate", "reward")  # of a step that trains on answers of the model
+STEP_PHASES = ("data", *ONLINE_PHASES, "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # the heartbeat's other phases are evaluations
 # Without the backward: it includes waiting for slower ranks, so that the fast ones look slow.
 COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
@@ -203,8 +204,9 @@ class Phases:
         step_seconds = sum(means.values())
         if count >= COMPARED_STEPS - 1:  # the first step is excluded
             self._compare(every[:, len(STEP_PHASES):], step_seconds)
-        if self.run.ranks.world_size == 1:
-            del means["communication"]
+        left_out = ["communication"] * (self.run.ranks.world_size == 1)
+        left_out += [phase for phase in ONLINE_PHASES if not means[phase]]
+        means = {phase: seconds for phase, seconds in means.items() if phase not in left_out}
         return {"step_seconds": step_seconds,
                 **{f"{phase}_seconds": seconds for phase, seconds in means.items()}}
 

@@ -110,7 +110,8 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             tracker.track_external(model, *optimizer.optimizers, *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
-            if config.document_mask or config.training_stage == "dpo":
+            stored = {"advantage_B1": torch.zeros(shape[0], 1)}  # for GRPO
+            if config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo":
                 # One document or pair in each row; the host reads these two values.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
@@ -121,7 +122,8 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                     wrapped.begin(0)
                 for number in range(1, micro_batches + 1):
                     with gradient_sync(wrapped, is_last=number == micro_batches):
-                        objective.loss_sum(wrapped, Batch(tokens_BT, tokens_BT, ids_BT)).total.backward()
+                        batch = Batch(tokens_BT, tokens_BT, ids_BT, stored={**stored})
+                        objective.loss_sum(wrapped, batch).total.backward()
                 if config.reproducible:
                     wrapped.reduce(torch.ones((), dtype=torch.float64))
                 gradients = nbytes(parameter.grad for parameter in trained)

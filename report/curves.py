@@ -14,13 +14,15 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("accuracy", "Accuracy", "%", ("percent",), {}),  # curves come from `task_names`
     ("generation", "Generated answers", "%", ("percent",), {
         "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
+    ("reward", "Reward", "", (), {"reward": "answers in training", "val_reward": "held-out prompts"}),
     ("learning-rate", "Learning rate", "", (), {"learning_rate": "learning rate"}),
     ("grad-norm", "Gradient norm", "", ("log",), {"grad_norm": "gradient norm"}),
     ("throughput", "Tokens per second", "tokens/s", (), {"tokens_per_second": "tokens per second"}),
     ("utilization", "FLOPs utilization", "%", ("percent",), {
         "mfu": "MFU (FLOPs the model needs)", "hfu": "HFU (with recomputation)"}),
     ("phases", "Step time by phase", "s", ("stacked",), {
-        "data_seconds": "data", "forward_seconds": "forward", "backward_seconds": "backward",
+        "data_seconds": "data", "generate_seconds": "generate",
+        "reward_seconds": "reward", "forward_seconds": "forward", "backward_seconds": "backward",
         "optimizer_seconds": "optimizer", "communication_seconds": "waiting for other ranks"}),
     ("pauses", "Evaluation and saving", "s", (), {
         "evaluation_seconds": "evaluation", "save_seconds": "saving"}),

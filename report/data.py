@@ -23,6 +23,7 @@ from checkpoint.schema import (
     LedgerLine,
     Line,
     LogFile,
+    RolloutLine,
     RunData,
     RunSettings,
     SampleLine,
@@ -122,7 +123,7 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
 
 # ------------------------------------------------------------------------------------------- the run
 
-LOGS = ("events", "metrics", "ledger", "samples")  # events first: starts divide the metrics
+LOGS = ("events", "metrics", "ledger", "samples", "rollouts")  # events first: starts divide the metrics
 FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
@@ -172,10 +173,11 @@ class RunReader:
         self.waiting: list[dict[str, Any]] = []  # lines not yet added to the curves
         self.bad_values: Counter[str] = Counter()  # by metric name
         self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
-        # ledger.jsonl and samples.jsonl
+        # ledger.jsonl, samples.jsonl and rollouts.jsonl
         self.bad_steps: deque[LedgerLine] = deque(maxlen=MOST_ALARMS)
         self.ledger_step = 0
         self.samples: list[dict[str, Any]] = []
+        self.rollout: dict[str, Any] = {}  # the newest, one of the samples
 
     def read(self) -> None:
         """Read new lines, or everything again if a resumed run replaced a log."""
@@ -291,6 +293,17 @@ class RunReader:
     def _add_samples(self, line: SampleLine) -> None:
         self.samples.append({"step": line.step, "prompt": line.prompt[:SAMPLE_CHARACTERS],
                              "text": line.text[:SAMPLE_CHARACTERS]})
+
+    def _add_rollouts(self, line: RolloutLine) -> None:
+        """Show the answers to the first prompt of each step, after their rewards, as one sample."""
+        if line.group:
+            return
+        if self.rollout.get("step") != line.step:
+            self.rollout = {"step": line.step, "prompt": "Rewards of answers to the first prompt of a step",
+                            "text": line.prompt[:SAMPLE_CHARACTERS]}
+            self.samples.append(self.rollout)
+        reward = "failed" if line.reward is None else f"{line.reward:g}"
+        self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
 
     # ------------------------------------------------------------------------------ the page's data
 

@@ -46,7 +46,8 @@ NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.mod
                  "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
                  "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS", "VERIFY_DATA"}
 STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)",
-          "dpo": "training on preference pairs"}
+          "dpo": "training on preference pairs",
+          "grpo": "training on the model's own answers (GRPO)"}
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
 
 # ------------------------------------------------------------------------------ writing and reading cards

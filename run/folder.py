@@ -37,6 +37,7 @@ FILES = {
     "events.jsonl": "time of each start, end, save and evaluation, and problems: [events](metrics.md#events)",
     "evaluations.jsonl": "results of every evaluation, item by item",
     "samples.jsonl": "generated samples",
+    "rollouts.jsonl": "GRPO: the answers of each logged step, with their rewards and advantages",
     DATA: "for a mixture: documents, tokens, share and passes of each source",
     REPORT: "the run on one page",
     "log": "`rank-0.txt`: console output; after a hang, the stacks of every rank",

@@ -58,12 +58,13 @@ class Inputs:
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Return the order in which this rank reads rows."""
         mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
-        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.row_seed,
-                        ranks.rank, ranks.world_size, mixing)
+        micro_batch_size = config.micro_batch_size // config.answers_per_prompt
+        return RowOrder(len(self.rows), config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
+                        ranks.world_size, mixing)
 
     def sources(self, config: Config) -> list[dict[str, Any]]:
         """Return a mixture's table of sources as JSON; empty for other data."""
-        rows = config.max_steps * config.rows_per_step
+        rows = config.max_steps * config.rows_read
         return self.rows.source_table(rows) if isinstance(self.rows, MixedRows) else []
 
     def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -203,7 +204,7 @@ class Run:
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
         self.progress.skipped_steps += not result.updated
-        if math.isfinite(result.loss):
+        if math.isfinite(result.loss) and self.config.has_loss_curve:
             losses = [*self.progress.recent_losses, result.loss]
             self.progress.recent_losses = losses[-self.config.loss_spike_window:]
         self.progress.pending_metrics, self.progress.val_loss = {}, None

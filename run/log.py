@@ -32,7 +32,8 @@ CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 REPORT = "report.html"
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
-COLUMNS = {"train_loss": ("loss", 4, 7), "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
+COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
+           "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
            "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
            "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
@@ -229,7 +230,7 @@ class RunLog:
         def stays(name: str, entry: Line) -> bool:
             is_measured = name == "evaluations" and measured_as(entry.name) in measured
             return (entry.step <= step or name == "events"
-                    or entry.step == steps_taken and (name == "ledger" or is_measured))
+                    or entry.step == steps_taken and (name in ("ledger", "rollouts") or is_measured))
 
         for file in sorted(SCHEMAS):  # the ledger before the metrics, as `RunHistory` needs it
             path, name = run_dir / file, file.removesuffix(".jsonl")

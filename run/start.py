@@ -36,6 +36,7 @@ from dataloaders import (
 )
 from hellaswag_utils import read_choice_set
 from learn import objectives
+from learn.grpo import GRPO
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference, with_teacher
 from learn.teacher import find_teacher, load_teacher, teacher_provenance
@@ -44,6 +45,7 @@ from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collecti
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes, write_report
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
+from run.rollouts import Rollouts
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
 from tokenizer import load_tokenizer
@@ -563,6 +565,13 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
         if objective.needs_reference:
             reference, inputs = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
         return objective(config, reference), inputs
+    if config.training_stage == "grpo":
+        reference = None
+        if config.grpo_beta:
+            reference, _ = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
+        rollouts = Rollouts(model, config, inputs.tokenizer, context)
+        context.ranks.raise_on_all(rollouts.rewards.start)
+        return GRPO(config, rollouts, reference), inputs
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs
 
@@ -602,7 +611,7 @@ def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray
             return np.arange(min(config.validation_rows, len(rows)))
         sources, within = rows.locate(np.arange(len(rows)))
         return np.unique(within[sources == source])
-    count, size = config.max_steps * config.rows_per_step, len(rows_by_source(rows)[source])
+    count, size = config.max_steps * config.rows_read, len(rows_by_source(rows)[source])
     if isinstance(rows, MixedRows):
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
     if count >= size:
@@ -616,9 +625,11 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
     """Return the reference, and the inputs, which include its log-probabilities if they are stored."""
     is_stored, dtype = objectives.reference_is_stored(config), model.compute_dtype
     ranks = outputs.context.ranks
+    by_pair = config.training_stage == "dpo"
+    compute = objectives.pair_logprobs if by_pair else objectives.token_logprobs
     # With adapters, their base is a live reference without extra memory.
     if config.lora_enabled and not is_stored:
-        return partial(logprobs_without_adapters, model), inputs
+        return partial(logprobs_without_adapters, model, compute=compute), inputs
 
     base = cache(partial(find_on_rank0, locate_base, ranks))
 
@@ -633,7 +644,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
         return reference.eval()
 
     if not is_stored:
-        return partial(objectives.frozen_logprobs, frozen()), inputs
+        return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs
     if not base_sha256:  # older versions stored the hash only for adapters
         folder = base()
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
@@ -647,11 +658,11 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
     return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
 
 
-def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
-    """Return the (B, P, 2) log-probabilities of a model without its adapters."""
+def logprobs_without_adapters(model: Transformer, batch, compute: Callable) -> Tensor:
+    """Return the log-probabilities that `compute` returns for a model without its adapters."""
     with lora.disable_adapters(model):
         was_training = model.training
         try:
-            return objectives.frozen_logprobs(model.eval(), batch)
+            return objectives.frozen_logprobs(model.eval(), batch, compute)
         finally:
             model.train(was_training)

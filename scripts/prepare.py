@@ -5,9 +5,10 @@
     ./paddock prepare pairs pairs.parquet --map chosen=better,rejected=worse
     ./paddock prepare tokenizer corpus/ --vocab-size 32000 --output my.model
 
-KIND is text (for pretraining), chats (SFT), pairs (DPO), tokenizer (train a tokenizer on your text),
-hellaswag (download HellaSwag's items) or sample (create the sample data). SOURCE is a file, folder, glob or
-URL, or the name of a dataset on the hub. For a kind's flags, run for example `./paddock prepare text --help`.
+KIND is text (for pretraining), chats (SFT), pairs (DPO), prompts (GRPO), tokenizer (train a tokenizer on
+your text), hellaswag (download HellaSwag's items) or sample (create the sample data). SOURCE is a file,
+folder, glob or URL, or the name of a dataset on the hub. For a kind's flags, run for example `./paddock
+prepare text --help`.
 """
 
 import os
@@ -20,8 +21,9 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 
 SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
-           "pairs": "load_dpo_dataset.py", "tokenizer": "train_tokenizer.py",
-           "hellaswag": "load_hellaswag_dataset.py", "sample": "make_sample.py"}
+           "pairs": "load_dpo_dataset.py", "prompts": "load_prompts_dataset.py",
+           "tokenizer": "train_tokenizer.py", "hellaswag": "load_hellaswag_dataset.py",
+           "sample": "make_sample.py"}
 
 
 def main() -> None:

@@ -4,9 +4,9 @@
     ./paddock train --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
     ./paddock train --source corpus/ --documents blank
 
-PRETRAIN_DATA_PATH (or SFT_DATA_PATH, DPO_DATA_PATH) and --source accept a prepared set, or files to prepare:
-a file, folder, glob, URL or hub dataset such as fineweb-edu. Prepared data is cached, and an interrupted
-preparation resumes. Without any data or .env, the command trains on the sample data.
+PRETRAIN_DATA_PATH (or that of another stage, such as SFT_DATA_PATH) and --source accept a prepared set, or
+files to prepare: a file, folder, glob, URL or hub dataset such as fineweb-edu. Prepared data is cached, and
+an interrupted preparation resumes. Without any data or .env, the command trains on the sample data.
 
 Flags are settings (`python train.py --help`), launcher flags (`python scripts/launch.py --help`) and
 preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. After a crash
@@ -34,7 +34,7 @@ from parallel import process  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags, split_forecast  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
-KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
+KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs", "grpo": "prompts"}  # else documents
 SAMPLE_TEXT = """\
 Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. This
 takes four to five minutes on two CPU cores, and less on a GPU. Evaluations during training ask the model

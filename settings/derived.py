@@ -29,11 +29,12 @@ FOR_ONE_START = {
     "epochs", "keep_layers", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory",
     "debug", "profile_steps", "power_steps", "memory_snapshot", *MODEL_SETTINGS}
 HEAD_DIM = 64
-RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6}  # full fine-tuning, as in the recipes of TRL and axolotl
-LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5}
+RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
+LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}
 RECIPE_WIDTH = 2048  # the recipes' smallest DIM; muP scales the rate by 1 / width
-EPOCHS = {"sft": 3.0, "dpo": 1.0}
-BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64}  # if data decides the batch
+EPOCHS = {"sft": 3.0, "dpo": 1.0, "grpo": 1.0}
+# If data decides the batch.
+BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64, "grpo": 64}
 SMALL_MODEL = 50_000_000  # matrix weights; below this, compiling costs a CPU more than it saves
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
 ROWS = 48  # batches are multiples of this, to suit 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks
@@ -186,7 +187,9 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
     if config.epochs or "epochs" in chosen:
         undecided += ["max_steps"]
     if is_tuning and "total_batch_size" in undecided:
-        rows = 1 if "micro_batch_size" in undecided else max(1, config.micro_batch_size)
+        rows = config.micro_batch_size
+        if "micro_batch_size" in undecided or not rows:
+            rows = config.answers_per_prompt
         chosen["micro_batch_size"] = rows
         chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
     return {name: value for name, value in chosen.items() if name not in decided}, undecided
@@ -200,16 +203,19 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
     chosen: dict[str, Any] = {}
     stage, ranks, batch_rows = config.training_stage, config.planned_ranks, config.rows_per_step
     if "total_batch_size" in names and (stage != "pretrain" or rows < BATCHES_PER_EPOCH * batch_rows):
-        share = ranks * (1 if "micro_batch_size" in names else config.micro_batch_size)
-        wanted = max(1, min(MOST_BATCH_ROWS[stage], rows // BATCHES_PER_EPOCH))
+        answers = config.answers_per_prompt
+        share = ranks * (answers if "micro_batch_size" in names else config.micro_batch_size)
+        wanted = max(1, min(MOST_BATCH_ROWS[stage], rows * answers // BATCHES_PER_EPOCH))
         batch_rows = -(-2 ** int(math.log2(wanted)) // share) * share
         chosen["total_batch_size"] = batch_rows * config.max_seq_len
         if "micro_batch_size" in names:
             per_rank = batch_rows // ranks
-            chosen["micro_batch_size"] = next(n for n in range(min(8, per_rank), 0, -1) if per_rank % n == 0)
+            chosen["micro_batch_size"] = next(
+                n for n in range(min(max(8, answers), per_rank), 0, -1) if per_rank % n == n % answers == 0)
     steps = config.max_steps
     if "max_steps" in names and config.epochs is not None:
-        chosen["max_steps"] = steps = max(1, math.ceil(config.epochs * rows / batch_rows))
+        chosen["max_steps"] = steps = max(1, math.ceil(
+                config.epochs * rows * config.answers_per_prompt / batch_rows))
     if "warmup_steps" in names and steps < 10 * config.warmup_steps:
         chosen["warmup_steps"] = steps // 10
     return chosen

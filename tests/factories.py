@@ -132,6 +132,8 @@ STAGE = {**TINY, "MAX_SEQ_LEN": 96, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": 4, "VA
 UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
 DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": "base"}
 LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4}
+GRPO = {"TRAINING_STAGE": "grpo", "PRETRAIN_CHECKPOINT": "base", "GRPO_GROUP": 2, "GRPO_MAX_TOKENS": 12, "MICRO_BATCH_SIZE": 4,
+        "REWARD": "length*0.1,contains"}
 DISTILLATION = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "teacher"}
 MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
          "dpo-stored": {**DPO, "DPO_REFERENCE": "stored"},
@@ -143,21 +145,24 @@ MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
          "distilled-sft": {**DISTILLATION, "PRETRAIN_CHECKPOINT": "base"},
          "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
          "lora-dpo": {**LORA, **DPO}}
+# Their steps cannot be replayed or sharded.
+ONLINE = {"grpo": GRPO, "lora-grpo": {**LORA, **GRPO, "GRPO_BETA": 0.1, "GRPO_UPDATES": 2}}
 
 
 class Stages(NamedTuple):
-    """The paths that the later stages need: data, chats, pairs, and a base and a teacher of two steps each."""
+    """The paths that the later stages need: data, chats, pairs, prompts, and a base and a teacher of two steps each."""
 
     prepared: Prepared
     chats: Path
     pairs: Path
+    prompts: Path
     base: Path
     teacher: Path
 
-    def settings(self, mode: str, modes: Mapping[str, dict] = MODES) -> dict[str, Any]:
+    def settings(self, mode: str, modes: Mapping[str, dict] = {**MODES, **ONLINE}) -> dict[str, Any]:
         named = {"base": self.base, "teacher": self.teacher}
         return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
-                "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in modes[mode].items()}}
+                "DPO_DATA_PATH": self.pairs, "GRPO_DATA_PATH": self.prompts, **{name: named.get(value, value) for name, value in modes[mode].items()}}
 
     def run(self, mode: str, output_dir: Path, **changes) -> "TinyRun":
         return TinyRun(self.prepared, output_dir, **self.settings(mode) | changes)
@@ -185,7 +190,10 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
         return {"prompt": f"{letter()}?", "chosen": nouns(1)[:up_to(3)], "rejected": "ox" * up_to(18)}
 
     paths = []
-    for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):
+    def prompt() -> dict:
+        return {"question": f"{letter()}at?", "answer": letter()}
+
+    for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120), ("prompts", prompt, 60)):
         file = write_jsonl(folder / f"{kind}.jsonl", (record() for _ in range(count)))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
         paths.append(prepare_set(kind, file, folder / kind, options))
@@ -276,7 +284,7 @@ def without_clocks(metrics: list[dict]) -> list[dict]:
     return [{name: value for name, value in line.items() if not CLOCKS.fullmatch(name)} for line in metrics]
 
 
-def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples", "evaluations")) -> None:
+def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples", "evaluations", "rollouts")) -> None:
     """Assert that two runs are the same: the checkpoint after `step` bit for bit, and their logs apart from clocks.
 
     Args:

@@ -41,6 +41,7 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 MODEL, LOADERS, OPTIM = "tests/test_model.py", "tests/test_dataloaders.py", "tests/learn/test_optim.py"
 OBJECTIVES, DISTILLATION = "tests/learn/test_objectives.py", "tests/learn/test_distillation.py"
+GRPO, ROLLOUTS = "tests/learn/test_grpo.py", "tests/system/resume/test_online_runs.py"
 RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
 SAVING, ELASTIC = "tests/run/test_saving.py", "tests/system/resume/test_elastic.py"
@@ -174,6 +175,20 @@ FAULTS = [
           OBJECTIVES),
     fault("SimPO: not by length", "learn/objectives.py", "simpo_beta * logprob_BP2 / length_BP2",
           "simpo_beta * logprob_BP2", OBJECTIVES),
+    fault("GRPO: clipped where that gains", "learn/grpo.py", "torch.minimum(ratio_BT * advantage_B1,",
+          "torch.maximum(ratio_BT * advantage_B1,", GRPO),
+    fault("GRPO: mean over all tokens for each answer", "learn/grpo.py",
+          "torch.ones_like(length_B1) if self.by_token else length_B1", "torch.ones_like(length_B1)", GRPO),
+    fault("GRPO: each update has a ratio of 1", "learn/grpo.py", 'stored.setdefault("sampled_BT", logprob_BT.detach())',
+          "logprob_BT.detach()", GRPO),
+    fault("GRPO: answers of a group draw the same numbers", "run/rollouts.py", "key[2] + row, index]", "key[2] + row, 0]",
+          f"{ROLLOUTS}::test_the_log_has_every_answer_with_its_rewards"),
+    fault("GRPO: ranks draw the same numbers", "run/rollouts.py",
+          "share(micro_batches, ranks.rank, ranks.world_size).start * size", "0",
+          f"{ROLLOUTS}::test_two_ranks_generate_and_learn_the_same_bits"),
+    fault("GRPO: an answer without a reward is compared", "run/rollouts.py",
+          "np.nan if answer.failure else answer.reward", "answer.reward or 0.0",
+          f"{ROLLOUTS}::test_a_failing_reward_names_the_record_and_its_answer_does_not_count"),
     fault("distillation: gradient without temperature", "learn/objectives.py",
           "gradient_MV.mul_(temperature)", "gradient_MV", DISTILLATION),
     fault("stored teacher: the rest is not learned", "learn/objectives.py",

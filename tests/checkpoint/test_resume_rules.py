@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint.resume_rules import check_changes
 from common.errors import CheckpointError
-from config import Config, on_resume
+from config import Config, OnlineConfig, on_resume
 from run.life import Inputs
 
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
@@ -21,7 +21,7 @@ PROMISED = {
         lora_target_modules lora_train_head lora_train_embeddings lora_train_tokens lora_base_quantization total_batch_size
         max_seq_len optimizer dim n_layers keep_layers n_heads n_kv_heads norm_eps rope_theta rope_scaling_factor
         rope_low_freq_factor rope_high_freq_factor rope_original_max_len tie_embeddings document_mask training_stage seed data_seed
-        reproducible""",
+        reproducible reward grpo_group grpo_max_tokens grpo_loss grpo_clip_low grpo_clip_high grpo_beta grpo_updates""",
     "curve": """
         distillation_top_k validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
         early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
@@ -66,8 +66,9 @@ def test_every_setting_is_treated_as_the_table_says(name):
     if name in ("wandb_api_key", "hf_token"):
         assert KINDS[name] == "safe" and name.upper() not in Config().public()
         return
-    before = Config(**EVERYTHING)
-    now = Config(**EVERYTHING | {name: another(name)} | ({"n_layers": 7} if name == "keep_layers" else {}))
+    everything = EVERYTHING | ({"training_stage": "grpo"} if name in OnlineConfig.model_fields else {})
+    before = Config(**everything)
+    now = Config(**everything | {name: another(name)} | ({"n_layers": 7} if name == "keep_layers" else {}))
     kind, upper = KINDS[name], name.upper()
     if before.hidden_dim != now.hidden_dim:
         kind, upper = "fixed", "FFN_DIM"  # in which several settings show

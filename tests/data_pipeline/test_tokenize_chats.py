@@ -57,7 +57,11 @@ def texts(count):
     return [{"text": f"Story {number}: naïve"} for number in range(count)]
 
 
-RECORDS = {"documents": texts, "chats": chats, "pairs": pairs}
+def prompts(count):
+    return [{"question": f"{number}?", "answer": {"é": [number]}} for number in range(count)]
+
+
+RECORDS = {"documents": texts, "chats": chats, "pairs": pairs, "prompts": prompts}
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
@@ -263,7 +267,8 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
 @pytest.mark.parametrize("script, kind, setting, output, flags", [
     ("load_pretrain_dataset.py", "documents", "PRETRAIN_DATA_PATH", "data/pretrain", ["--max-documents", "30"]),
     ("load_instruct_dataset.py", "chats", "SFT_DATA_PATH", "data/sft", ["--max-examples", "30", "--system-prompt", "Be kind."]),
-    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo", ["--max-examples", "30", "--system-prompt", "Be kind."])])
+    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo", ["--max-examples", "30", "--system-prompt", "Be kind."]),
+    ("load_prompts_dataset.py", "prompts", "GRPO_DATA_PATH", "data/prompts", ["--max-examples", "30", "--system-prompt", "Be kind."])])
 def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output, flags):
     write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](40))
     flags += ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1", "--preparation-workers", "1"]
@@ -274,7 +279,7 @@ def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script,
     assert name == setting and Path(path).parent == Path(output)
     assert manifest["settings"].get("system_prompt", "Be kind.") == "Be kind."
     assert sum(split["documents"] for split in manifest["splits"].values()) == 30
-    assert done.stdout.count("Example ") == 3 and ("⟧" in done.stdout) == (kind != "documents")
+    assert done.stdout.count("Example ") == 3 and ("⟧" in done.stdout) == (kind in ("chats", "pairs"))
 
 
 def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):

@@ -127,7 +127,8 @@ def test_nothing_is_unpickled_and_no_foreign_code_runs():
         assert "trust_remote_code" not in path.read_text(encoding="utf-8"), room
         for name, call in calls(path):
             where, keywords = f"{room}:{call.lineno}", {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            assert not re.fullmatch(UNSAFE_CALLS, name) and not name.startswith("pickle."), where
+            users_own = room == "learn/rewards.py" and name == "importlib.import_module"  # what REWARD names
+            assert users_own or not re.fullmatch(UNSAFE_CALLS, name) and not name.startswith("pickle."), where
             assert not name.startswith("yaml.") or name.startswith("yaml.safe_"), where
             if name == "torch.load":
                 assert room == "scripts/import_checkpoint.py" and keywords["weights_only"] == "True", where
@@ -191,7 +192,8 @@ def test_secrets_are_opened_in_one_place_only():
 
 def test_every_setting_is_read_somewhere():
     read = {node.attr for path in CODE.values() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
-    unread = {name for name in Config.model_fields if name not in read | {*SECRETS, *START_FROM, "preset"}}
+    unread = {name for name in Config.model_fields if name not in read | {*SECRETS, *START_FROM, "preset"}
+              and not name.endswith("_data_path")}  # by Config.data_path
     assert unread == set()
 
 

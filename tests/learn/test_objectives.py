@@ -226,6 +226,21 @@ def padded_pairs(batch: Batch):
             "completion_mask": torch.stack([F.pad(mask, (0, longest - len(mask))) for _, mask in both])}
 
 
+class Fused(torch.nn.Module):
+    """A Hugging Face model that returns log-probabilities of its labels, as TRL's patched forward does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.is_gradient_checkpointing = inner, False
+
+    def forward(self, input_ids, attention_mask, labels, **_):
+        logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].log_softmax(-1)
+        labels = labels[:, 1:]
+        picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+        zeros = torch.zeros_like(picked)
+        return SimpleNamespace(log_probs=picked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), loss=None)
+
+
 TRL_LOSSES = {"sigmoid": {}, "hinge": {"dpo_loss": "hinge"}, "ipo": {"dpo_loss": "ipo"},
               "sigmoid_norm": {"dpo_length_normalised": True}}
 
@@ -240,20 +255,6 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     batch, model, reference = pair_rows(9), model_of(0), model_of(99)
     theirs, their_reference = (in_transformers(each, attn_implementation="eager") for each in (model, reference))
     inputs = padded_pairs(batch)
-
-    class Fused(torch.nn.Module):
-        """A Hugging Face model that returns log-probabilities of its labels, as TRL's patched forward does."""
-
-        def __init__(self, inner):
-            super().__init__()
-            self.inner, self.is_gradient_checkpointing = inner, False
-
-        def forward(self, input_ids, attention_mask, labels, **_):
-            logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].log_softmax(-1)
-            labels = labels[:, 1:]
-            picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
-            zeros = torch.zeros_like(picked)
-            return SimpleNamespace(log_probs=picked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), loss=None)
 
     policy = Fused(theirs)
     trainer = DPOTrainer.__new__(DPOTrainer)

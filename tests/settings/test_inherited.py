@@ -13,6 +13,9 @@ SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoi
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
 
 
+GRPO = ["--training-stage", "grpo", "--grpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
+
+
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -132,3 +135,16 @@ def test_rows_are_not_longer_than_those_that_the_start_was_trained_on(file, name
         (folder / f"{file}.json").write_text(json.dumps({name: trained, "settings": {name: trained}}))
     loaded = load(*flags)
     assert loaded.config.max_seq_len == length and any("MAX_SEQ_LEN=256" in note for note in loaded.notes) == (length == 256)
+
+
+@pytest.mark.parametrize("group", [2, 6, 16])
+@pytest.mark.parametrize("rows", [40, 1000, 100_000])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_data_gives_grpo_micro_batches_of_whole_groups(group, rows, ranks):
+    """An epoch reads each prompt once; a prompt is `group` training rows."""
+    loaded = load(*GRPO, "--grpo-group", group, "--max-seq-len", 64)
+    before = loaded.config.model_copy(update={"world_size": ranks})
+    config = before.model_copy(update=settings_of_data(before, rows, {*loaded.undecided}))
+    assert (config.training_stage, config.epochs) == ("grpo", 1) and config.micro_batch_size % group == 0
+    assert config.rows_per_step % (config.micro_batch_size * ranks) == 0
+    assert rows <= config.max_steps * config.rows_read < rows + config.rows_read

@@ -13,6 +13,7 @@ import torch
 from commands import during
 from factories import (
     MODES,
+    ONLINE,
     STAGE,
     UNMEASURED,
     Stages,
@@ -103,7 +104,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
         assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5) and furthest(gradients, expected) < 2e-6
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *ONLINE])
 def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
     """Validation and samples come after step 2, the signal in step 3."""
     whole, stopped = finished(mode), run(mode)
@@ -111,7 +112,8 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
         assert stopped.train() == train.EXIT_PREEMPTED
     assert stopped.steps_saved()[-1] == 3 and list(stopped.column("train_loss")) == [1, 2, 3]
     assert stopped.train() == 0
-    assert list(stopped.column("val_loss")) == [0, 2, 4] and stopped.column("hellaswag_n") == {4: 10}
+    validated = stopped.column("val_reward" if mode in ONLINE else "val_loss")
+    assert list(validated) == [0, 2, 4] and stopped.column("hellaswag_n") == {4: 10}
     assert_same_run(stopped, whole, 4)
 
 
@@ -124,7 +126,7 @@ def test_what_is_measured_on_the_way_changes_nothing(mode, run):
     assert_same_run(measured, unmeasured, 4, logs=["ledger"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, *ONLINE])
 def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished, run, capsys):
     fresh = run(mode)
     assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()

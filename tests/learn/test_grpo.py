@@ -1,0 +1,186 @@
+"""GRPO compared with TRL, the invariants of its loss and advantages, and the built-in rewards."""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factories import in_transformers
+from test_objectives import CONFIG, VOCAB, Fused, T, model_of
+
+from checkpoint.huggingface import to_huggingface
+from checkpoint.tensors import read_all
+from config import Config
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from inference.engine import Engine
+from learn.cost import estimate_memory, generation_bytes
+from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
+from learn.objectives import frozen_logprobs, token_logprobs
+from learn.rewards import BUILT_IN
+
+PROMPT, LONGEST = 5, 9  # tokens
+LOSSES = ("grpo", "dr_grpo", "dapo")
+losses = pytest.mark.parametrize("loss", LOSSES)
+
+
+def objective_of(loss: str, **settings) -> GRPO:
+    config = Config(grpo_loss=loss, max_seq_len=T, grpo_max_tokens=LONGEST, **settings)
+    reference = partial(frozen_logprobs, model_of(99), compute=token_logprobs) if config.grpo_beta else None
+    return GRPO(config, reference=reference)
+
+
+def answers(seed: int = 0) -> Batch:
+    """Two groups of four answers of 1 to 9 tokens to prompts of five, with advantages of random rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT, targets_BT = torch.randint(0, VOCAB, (8, T), generator=generator), torch.full((8, T), IGNORE_INDEX)
+    for row, length in enumerate((3, 1, LONGEST, 4, 2, 7, 7, 1)):
+        targets_BT[row, PROMPT - 1:PROMPT - 1 + length] = tokens_BT[row, PROMPT:PROMPT + length]
+    advantages_PG = advantages(torch.rand(2, 4, generator=generator, dtype=torch.float64), scaled=True)
+    return Batch(tokens_BT, targets_BT, stored={"advantage_B1": advantages_PG.float().view(-1, 1)})
+
+
+def off_policy(batch: Batch) -> Batch:
+    """The batch in a later update: the model that answered was another one, so that some ratios leave the clip range."""
+    now_BT = frozen_logprobs(model_of(0), batch, token_logprobs)
+    noise_BT = 0.3 * torch.randn(now_BT.shape, generator=torch.Generator().manual_seed(3))
+    return replace(batch, stored={**batch.stored, "sampled_BT": now_BT + noise_BT})
+
+
+def gradients(objective: GRPO, batch: Batch):
+    model = model_of(0)
+    summed = objective.loss_sum(model, batch)
+    summed.total.backward()
+    return float(summed.total.detach()), summed.metrics, {name: each.grad for name, each in model.named_parameters()}
+
+
+@losses
+@pytest.mark.parametrize("update, beta", [("first", 0.0), ("later", 0.0), ("later", 0.3)])
+def test_loss_and_gradient_equal_those_of_trl(loss, update, beta):
+    """GRPOTrainer._compute_loss of the same loss_type, epsilons 0.2 and 0.28, with its own normalizer."""
+    pytest.importorskip("trl")
+    from trl import GRPOTrainer
+
+    batch = answers() if update == "first" else off_policy(answers())
+    policy = Fused(in_transformers(model_of(0), attn_implementation="eager")).train()
+    mask = (batch.targets_BT[:, PROMPT - 1:PROMPT - 1 + LONGEST] != IGNORE_INDEX).long()
+
+    def of_answers(values_BT):
+        return values_BT[:, PROMPT - 1:PROMPT - 1 + LONGEST]
+
+    inputs = {"prompt_ids": batch.tokens_BT[:, :PROMPT], "prompt_mask": torch.ones(8, PROMPT, dtype=torch.int64),
+              "completion_ids": batch.tokens_BT[:, PROMPT:PROMPT + LONGEST], "completion_mask": mask,
+              "advantages": batch.stored["advantage_B1"][:, 0], "num_items_in_batch": mask.sum()}
+    if update == "later":
+        inputs["old_per_token_logps"] = of_answers(batch.stored["sampled_BT"])
+    objective = objective_of(loss, grpo_beta=beta, grpo_clip_high=0.28)
+    if beta:
+        inputs["ref_per_token_logps"] = of_answers(objective.reference(batch))
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.__dict__.update(
+        model=policy, accelerator=SimpleNamespace(
+            is_main_process=True, autocast=nullcontext,
+            gather=lambda x: x, reduce=lambda x, **_: x, num_processes=1),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1), aux_loss_enabled=False,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token", beta=beta, loss_type=loss,
+        epsilon_low=0.2, epsilon_high=0.28, use_vllm=False, max_completion_length=LONGEST, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, _metrics={"train": defaultdict(list), "eval": defaultdict(list)})
+    their_loss = trainer._compute_loss(policy, inputs)
+    their_loss.backward()
+
+    units = int(objective.count(batch))
+    assert units == (int(mask.sum()) if loss == "dapo" else 8)
+    total, metrics, gradient = gradients(objective, batch)
+    assert total / units == pytest.approx(float(their_loss.detach()), abs=1e-6)
+    if loss == "dapo":  # TRL's are means over all tokens
+        for name, theirs in {"clipped": "clip_ratio/region_mean", **({"kl": "kl"} if beta else {})}.items():
+            assert float(metrics[name]) / units == pytest.approx(trainer._metrics["train"][theirs][0], abs=1e-6)
+        assert (float(metrics["clipped"]) > 0) == (update == "later")
+    ours = read_all(to_huggingface({name: each / units for name, each in gradient.items()}, CONFIG, VOCAB))
+    for name, parameter in policy.inner.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_advantages_are_those_of_trl_and_sum_to_zero(scaled):
+    """TRL's scale_rewards "group" and "none": the deviation is that of a sample, plus 1e-4."""
+    rewards_PG = torch.rand(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = advantages(rewards_PG, scaled)
+    expected = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    if scaled:
+        expected = expected / (rewards_PG.std(1, keepdim=True) + 1e-4)
+    torch.testing.assert_close(found, expected)
+    assert found.sum(1).abs().max() < 1e-12 and STD_EPSILON == 1e-4
+
+
+def test_an_answer_without_reward_counts_for_nothing_and_equal_rewards_teach_nothing():
+    nan = torch.nan
+    rewards_PG = torch.tensor([[1.0, nan, 0.0, 0.5], [0.1, 0.1, 0.1, nan], [nan, 3.0, nan, nan], [nan] * 4]).double()
+    found = advantages(rewards_PG, True)
+    assert found[0, 1] == 0 and found[0, [0, 2, 3]].tolist() == pytest.approx(
+        advantages(torch.tensor([[1.0, 0.0, 0.5]]).double(), True)[0].tolist())
+    assert not found[1:].any() and all_equal(rewards_PG).tolist() == [False, True, True, True]
+
+
+@losses
+def test_the_ratio_of_the_first_update_is_exactly_one(loss):
+    batch, objective, model = answers(), objective_of(loss), model_of(0)
+    objective.loss_sum(model, batch)
+    first_BT = batch.stored["sampled_BT"]
+    assert torch.equal((token_logprobs(model, batch).detach() - first_BT).exp(), torch.ones(8, T))
+    with torch.no_grad():
+        model.norm.weight.mul_(1.5)
+    objective.loss_sum(model, batch)
+    assert batch.stored["sampled_BT"] is first_BT  # also in later updates
+    assert not torch.equal(token_logprobs(model, batch).detach(), first_BT)
+
+
+@losses
+def test_masked_tokens_contribute_nothing_and_rows_add_up(loss):
+    objective, batch = objective_of(loss, grpo_beta=0.1), off_policy(answers())
+    total, _, whole = gradients(objective, batch)
+    changed = batch.tokens_BT.clone()
+    for row, targets in enumerate(batch.targets_BT):
+        changed[row, (targets != IGNORE_INDEX).nonzero().max() + 1:] = 3  # what follows the answer
+    stored = {**batch.stored, "sampled_BT": batch.stored["sampled_BT"].where(batch.targets_BT != IGNORE_INDEX, -5.0)}
+    assert gradients(objective, replace(batch, tokens_BT=changed, stored=stored))[0] == pytest.approx(total, abs=1e-6)
+    rows = [replace(batch, tokens_BT=batch.tokens_BT[row], targets_BT=batch.targets_BT[row],
+                    stored={name: each[row] for name, each in stored.items()}) for row in (slice(0, 3), slice(3, 8))]
+    parts = [gradients(objective, part) for part in rows]
+    assert sum(part[0] for part in parts) == pytest.approx(total, abs=1e-5)
+    assert sum(int(objective.count(part)) for part in rows) == int(objective.count(batch))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(sum(part[2][name] for part in parts), gradient, rtol=1e-4, atol=1e-5)
+
+
+@losses
+def test_the_divergence_is_positive_and_zero_from_itself(loss):
+    batch = answers()
+    assert float(gradients(objective_of(loss, grpo_beta=0.1), batch)[1]["kl"]) > 0
+    itself = objective_of(loss, grpo_beta=0.1)
+    itself.reference = partial(frozen_logprobs, model_of(0), compute=token_logprobs)
+    total, metrics, _ = gradients(itself, answers())
+    assert float(metrics["kl"]) == 0
+
+
+def test_the_forecast_has_room_for_the_cache():
+    config = Config(**CONFIG.model_dump(), training_stage="grpo", max_seq_len=T, micro_batch_size=16)
+    cache = Engine(model_of(0), 16, T + 1).cache
+    assert cache.keys.nbytes + cache.values.nbytes < generation_bytes(config, VOCAB, 4)
+    small = config.model_copy(update={"n_layers": 1, "dim": 8, "ffn_dim": 8})  # the cache is the most of a step
+    more = small.model_copy(update={"n_kv_heads": 4, "grpo_max_tokens": None})
+    assert estimate_memory(more, VOCAB, 4, "cpu").total >= generation_bytes(more, VOCAB, 4)
+
+
+@pytest.mark.parametrize("name, answer, record, expected", [
+    ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
+    ("contains", "It is Paris.", {"answer": "Paris"}, 1), ("contains", "Rome", {"answer": "Paris"}, 0),
+    ("regex", "a1b", {"pattern": r"^a\d"}, 1), ("regex", "ba1", {"pattern": r"^a\d"}, 0),
+    ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("math", r"\boxed{1,000} of 3", {"answer": "1000.0"}, 1),
+    ("math", "one half: 0.5", {"answer": "1/2"}, 1), ("math", "-3", {"answer": "3"}, 0), ("math", "none", {"answer": "3"}, 0),
+    ("math", "1/0", {"answer": "3"}, 0), ("length", "four", {}, 4)])
+def test_built_in_rewards(name, answer, record, expected):
+    assert BUILT_IN[name]("prompt", answer, record) == expected

@@ -1,0 +1,214 @@
+"""Runs of GRPO: the same bits after any kill and on two ranks, rewards that fail, and what is refused."""
+
+import json
+import os
+from functools import partial
+
+import faults
+import numpy as np
+import pytest
+import torch
+from commands import during
+from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
+
+from common.errors import SettingsError
+from config import Config
+from data_pipeline.shards import TokenizerInfo
+from data_preparation_utils import PreparationOptions, prepare_set
+from dataloaders import PromptRows, RowOrder, open_example_set
+from debug.replay import read_settings
+from fused.head import IGNORE_INDEX
+from inference.engine import Engine
+from learn.grpo import advantages
+from run import rollouts
+from run.rollouts import Rewards, training_batch
+from settings.load import Layer
+
+FUNCTIONS = """
+import os, sys, time
+
+def is_bad(answer):
+    return len(answer) % 3 == 0
+
+def fails(prompt, answer, record):
+    if is_bad(answer):
+        raise ValueError("too bad")
+    return len(answer)
+
+def hangs(prompt, answer, record):
+    if is_bad(answer):
+        time.sleep(60)
+    return len(answer)
+
+def dies(prompt, answer, record):
+    if is_bad(answer):
+        os._exit(7)
+    return len(answer)
+
+def infinite(prompt, answer, record):
+    return float("nan") if is_bad(answer) else len(answer)
+
+def always(prompt, answer, record):
+    raise KeyError("score")
+
+def constant(prompt, answer, record):
+    print("to the terminal, not into a reply")
+    return 0.5
+"""
+ENGINE_STEPS = 120  # of a whole run, with validations
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory):
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def whole(stages, tmp_path_factory) -> TinyRun:
+    run = stages.run("grpo", tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture
+def functions(tmp_path, monkeypatch):
+    """The module in the path of the processes that are started."""
+    (tmp_path / "rated.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+
+
+def die_in_engine(turn: int) -> None:
+    during(Engine, "step", faults.die, turn)
+
+
+def kill_and_resume(stages, whole, folder, turn: int) -> None:
+    run = stages.run("grpo", folder)
+    run.ends([-9], partial(die_in_engine, turn))
+    assert run.train() == 0
+    assert_same_run(run, whole, 4)
+
+
+@pytest.mark.parametrize("turn", [5, 33, 80])
+def test_a_kill_while_generating_changes_neither_weights_nor_rollouts(turn, stages, whole, tmp_path):
+    kill_and_resume(stages, whole, tmp_path, turn)
+
+
+@pytest.mark.soak
+def test_fifty_kills_while_generating(stages, whole, tmp_path):
+    for turn in np.linspace(1, ENGINE_STEPS - 5, 50).astype(int).tolist():
+        kill_and_resume(stages, whole, tmp_path / str(turn), turn)
+
+
+@pytest.mark.parametrize("mode", ["grpo", "lora-grpo"])
+def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
+    same = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
+    one, two = (stages.run(mode, tmp_path / name, **same) for name in ("one", "two"))
+    assert one.train() == 0
+    two.ends([0, 0])
+    assert_same_run(two, one, 4)
+    assert len(one.lines("rollouts")) == 4 * 8
+
+
+def test_the_log_has_every_answer_with_its_rewards(whole):
+    metrics = whole.metrics()
+    for step in (1, 2, 3, 4):
+        lines = [line for line in whole.lines("rollouts") if line["step"] == step]
+        assert [line["group"] for line in lines] == [0, 0, 1, 1, 2, 2, 3, 3]
+        for line in lines:
+            assert line["reward"] == pytest.approx(0.1 * line["rewards"]["length"] + line["rewards"]["contains"])
+            assert line["rewards"]["length"] == len(line["answer"]) and line["tokens"] <= 12
+        logged = next(line for line in metrics if line["step"] == step and "reward" in line)
+        assert logged["reward"] == pytest.approx(np.mean([line["reward"] for line in lines]))
+        assert logged["answer_tokens"] == np.mean([line["tokens"] for line in lines])
+        for group in range(0, 8, 2):
+            one, other = lines[group:group + 2]
+            assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
+            assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
+    assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
+
+
+@pytest.mark.parametrize("function, reason", [("fails", "ValueError: too bad"), ("infinite", "not finite"),
+                                              ("hangs", "REWARD_TIMEOUT=0.5 seconds"), ("dies", "ended with code 7")])
+def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(function, reason, functions, stages, tmp_path, capsys):
+    run = stages.run("grpo", tmp_path / "runs", REWARD=f"rated:{function}", REWARD_TIMEOUT=0.5, MAX_STEPS=1, VALIDATE_EVERY=0,
+                     HELLASWAG_EVERY=0)
+    assert run.train() == 0
+    failed = [line for line in run.lines("rollouts") if line["reward"] is None]
+    assert 0 < len(failed) < 8 and all(line["advantage"] == 0 and line["rewards"] == {} for line in failed)
+    error = capsys.readouterr().err
+    assert f'step 1: REWARD=rated:{function} failed for the record {{"question": "' in error and reason in error
+    assert run.metrics()[-1]["reward"] == np.mean([line["reward"] for line in run.lines("rollouts") if line not in failed])
+
+
+@pytest.mark.parametrize("reward, code, words", [
+    ("rated:always", 3, "failed for all 8 answers"), ("rated:absent", 2, "cannot be imported: AttributeError"),
+    ("no_such_module:f", 2, "cannot be imported: ModuleNotFoundError")])
+def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, stages, tmp_path, capsys):
+    run = stages.run("grpo", tmp_path / "runs", REWARD=reward, VALIDATE_EVERY=0)
+    assert run.train() == code and words in capsys.readouterr().err
+    assert run.lines("ledger") == [] and not run.steps_saved()
+
+
+def test_equal_rewards_of_all_groups_are_reported_once(functions, stages, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rollouts, "COLLAPSED_STEPS", 2)
+    run = stages.run("grpo", tmp_path / "runs", REWARD="rated:constant")
+    assert run.train() == 0
+    assert capsys.readouterr().err.count("for 2 steps, all answers to a prompt had equal rewards") == 1
+    assert run.column("equal_groups") == dict.fromkeys(range(1, 5), 1) and run.column("grad_norm")[1] == 0
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"MICRO_BATCH_SIZE": 1}, "must be a multiple of GRPO_GROUP=2"), ({"GRPO_MAX_TOKENS": 96}, "leaves no room for a prompt"),
+    ({"REWARD": "best"}, "best is not one of exact, contains"), ({"REWARD": "length*x"}, "name*weight"),
+    ({"SHARDING": "full"}, "SHARDING=full does not work with TRAINING_STAGE=grpo"),
+    ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip does not work"),
+    ({"EARLY_STOPPING_PATIENCE": 1}, "EARLY_STOPPING_PATIENCE=1 does not work"),
+    ({"GENERATION_EVAL_EVERY": 1}, "set it to 0 with TRAINING_STAGE=grpo")])
+def test_what_does_not_work_is_refused_by_name(changes, words, stages, tmp_path, capsys):
+    assert stages.run("grpo", tmp_path, **changes).train() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_record_arrives_in_full_and_long_prompts_are_left_out(prepared, tmp_path):
+    records = [{"prompt": f"{number} é\u2028🦙", "answer": [number, None, {"ü": 0.1}], "more": "x" * number} for number in range(40)]
+    records.append({"prompt": "long " * 50, "answer": ""})
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
+    folder = prepare_set("prompts", write_jsonl(tmp_path / "prompts.jsonl", records), tmp_path, options)
+    found = []
+    for split in ("train", "validation"):
+        rows = PromptRows(open_example_set(folder, split, "prompts", TokenizerInfo(512)), 96, 20)
+        batch = rows(np.arange(len(rows)))
+        assert (batch.targets_BT == IGNORE_INDEX).all() and batch.stored["prompt_B1"].max() <= 77
+        found += [json.loads(bytes(filter(None, record))) for record in batch.stored["record_BR"].tolist()]
+    assert sorted(found, key=lambda record: len(record["more"])) == records[:-1]
+
+
+def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
+    rows = PromptRows(open_example_set(stages.prompts, "train", "prompts", TokenizerInfo(512)), 96, 12)
+    prompts = rows(np.array([3, 1]))
+    answers = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    batch = training_batch(prompts, answers, advantages(torch.tensor([[0.0, 1], [2, 0]]).double(), True), 96)
+    for row, answer in enumerate(answers):
+        prompt = prompts.tokens_BT[row // 2, :prompts.stored["prompt_B1"][row // 2]].tolist()
+        end = len(prompt) + len(answer) - 1
+        assert batch.tokens_BT[row].tolist() == [*prompt, *answer[:-1], *[0] * (96 - end)]
+        assert batch.targets_BT[row].tolist() == [*[IGNORE_INDEX] * (len(prompt) - 1), *answer, *[IGNORE_INDEX] * (96 - end)]
+    assert torch.equal(batch.targets_BT.flatten()[batch.target_index_M], torch.tensor(sum(answers, [])))
+    assert batch.stored["advantage_B1"].flatten().tolist() == pytest.approx([-0.707, 0.707, 0.707, -0.707], abs=1e-3)
+
+
+def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
+    for step in range(3):
+        one = RowOrder(50, 8, 2, 7).micro_batches(step)
+        both = np.concatenate([RowOrder(50, 8, 2, 7, rank, 2).micro_batches(step) for rank in (0, 1)])
+        assert (one == both).all()
+    rewards = Rewards(Config(reward="exact*2"))
+    assert rewards("", "4", json.dumps({"answer": 4})) == [1.0]
+    process = rewards.process
+    process.stdin.close()
+    assert process.wait(10) == 0
+
+
+def test_its_steps_cannot_be_replayed(whole):
+    with pytest.raises(SettingsError, match="cannot be replayed"):
+        read_settings(whole.folder, Layer({}, []), 2)
