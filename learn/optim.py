@@ -16,11 +16,6 @@ from learn.cost import muon_batch
 from parallel.fsdp import compute_in_turns, is_divided, local_rows, local_span
 from parallel.ranks import Ranks, collective
 
-# torch wraps these methods for compiled optimizers, so that their first call imports torch._dynamo (1 s).
-for METHOD in ("add_param_group", "zero_grad"):
-    setattr(torch.optim.Optimizer, METHOD, inspect.unwrap(getattr(torch.optim.Optimizer, METHOD)))
-torch.optim.AdamW.step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-
 
 def learning_rate(step: int, config: OptimConfig) -> float:
     """Return the learning rate of the next update, after `step` finished ones.
@@ -56,7 +51,20 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class Uncompiled(torch.optim.Optimizer):
+    """Without torch's wrappers for compiled optimizers, whose first call imports torch._dynamo (1 s)."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """torch's AdamW."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Muon(Uncompiled):
     """Orthogonalised momentum, with updates as large as AdamW's, so that both share one learning rate.
 
     Unlike torch.optim.Muon, which iterates in bf16 over single matrices, it computes in float32 on a CPU, and
@@ -135,7 +143,7 @@ class Muon(torch.optim.Optimizer):
             tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
 
 
-STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # per parameter
+STATE_OF = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # per parameter
 
 
 class Optimizer:
@@ -160,8 +168,8 @@ class Optimizer:
         groups = [{"params": [p for p in with_adamw if p.ndim >= 2], "weight_decay": config.weight_decay},
                   {"params": [p for p in with_adamw if p.ndim < 2], "weight_decay": 0.0}]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
-                              betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
+            AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                  betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
             muon = Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay)
             muon.sharded, muon.ranks = self.sharded, ranks

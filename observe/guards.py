@@ -32,7 +32,7 @@ from run.life import Run, StepResult, finish_saving, follow_folder, save_checkpo
 
 ROWS_SHOWN = 16
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-SUMMED_WORDS = {"cpu": 2**18, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
+SUMMED_WORDS = {"cpu": 2**16, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
