@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 24_320, 7_230, 29_120
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_650, 7_440, 30_040
 BUDGETS = {
     "config.py": 750,
     "data_preparation_utils.py": 320,
@@ -26,7 +26,7 @@ BUDGETS = {
     "fused/": 820,
     "inference/": 880,
     "learn/": 2000,
-    "observe/": 2300,
+    "observe/": 2290,
     "parallel/": 1480,
     "report/": 1440,
     "run/": 3170,
