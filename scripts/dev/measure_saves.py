@@ -1,6 +1,6 @@
 """Measure saves of random tensors with the shapes of a preset, beside `dd conv=fsync` on the same disk.
 
-    python scripts/dev/measure_saves.py --preset llama3.2-1b --folder /big/disk --ranks 4
+    python scripts/dev/measure_saves.py --preset 1.3b --folder /disk --ranks 4
 
 The ranks of one machine write together, as with SHARDING=none. Prints the seconds in which training would
 stop (for the copy in host memory, if there is room), the seconds until the checkpoint is complete, and the
