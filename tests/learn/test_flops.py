@@ -14,7 +14,15 @@ from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from fused.head import IGNORE_INDEX
 from learn.cost import StepFlops, Work, forward_flops, teacher_flops
-from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs, stored_reference
+from learn.objectives import (
+    DPO,
+    ORPO,
+    Distillation,
+    NextToken,
+    frozen_logprobs,
+    pair_logprobs,
+    stored_reference,
+)
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
 from observe.profile import Measurements
@@ -90,7 +98,7 @@ def objective_of(name: str, config: Config, model: Transformer):
         return ORPO(config)
     reference = stored_reference
     if config.lora_enabled:
-        reference = partial(logprobs_without_adapters, model)
+        reference = partial(logprobs_without_adapters, model, compute=pair_logprobs)
     elif config.dpo_reference == "live":
         reference = partial(frozen_logprobs, make(1)[1].requires_grad_(False).eval())
     return DPO(config, reference)

@@ -22,6 +22,7 @@ from config import (
     DistillationConfig,
     LoraConfig,
     ModelConfig,
+    OnlineConfig,
     PreferenceConfig,
     on_resume,
     rules,
@@ -132,7 +133,7 @@ def test_the_sample_is_the_sample_beside_any_env():
     # The preset sets all that affects training; the rest is about hardware, or matters only with other settings.
     named = read_env_file(PRESETS_DIR / "sample.env").values
     left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
-            and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
+            and section not in (LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig)}
     assert left == {"seed", "precision", "tf32", "reproducible", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
                     "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len",
                     "generation_eval_examples", "generation_eval_tokens"}
