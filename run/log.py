@@ -234,6 +234,8 @@ class RunLog:
 
         for file in sorted(SCHEMAS):  # the ledger before the metrics, as `RunHistory` needs it
             path, name = run_dir / file, file.removesuffix(".jsonl")
+            if name == "rollouts" and self.config.training_stage != "grpo":
+                continue
             with disk_errors(path):
                 for line, entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
                     if name == "metrics":

@@ -213,7 +213,7 @@ FAULTS = [
           'hashes == [expected["sha256"]]', "True", STORE),
     fault("checkpoint: tree not checked", "checkpoint/manifest.py", "tree_hash(hashes) == tree", "True", STORE),
     fault("checkpoint: blocks divided between ranks", "checkpoint/manifest.py", "block_rows(rows, multiple) return min(rows,",
-          "1 return min(rows,", STORE),
+          "1\n    return min(rows,", STORE),
     fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) name =", "name =",
           f"{MACHINE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
     fault("async save: of the live tensors", "run/saving.py", "self.copied[name] = copied", "self.copied[name] = rows",
