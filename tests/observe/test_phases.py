@@ -202,7 +202,7 @@ def test_a_slow_save_is_named_at_once_and_is_over_with_the_next():
     assert compare(slow, save=(9, 0.1, 0.1, 0.1)) == [(3, "save", 0)]
 
 
-FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.25, 0.6  # seconds that a rank sleeps
+FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.5, 0.6  # seconds that a rank sleeps
 
 
 def sleepy() -> None:
