@@ -261,7 +261,7 @@ class Transformer(nn.Module):
         device, queries = tokens_BT.device, tokens_BT.shape[1]
         if cache is not None:
             cos, sin, mask = cache.begin(queries)
-            # On a GPU, kernels for causal attention plan each length anew.
+            # On a GPU, kernels for causal attention plan every new length.
             purpose = "causal" if mask is None and queries > 1 and device.type == "cpu" else "mask"
             kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
             return AttentionMeta(kernel, cos, sin, mask)

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: size and hash of each file. Needs only the standard library.
 
 In format 2, a safetensors file has the SHA-256 of its header (with the 8 bytes of its length) and of a tree.
-Each tensor is divided into blocks of rows, by `block_rows`, whoever writes them. The hash of a tensor is the
+`block_rows` divides each tensor into blocks of rows, for any number of writers. The hash of a tensor is the
 SHA-256 of those of its blocks, and the tree's is the SHA-256 of those of the tensors, in the order of the
 file and as hexadecimal text. Other files, and all files in format 1, have one SHA-256.
 """

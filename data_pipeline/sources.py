@@ -118,7 +118,7 @@ class Reading:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The counts, as they are now, as JSON values."""
+        """The current counts, as JSON values."""
         return {name: copy(getattr(self, name)) for name in
                 ("bad", "bad_records", "empty", "separators", "dropped")}
 

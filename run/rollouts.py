@@ -53,7 +53,7 @@ class Rewards:
         if self.process:
             return
         arguments = json.dumps([self.names, os.environ.get(CALLED_FROM, os.getcwd()), str(ROOT)])
-        # In a session of its own, Ctrl-C does not reach it.
+        # Ctrl-C does not reach a new session.
         self.process = subprocess.Popen([sys.executable, "-c", SERVE, arguments], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, end, self.process)
