@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_650, 7_440, 30_050
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_650, 7_440, 30_060
 BUDGETS = {
     "config.py": 750,
     "data_preparation_utils.py": 320,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 7440,
     "serving/": 850,
     "settings/": 880,
-    "tests/": 30050,
+    "tests/": 30060,
 }
 
 
