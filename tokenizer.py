@@ -371,12 +371,13 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:
-    """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, or a name on the hub.
+    """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, a run, or a name on the hub.
 
     Args:
         backend: "tiktoken", "huggingface", or "auto", which depends on the path.
     """
     file = Path(path).expanduser()
+    file = max(file.glob("checkpoints/step-*"), default=file)  # a run: its newest checkpoint
     # A local file or folder takes precedence over a hub name.
     on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
     if backend == "auto":

@@ -259,6 +259,12 @@ def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformer
         getattr(ours, f"{role}_id") for role in roles]
 
 
+def test_a_run_has_the_tokenizer_of_its_newest_checkpoint(folder, theirs, tmp_path):
+    shutil.copytree(folder, tmp_path / "checkpoints" / "step-00000010")
+    (tmp_path / "checkpoints" / "step-00000002").mkdir()
+    assert load_tokenizer(str(tmp_path)).sha256 == theirs.sha256
+
+
 def test_folder_is_read_the_same_beside_a_llama_config(folder, ours, tmp_path):
     transformers = pytest.importorskip("transformers")
     ours.save_huggingface(tmp_path)
