@@ -355,8 +355,8 @@ class LoraConfig(Section):
 class PreferenceConfig(Section):
     """Training on preference pairs."""
 
-    preference_objective: Literal["dpo", "orpo", "simpo"] = fixed(
-        "dpo", "loss on preference pairs; orpo and simpo need no reference model")
+    preference_objective: Literal["dpo", "orpo", "simpo", "kto"] = fixed(
+        "dpo", "loss on pairs; orpo and simpo need no reference; kto trains on unpaired answers")
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "DPO's loss of the reward margin")
     dpo_beta: float = fixed(0.1, "strength of the pull toward the reference model", gt=0)
     dpo_label_smoothing: float = fixed(0.0, "assumed fraction of swapped pairs (sigmoid only)", ge=0, lt=0.5)
@@ -364,6 +364,8 @@ class PreferenceConfig(Section):
     dpo_sft_weight: float = fixed(0.0, "weight of an additional cross-entropy on the chosen answer", ge=0)
     dpo_reference: Literal["auto", "stored", "live"] = safe(
         "auto", "stored = computed once; live = frozen copy or base; auto = live with LoRA, else stored")
+    kto_desirable_weight: float = fixed(1.0, "weight of KTO's loss of good answers", ge=0)
+    kto_undesirable_weight: float = fixed(1.0, "weight of KTO's loss of bad answers", ge=0)
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
     simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
     simpo_gamma: float = fixed(1.0, "SimPO's target reward margin; half of SIMPO_BETA is common", ge=0)
@@ -372,13 +374,16 @@ class PreferenceConfig(Section):
 class DistillationConfig(Section):
     """Distillation from a teacher model."""
 
-    distillation_enabled: bool = fixed(False, "also train on a teacher's distribution (pretrain and sft)")
+    distillation_enabled: bool = fixed(
+        False, "also train on a teacher's distribution; in grpo only on it, at the student's own answers")
     teacher_model: Optional[str] = safe(None, "teacher: run, checkpoint, or Hugging Face folder or name")
     teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "teacher's dtype; auto = as stored")
     distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed(
         "forward_kl", "divergence between teacher and student")
     distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
     distillation_weight: float = fixed(0.5, "share of the divergence; the rest is cross-entropy", ge=0, le=1)
+    distillation_lambda: float = fixed(
+        1.0, "in grpo: share of micro-batches of own answers; the rest has the records' answers", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
     distillation_top_k: int = curve(
         0, "0 = run the teacher at every step; K = store its K most likely tokens once", ge=0)
@@ -391,7 +396,7 @@ class OnlineConfig(Section):
         "exact", "sum of functions: exact, contains, regex, math, length, module:function; comma-separated, "
         "perhaps with weights: math*2,rewards:polite*-0.5")
     reward_timeout: float = safe(10.0, "seconds in which all functions must reward an answer", gt=0, le=3600)
-    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=2, le=4096)
+    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
     grpo_max_tokens: Optional[int] = fixed(
         None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
     grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
@@ -503,7 +508,7 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
     @property
     def has_loss_curve(self) -> bool:
         """Whether a higher loss is worse: GRPO's is about 0, whatever the model has learned."""
-        return self.training_stage != "grpo"
+        return self.training_stage != "grpo" or self.distillation_enabled
 
     @property
     def accumulation_steps(self) -> int:
@@ -669,6 +674,9 @@ def evaluation_rules(c: Config) -> Iterator[str]:
             yield f"{setting}{path}: {name} occurs {names.count(name)} times; rename all but one"
         elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
             yield f"{setting}{path}: {name} is already the name of another metric; choose another"
+    if c.generation_eval_every and c.training_stage == "dpo" and c.preference_objective == "kto":
+        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares with good answers, which "
+               "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
     if c.generation_eval_every and c.training_stage in ("pretrain", "grpo"):
         yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which only the stages sft "
                f"and dpo have; set it to 0 with TRAINING_STAGE={c.training_stage}")
@@ -694,8 +702,8 @@ def stage_rules(c: Config) -> Iterator[str]:
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
         yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
-    if c.training_stage in ("dpo", "grpo") and c.distillation_enabled:
-        yield f"DISTILLATION_ENABLED works in the stages pretrain and sft, not in {c.training_stage}"
+    if c.training_stage == "dpo" and c.distillation_enabled:
+        yield "DISTILLATION_ENABLED works in the stages pretrain, sft and grpo, not in dpo"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"
     if c.distillation_enabled and c.teacher_model is None:
@@ -710,6 +718,8 @@ def online_rules(c: Config) -> Iterator[str]:
         groups = -(-c.micro_batch_size // c.grpo_group)
         yield (f"MICRO_BATCH_SIZE={c.micro_batch_size} must be a multiple of GRPO_GROUP={c.grpo_group}, as "
                f"the answers to a prompt are generated together; try {groups * c.grpo_group}")
+    if c.grpo_group == 1 and not c.distillation_enabled:
+        yield "GRPO_GROUP=1 compares an answer with no other; set it to 2 or more"
     if c.answer_tokens >= c.max_seq_len:
         yield (f"GRPO_MAX_TOKENS={c.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
                f"{c.max_seq_len}; lower it")
@@ -723,8 +733,12 @@ def online_rules(c: Config) -> Iterator[str]:
     refused = {f"SHARDING={c.sharding}": c.sharding != "none", "PRECISION=fp16": c.precision == "fp16",
                f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
                f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}": c.early_stopping_patience > 0}
+    if c.distillation_enabled:  # the teacher scores new answers
+        refused |= {f"GRPO_BETA={c.grpo_beta}": c.grpo_beta > 0,
+                    f"DISTILLATION_TOP_K={c.distillation_top_k}": c.distillation_top_k > 0}
     for feature in (feature for feature, is_used in refused.items() if is_used):
-        yield f"{feature} does not work with TRAINING_STAGE=grpo; remove it"
+        yield (f"{feature} does not work with TRAINING_STAGE=grpo"
+               f"{' and DISTILLATION_ENABLED=true' * c.distillation_enabled}; remove it")
 
 
 def measurement_rules(c: Config) -> Iterator[str]:

@@ -351,6 +351,7 @@ class ExampleSet:
     starts: np.ndarray  # int64 (examples + 1,), in tokens
     segment_starts: np.ndarray  # int64 (examples + 1,), in segments
     first_targets: np.ndarray  # int32 (examples,): tokens before the first target; the prompt of a pair
+    labels: np.ndarray | None = None  # int8 (examples,), of unpaired answers: 1 = good, -1 = bad
 
     def __len__(self) -> int:
         return len(self.first_targets)
@@ -374,10 +375,11 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
         raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
     segment_starts = np.concatenate([[0], ends])
     firsts, counts = segment_starts[:-1], np.diff(segment_starts)
-    # A pair has three segments: prompt, chosen, rejected. A chat has a target. Neither begins with a target.
+    # A pair has three segments: prompt, chosen, rejected; one of the answers is no target if it is unpaired.
+    # A chat has a target. Neither begins with a target.
     lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
     targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
-    valid = (counts == 3) & (targets == 2) if kind == "pairs" else targets > 0
+    valid = (targets > 0) & ((counts == 3) | (kind != "pairs"))
     valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
     if not valid.all():
         raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
@@ -389,9 +391,16 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
                         f"shards have {tokens.tokens:,}; prepare the data again")
     starts = borders[segment_starts]
     first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
+    labels = None
+    if kind == "pairs":
+        first_targets = lengths[firsts]
+        if (targets == 1).any():
+            labels = np.where(is_target[firsts + 1], 1, -1).astype(np.int8)
+            if (targets == 2).any():
+                raise DataError(f"{path}: {split} has pairs and unpaired answers; prepare them separately")
     fingerprint = hashlib.sha256((tokens.fingerprint + stored.fingerprint).encode()).hexdigest()
     return ExampleSet(Path(path), kind, tokens, segments, fingerprint, starts, segment_starts,
-                      first_targets.astype(np.int32))
+                      first_targets.astype(np.int32), labels)
 
 
 class ExampleRows:
@@ -400,7 +409,8 @@ class ExampleRows:
     A chat of n tokens takes n - 1 slots and is one document. A pair is two documents: the prompt with the
     chosen answer (number 2j - 1) and with the rejected one (2j). The rest of a row is padding: id 0, no
     targets, and the next document number. A fixed permutation orders the rows, so that the first rows, which
-    validation reads, are a fair sample.
+    validation reads, are a fair sample. For unpaired answers, `stored` has `label_BP`: 1 = the first answer
+    of a pair is the record's own, and good; -1 = the second, and bad; 0 = padding.
 
     Args:
         row_tokens: longer chats are truncated, or dropped if no target remains; longer pairs are dropped.
@@ -454,21 +464,25 @@ class ExampleRows:
                 document_ids_BT[row, start:end] = document
             document_ids_BT[row, end:] = document + 1
             padding += self.row_tokens - end
-        target_index_M = np.flatnonzero(targets_BT != IGNORE_INDEX)
+        target_index_M, stored = np.flatnonzero(targets_BT != IGNORE_INDEX), {}
+        if self.example_set.labels is not None:
+            labels = [torch.from_numpy(self.example_set.labels[self.examples_in(row)]) for row in indices]
+            stored["label_BP"] = pad_sequence(labels, batch_first=True)
         return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT),
                      torch.from_numpy(document_ids_BT) if self.numbered else None,
-                     torch.from_numpy(target_index_M), padding=padding)
+                     torch.from_numpy(target_index_M), stored, padding)
 
     def _documents(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the token ids of each document of a row, and a mask of its targets."""
         for example in self.examples_in(row).tolist():
             ids, segments = self.example_set.read(example)
             lengths = segments >> LENGTH_SHIFT
-            is_target = np.repeat((segments & TARGET).astype(bool), lengths)
             if self.example_set.kind == "chats":
+                is_target = np.repeat((segments & TARGET).astype(bool), lengths)
                 yield ids[:self.row_tokens + 1], is_target[:self.row_tokens + 1]
                 continue
             prompt, chosen = lengths[:2].tolist()
+            is_target = np.arange(len(ids)) >= prompt
             yield ids[:prompt + chosen], is_target[:prompt + chosen]
             chosen_slice = slice(prompt, prompt + chosen)
             yield np.delete(ids, chosen_slice), np.delete(is_target, chosen_slice)

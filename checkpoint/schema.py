@@ -240,19 +240,23 @@ METRICS: dict[str, tuple[str, str]] = {
     "gpu_temperature_celsius": ("°C", "highest temperature of all GPUs"),
     "gpu_clock_mhz": ("MHz", "lowest SM clock of all GPUs"),
     "gpu_throttled": ("", "share of power samples with a reason for a lower clock other than idleness"),
-    "reward_margin": ("", "`reward_chosen` - `reward_rejected`: 0 at the start of DPO, and should rise"),
-    "reward_accuracy": ("", "share of pairs with a margin above 0; ORPO: whose chosen answer is likelier"),
+    "reward_margin": ("", "`reward_chosen` - `reward_rejected`: 0 at the start of DPO, and should rise; "
+                          "KTO: mean reward of an answer, negative if it is bad"),
+    "reward_accuracy": ("", "share of pairs with a margin above 0; ORPO: whose chosen answer is likelier; "
+                            "KTO: share of good answers above `kl`, and of bad ones below"),
     "reward_chosen reward_rejected": (
         "", "DPO: gain over the reference x `DPO_BETA`; SimPO: log-probability a token x `SIMPO_BETA`"),
     "logprob_chosen logprob_rejected": ("nats", "log-probability of the whole answer"),
+    "logprob_answer": ("nats", "KTO: log-probability of the whole answer, good or bad"),
     "log_odds_ratio nll_chosen": ("nats", "the two terms of ORPO: odds ratio, and loss of the chosen answer"),
     "reward reward_std": ("", "GRPO: mean of the step's rewards, and their standard deviation"),
     "equal_groups": ("", "GRPO: share of prompts whose answers have equal rewards, and teach nothing"),
-    "answer_tokens": ("tokens", "GRPO: mean length of the answers, with their end"),
+    "answer_tokens": ("tokens", "with TRAINING_STAGE=grpo: mean length of the answers, with their end"),
     "answers_cut": ("", "GRPO: share of answers that reach `GRPO_MAX_TOKENS` without an end"),
     "entropy": ("nats", "GRPO: mean of minus the log-probability of an answer's tokens"),
     "clipped": ("", "GRPO: share of tokens whose gradient is 0, since the ratio left the clip range"),
-    "kl": ("nats", "GRPO: estimated divergence from the start model per token, with `GRPO_BETA`"),
+    "kl": ("nats", "estimated divergence from the start model; GRPO: per token, with `GRPO_BETA`; "
+                   "KTO: per answer"),
     "val_reward val_reward_stderr": ("", "GRPO: mean reward of greedy answers to held-out prompts"),
     "divergence cross_entropy": ("nats", "the two terms of distillation; the second needs no teacher"),
     "val_loss val_loss_stderr": ("nats", "validation loss; its standard error, over blocks of rows"),

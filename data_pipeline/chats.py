@@ -5,8 +5,9 @@ message, followed by alternating messages of user and assistant; the last one is
 
 The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
 tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
-pair has three: the prompt, which is stored once, and both answers. A prompt has two: its tokens, and as a
-"target" its whole record, for rewards: JSON in ASCII, one byte per id.
+pair has three: the prompt, which is stored once, and both answers. An unpaired answer is a pair with the
+answer of another record in the other's place, which is not a target: second if its own answer is good. A
+prompt has two: its tokens, and as a "target" its whole record, for rewards: JSON in ASCII, one byte per id.
 """
 
 import json
@@ -41,8 +42,6 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
          "model": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
 TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
-UNPAIRED = ("is unpaired (prompt, completion, label), and training on unpaired labels is not "
-            "supported; give ")
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
@@ -58,6 +57,7 @@ class Example(NamedTuple):
     messages: Messages
     answers: tuple[str, ...] = ()  # the preferred one first
     record: str = ""  # JSON in ASCII
+    label: bool | None = None  # of an unpaired answer: whether it is good
 
 
 def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
@@ -99,7 +99,8 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
                    for one in merged]
     elif {"prompt", "completion"} <= filled:
         if "label" in filled:
-            raise DataError(f"{UNPAIRED}the good answers without the label")
+            raise DataError("is an answer with a label, not a chat; prepare it with "
+                            f"{command('scripts/load_dpo_dataset.py')}, or leave out the label")
         dialogs = [[*messages_in("prompt", record["prompt"], "user"),
                     *messages_in("completion", record["completion"], "assistant")]]
     elif {"chosen", "rejected"} <= filled:
@@ -116,10 +117,11 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     """Return the preference in a record."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing and {"completion", "label"} <= set(record):
-        raise DataError(f"{UNPAIRED}pairs of a chosen and a rejected answer")
+        return unpaired_of(where, record)
     if missing:
         raise DataError(f"has no {' and no '.join(missing)}: it has {contents_of(record)}, expected "
-                        "chosen and rejected, with or without a prompt (--map gives columns other names)")
+                        "chosen and rejected, with or without a prompt, or prompt, completion and label "
+                        "(--map gives columns other names)")
     prompt = _prompt_in(record)
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -148,6 +150,15 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
         raise DataError("chosen and rejected are equal")
     return Example(where, prompt, (chosen, rejected))
+
+
+def unpaired_of(where: str, record: Mapping[str, Any]) -> Example:
+    """Return the answer in a record, and whether its label calls it good."""
+    if record["label"] not in (True, False):
+        raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
+    messages = [*(_prompt_in(record) or []), *messages_in("completion", record["completion"], "assistant")]
+    *prompt, answer = check_turns(with_system(messages, record.get("system")), "assistant")
+    return Example(where, check_turns(prompt, "user"), (answer["content"],), label=bool(record["label"]))
 
 
 def prompt_of(where: str, record: Mapping[str, Any]) -> Example:
@@ -336,11 +347,20 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
     """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
     chat_format = _worker_chat_format(spec, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
-    refused = []
-    for example in examples:
+    refused, keys = [], [split_key(example) for example in examples]
+    for place, example in enumerate(examples):
         try:
             messages = with_system(example.messages, spec.system_prompt)
-            if example.answers:
+            if example.label is not None:
+                # The answer of the record that is half a chunk away, or the next one with another prompt.
+                places = ((place + len(keys) // 2 + step) % len(keys) for step in range(len(keys)))
+                other = next((examples[each] for each in places if keys[each] != keys[place]), None)
+                if other is None:
+                    raise DataError("no record near it has another prompt, whose answer could be compared")
+                pair = [(chat_format.encode_answer(messages, each.answers[0]), each is example)
+                        for each in ((example, other) if example.label else (other, example))]
+                segments = [(chat_format.encode_prompt(messages), False), *pair]
+            elif example.answers:
                 chosen, rejected = (chat_format.encode_answer(messages, answer) for answer in example.answers)
                 if chosen == rejected:
                     raise DataError("chosen and rejected have the same tokens")
@@ -352,7 +372,8 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
-        if not example.record and (fault := _label_fault(example, segments, chat_format)):
+        own = segments if example.label is None else [segments[0], segments[1 if example.label else 2]]
+        if not example.record and (fault := _label_fault(example, own, chat_format)):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
         kept[split_of(split_key(example), spec.validation_fraction)].append(segments)
@@ -412,7 +433,7 @@ def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
 def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
     """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around targets.
 
-    The targets of a pair are on separate lines, labelled chosen and rejected; a prompt's record follows it.
+    The answers of a pair are on separate lines, labelled chosen and rejected; a prompt's record follows it.
     """
     def first_ids(shards: list[dict], dtype: str, count: int) -> list[int]:
         path = folder / shards[0]["file"]
@@ -420,14 +441,14 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
 
     flags = first_ids(splits["train"]["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
     ids = first_ids(splits["train"]["shards"], dtype, sum(flag >> 2 for flag in flags))
-    names = cycle(("\nchosen: ", "\nrejected: ") if kind == "pairs" else ("", ""))
+    names = cycle(("", "\nchosen: ", "\nrejected: ") if kind == "pairs" else ("",))
     texts, text, start = [], "", 0
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
         if kind == "prompts" and flag & 1:
             text += f"\nrecord: {bytes(segment).decode()}"
         else:
-            text += (next(names) if flag & 1 else "") + show_segment(segment, bool(flag & 1), tokenizer)
+            text += next(names) + show_segment(segment, bool(flag & 1), tokenizer)
         if flag & 2:
             texts.append(text)
             text = ""

@@ -289,6 +289,8 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
 
 def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
     """Take the next step like a run on `world_size` ranks; `count` is the number of units in the step."""
+    if prepare := getattr(run.objective, "prepare_step", None):
+        batches, count, _ = prepare(batches, run.progress.step)
     per_rank, done = max(1, len(batches) // world_size), itertools.count()
 
     def loss_sum(model: nn.Module, batch: Batch) -> LossSum:

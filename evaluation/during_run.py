@@ -26,7 +26,6 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from inference.engine import Sampling
 from inference.generate import generate
-from learn.grpo import GRPO
 from learn.objectives import Objective
 from model import Transformer
 from model_utils import forced_eager
@@ -75,7 +74,7 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
         title, metric, measure = "Validation", "val_loss", validation
-        if isinstance(run.objective, GRPO):
+        if config.training_stage == "grpo":
             title, metric, measure = "Reward", "val_reward", validation_reward
         yield Evaluation(title, "validation", config.validate_every, metric, partial(measure, run))
     for choices in inputs.choice_sets:

@@ -44,7 +44,7 @@ def reference_is_live(config: Config) -> bool:
     """Return whether a reference model, or the base under the adapters, runs in each step."""
     if config.training_stage == "grpo":
         return config.grpo_beta > 0
-    return (config.training_stage == "dpo" and config.preference_objective == "dpo"
+    return (config.training_stage == "dpo" and config.preference_objective in ("dpo", "kto")
             and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
 
 
@@ -85,7 +85,9 @@ class StepFlops:
         rows = padded(vocab_size)
         self.chunk = tokens_in_chunk(config, rows, device_type)
         # Such an objective needs all log-probabilities before the first gradient.
-        self.again = 2 * rows * config.dim if config.training_stage in ("dpo", "grpo") else 0
+        self.again = 0
+        if config.training_stage in ("dpo", "grpo") and not config.distillation_enabled:
+            self.again = 2 * rows * config.dim
 
         def flops(rows: int) -> Flops:
             forward, others = forward_flops(config, rows, config.max_seq_len), Flops()
@@ -93,6 +95,8 @@ class StepFlops:
                 others = forward
             elif teacher := getattr(objective, "teacher", None):
                 others = teacher_flops(teacher, rows, config.max_seq_len)
+            if config.training_stage == "dpo" and config.preference_objective == "kto":
+                others += forward  # before the first backward
             return forward + Flops(2 * adapter_count(config)) + backward_flops(config, model, rows) + others
 
         self.needed, self.computed = flops(vocab_size), flops(rows) + recomputed(config)
@@ -283,8 +287,8 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     before = compute_bytes if chunks > 1 else 0
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = before + (2 * compute_bytes if config.compile else FLOAT32 + copy)
-    if config.training_stage in ("dpo", "grpo") and not config.compile:  # the softmax
-        logit += FLOAT32
+    if config.training_stage in ("dpo", "grpo") and not (config.compile or config.distillation_enabled):
+        logit += FLOAT32  # the softmax
     elif config.distillation_enabled:  # both models' logits, and the divergence's temporaries
         logit = before + compute_bytes + 2 * FLOAT32
         if device_type == "cuda":

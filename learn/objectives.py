@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.heartbeat import HEARTBEAT
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
 from learn.cost import reference_is_live
@@ -129,10 +130,15 @@ class PairwiseObjective:
     """Base class of objectives that sum a loss over independent pairs.
 
     Subclasses define `pair_loss`, and set `needs_reference` if it compares with a reference model.
+
+    Args:
+        model, gather: for `prepare_step`: the trained model; from JSON-like values to those of all ranks.
     """
 
     config: PreferenceConfig
     reference: Optional[Reference] = None
+    model: Optional[nn.Module] = None
+    gather: Callable[[list], list] = lambda values: [values]
     needs_reference: ClassVar[bool] = False
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
@@ -227,6 +233,69 @@ class SimPO(PairwiseObjective):
         return -F.logsigmoid(margin_BP - self.config.simpo_gamma), reward_metrics(reward_BP2, margin_BP)
 
 
+class KTO(PairwiseObjective):
+    """Kahneman-Tversky optimization: each answer is good or bad, compared with a reference point.
+
+    The reference point is the divergence from the reference, at least 0, estimated from the answers of other
+    records in the rows: of all ranks' micro-batches of a step, and elsewhere of the batch.
+    `batch.stored["label_BP"]` is described in `ExampleRows`.
+    Source: Ethayarajh et al. 2024, eq. 7 and 8 (arXiv:2402.01306).
+    """
+
+    needs_reference = True
+
+    @torch.no_grad()
+    def prepare_step(self, batches: list, step: int) -> Prepared:
+        HEARTBEAT.enter("forward and backward")
+        sums = []
+        for batch in batches:
+            HEARTBEAT.beat()
+            _, gain_BP2 = self.gains(self.model.eval(), batch)
+            is_pair_BP = is_pair(answer_lengths(batch))
+            sums.append(torch.stack([(gain_BP2[..., 1] * is_pair_BP).double().sum(), is_pair_BP.sum()]))
+        sums = torch.stack(sums).tolist()
+        # Summed exactly, so that the point does not depend on the ranks.
+        total, count = map(math.fsum, zip(*(each for rank in self.gather(sums) for each in rank)))
+        for batch in batches:
+            point = max(total / count, 0.0)  # NaN stays
+            batch.stored["point_B1"] = torch.full_like(batch.stored["reference_BP2"][:, :1, 0], point)
+        return Prepared(batches, round(sum(pairs for _, pairs in sums)), {})
+
+    def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:
+        """Return the (B, P, 2) log-probabilities of the own and the other answer, and their gains over the
+        reference."""
+        if "reference_BP2" not in batch.stored:
+            batch.stored["reference_BP2"] = self.reference(batch)
+        logprob_BP2 = pair_logprobs(model, batch)
+        gain_BP2 = logprob_BP2 - batch.stored["reference_BP2"][:, :logprob_BP2.shape[1]]
+        is_good_BP1 = batch.stored["label_BP"][:, :logprob_BP2.shape[1], None] > 0
+        return (torch.where(is_good_BP1, logprob_BP2, logprob_BP2.flip(-1)),
+                torch.where(is_good_BP1, gain_BP2, gain_BP2.flip(-1)))
+
+    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        c, (logprob_BP2, gain_BP2) = self.config, self.gains(model, batch)
+        gain_BP, other_BP = gain_BP2.unbind(dim=-1)
+        is_pair_BP = is_pair(answer_lengths(batch))
+        label_BP = batch.stored["label_BP"][:, :gain_BP.shape[1]]
+        point_B1 = batch.stored.get("point_B1")
+        if point_B1 is None:
+            mean = (other_BP.detach() * is_pair_BP).sum() / is_pair_BP.sum().clamp(min=1)
+            point_B1 = mean.clamp(min=0).expand(len(label_BP), 1)
+        weight_BP = torch.where(label_BP > 0, c.kto_desirable_weight, c.kto_undesirable_weight)
+        above_BP = label_BP * (gain_BP - point_B1)
+        metrics = {"kl": point_B1, "reward_accuracy": above_BP > 0, "logprob_answer": logprob_BP2[..., 0],
+                   "reward_margin": c.dpo_beta * label_BP * gain_BP}
+        return LossSum((weight_BP * torch.sigmoid(-c.dpo_beta * above_BP) * is_pair_BP).sum(), {
+            name: (value.detach() * is_pair_BP).sum() for name, value in metrics.items()})
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        label_BP, document_BT = batch.stored["label_BP"], batch.document_ids_BT.long() - 1
+        document_BT = document_BT.to(label_BP.device)
+        label_BT = label_BP.gather(1, (document_BT // 2).clamp(max=label_BP.shape[1] - 1))
+        is_own_BT = (document_BT % 2 == 0) == (label_BT > 0)
+        return batch.targets_BT.where(is_own_BT, IGNORE_INDEX), -summed.metrics["logprob_answer"]
+
+
 def log1mexp(x: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x < 0, accurate at both ends.
 
@@ -239,7 +308,8 @@ def log1mexp(x: Tensor) -> Tensor:
 
 
 # By PREFERENCE_OBJECTIVE.
-PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {"dpo": DPO, "orpo": ORPO, "simpo": SimPO}
+PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {
+    "dpo": DPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
 
 
 def reference_is_stored(config: Config) -> bool:
@@ -408,3 +478,20 @@ class Distillation(NextToken):
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         return batch.targets_BT, summed.metrics["cross_entropy"]
+
+
+class OnPolicyDistillation(Distillation):
+    """Distillation, without cross-entropy, on the student's own answers or, rarely, on those of the records.
+
+    Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
+
+    Args:
+        rollouts: as for `learn.grpo.GRPO`.
+    """
+
+    def __init__(self, config: Config, teacher: Teacher, rollouts: Callable, compiled: bool = False):
+        super().__init__(config.model_copy(update={"distillation_weight": 1.0}), teacher, compiled)
+        self.rollouts = rollouts
+
+    def prepare_step(self, prompts: list, step: int) -> Prepared:
+        return self.rollouts(prompts, step, self.count)

@@ -273,7 +273,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
     """Return an objective as expensive as the run's, without a teacher."""
-    if config.training_stage == "grpo":
+    if config.training_stage == "grpo" and not config.distillation_enabled:
         compute = objectives.token_logprobs
         reference = partial(objectives.frozen_logprobs, model, compute=compute) if config.grpo_beta else None
         return GRPO(config, reference=reference)

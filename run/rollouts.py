@@ -22,6 +22,7 @@ from common.errors import DataError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import CALLED_FROM, ROOT
 from config import Config
+from data_pipeline.chats import prompt_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
@@ -35,6 +36,7 @@ from parallel.ranks import RunContext, collective
 START_SECONDS = 120.0  # for the import of the reward functions
 POLL_SECONDS = 1.0
 COLLAPSED_STEPS = 20  # without any difference between rewards, until a warning
+ANSWER_COLUMNS = ("answer", "completion", "output")  # of a record
 SHOWN_FAILURES, SHOWN_RECORD = 3, 200  # of a step; characters
 # The process appends these folders to its path: that of the command, and ours.
 SERVE = ("import sys, json; names, *more = json.loads(sys.argv[1]); sys.path.insert(0, more[-1]); "
@@ -119,7 +121,7 @@ class Rollouts:
 
     def __init__(self, model: Transformer, config: Config, tokenizer, context: RunContext):
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
-        self.stop_ids = load_chat_format(tokenizer).stop_ids
+        self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(config)
         self.collapsed_steps = 0
 
@@ -134,9 +136,14 @@ class Rollouts:
         batches, answers, units = [], [], 0
         for batch in prompts:
             HEARTBEAT.enter("generate")
-            ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
+            # An answer's number in the group is lower, so that it draws other numbers.
+            dice = np.random.default_rng((config.seed, step, place, config.grpo_group))
+            if config.distillation_enabled and dice.random() >= config.distillation_lambda:
+                ids = self.recorded(batch)
+            else:
+                ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
             HEARTBEAT.enter("reward")
-            found = self.reward(batch, ids)
+            found = self.reward(batch, ids, with_values=not config.distillation_enabled)
             advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
             trained = training_batch(batch, ids, advantages_PG, config.max_seq_len)
             batches.append(trained.to(ranks.device))
@@ -178,7 +185,7 @@ class Rollouts:
             while not (engine.idle or until_first and all(request.output_ids for request in requests)):
                 HEARTBEAT.beat()
                 for request in engine.step():
-                    if request.output_ids[-1] in self.stop_ids:
+                    if request.output_ids[-1] in self.chat_format.stop_ids:
                         engine.cancel(request)
 
         try:
@@ -190,17 +197,32 @@ class Rollouts:
             self.model.train(was_training)
         return [request.output_ids for requests in groups for request in requests]
 
-    def reward(self, prompts: Batch, answers: list[list[int]]) -> list[Answer]:
-        """Return the rewarded answers, equally many for each prompt."""
+    def recorded(self, prompts: Batch) -> list[list[int]]:
+        """Return the answer in the record of each prompt, with its end, for each answer of a group."""
+        answers = []
+        for record_R in prompts.stored["record_BR"].tolist():
+            record = json.loads(text := bytes(filter(None, record_R)).decode())
+            answer = next((record[name] for name in ANSWER_COLUMNS if record.get(name) is not None), None)
+            if not isinstance(answer, (str, int, float)):
+                raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
+                                f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
+                                "has none")
+            messages = prompt_of("", record).messages
+            ids = self.chat_format.encode_answer(messages, str(answer))[:self.config.answer_tokens]
+            answers += [ids] * self.config.grpo_group
+        return answers
+
+    def reward(self, prompts: Batch, answers: list[list[int]], with_values: bool = True) -> list[Answer]:
+        """Return the answers, equally many for each prompt, with rewards if `with_values`, else with 0."""
         rewarded, group = [], len(answers) // len(prompts.tokens_BT)
         for number, ids in enumerate(answers):
             row = number // group
             record = bytes(filter(None, prompts.stored["record_BR"][row].tolist())).decode()
             length = int(prompts.stored["prompt_B1"][row])
             prompt = self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist())
-            complete = ids[-1] in self.stop_ids
+            complete = ids[-1] in self.chat_format.stop_ids
             text = self.tokenizer.decode(ids[:-1] if complete else ids)
-            values = self.rewards(prompt, text, record)
+            values = self.rewards(prompt, text, record) if with_values else []
             failure, values = (values, []) if isinstance(values, str) else ("", values)
             reward = None if failure else sum(map(float.__mul__, self.rewards.weights, values))
             rewarded.append(Answer(len(ids), complete, reward, values, failure, record, prompt, text))
@@ -213,6 +235,10 @@ class Rollouts:
 
     def measure(self, answers: list[Answer], step: int) -> dict[str, float]:
         """Return the metrics of a step's answers. Warn of failures, and of rewards that teach nothing."""
+        lengths = {"answer_tokens": np.mean([answer.tokens for answer in answers]).item(),
+                   "answers_cut": 1 - np.mean([answer.complete for answer in answers]).item()}
+        if self.config.distillation_enabled:
+            return lengths
         warn, failed = self.context.log.warn, [answer for answer in answers if answer.failure]
         for answer in failed[:SHOWN_FAILURES]:
             warn(f"step {step + 1}: REWARD={self.config.reward} failed for the record "
@@ -228,8 +254,7 @@ class Rollouts:
                  "so the model learns nothing; use prompts that it sometimes solves, a reward with more "
                  "steps, or a larger GRPO_GROUP")
         return {"reward": rewards.mean().item(), "reward_std": rewards.std().item(),
-                "equal_groups": equal, "answer_tokens": np.mean([answer.tokens for answer in answers]).item(),
-                "answers_cut": 1 - np.mean([answer.complete for answer in answers]).item()}
+                "equal_groups": equal, **lengths}
 
     def check_any(self, answers: Sequence[Answer], place: str) -> None:
         """Raise DataError if no answer has a reward; all ranks have the same answers."""

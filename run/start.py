@@ -20,7 +20,7 @@ import model_utils
 from checkpoint import huggingface, peft, store
 from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
-from common.errors import CheckpointError, SettingsError, requires_package
+from common.errors import CheckpointError, DataError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules, shape_rules
 from dataloaders import (
@@ -153,6 +153,12 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
         cache_of(config).check()
     mode = config.verify_data if verify else "never"
     train = open_rows(config, "train", tokenizer, mode)
+    is_kto = config.preference_objective == "kto"
+    if config.training_stage == "dpo" and any(
+            is_kto == (rows.example_set.labels is None) for rows in rows_by_source(train)):
+        content = "pairs" if is_kto else "unpaired answers, which PREFERENCE_OBJECTIVE=kto trains on"
+        raise DataError(f"{config.data_path} has {content}, but PREFERENCE_OBJECTIVE="
+                        f"{config.preference_objective} needs {'unpaired answers' if is_kto else 'pairs'}")
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
     held_out = f", {rows.describe()} held out" if rows else ""
@@ -564,12 +570,13 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
         objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
         if objective.needs_reference:
             reference, inputs = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
-        return objective(config, reference), inputs
-    if config.training_stage == "grpo":
+        return objective(config, reference, model, context.ranks.all_gather_json), inputs
+    is_online = config.training_stage == "grpo"
+    rollouts = Rollouts(model, config, inputs.tokenizer, context) if is_online else None
+    if is_online and not config.distillation_enabled:
         reference = None
         if config.grpo_beta:
             reference, _ = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
-        rollouts = Rollouts(model, config, inputs.tokenizer, context)
         context.ranks.raise_on_all(rollouts.rewards.start)
         return GRPO(config, rollouts, reference), inputs
     if not config.distillation_enabled:
@@ -585,6 +592,8 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
 
     if not config.distillation_top_k:
         compiled = config.compile and ranks.device.type == "cuda"
+        if is_online:
+            return objectives.OnPolicyDistillation(config, load(), rollouts, compiled), inputs
         return objectives.Distillation(config, load(), compiled), inputs
 
     # Otherwise store the outputs for the rows that the run reads, separately for each source of a mixture, so

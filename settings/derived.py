@@ -172,7 +172,8 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
 
     Both exclude settings in `decided`. A batch that depends on the data is one row per rank until it is read.
     """
-    is_tuning = config.training_stage in EPOCHS and not (config.random_init or config.distillation_enabled)
+    is_tuning = config.training_stage in EPOCHS and not (
+        config.random_init or config.distillation_enabled and config.training_stage != "grpo")
     rates = LORA_RATES if config.lora_enabled else RATES
     chosen = {"learning_rate": rates[config.training_stage if is_tuning else "pretrain"]}
     undecided = ["compile"]

@@ -131,6 +131,7 @@ STAGE = {**TINY, "MAX_SEQ_LEN": 96, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": 4, "VA
          "SAMPLE_EVERY": 2, "WARMUP_STEPS": 1}
 UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
 DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": "base"}
+KTO = {"PREFERENCE_OBJECTIVE": "kto", "DPO_DATA_PATH": "unpaired"}
 LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4}
 GRPO = {"TRAINING_STAGE": "grpo", "PRETRAIN_CHECKPOINT": "base", "GRPO_GROUP": 2, "GRPO_MAX_TOKENS": 12, "MICRO_BATCH_SIZE": 4,
         "REWARD": "length*0.1,contains"}
@@ -140,27 +141,30 @@ MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
          "dpo-live": {**DPO, "DPO_REFERENCE": "live"},
          "orpo": {**DPO, "PREFERENCE_OBJECTIVE": "orpo"},
          "simpo": {**DPO, "PREFERENCE_OBJECTIVE": "simpo"},
+         "kto": {**DPO, **KTO},
          "distilled": {**DISTILLATION, "TRAINING_STAGE": "pretrain"},
          "distilled-stored": {**DISTILLATION, "TRAINING_STAGE": "pretrain", "DISTILLATION_TOP_K": 8},
          "distilled-sft": {**DISTILLATION, "PRETRAIN_CHECKPOINT": "base"},
          "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
          "lora-dpo": {**LORA, **DPO}}
 # Their steps cannot be replayed or sharded.
-ONLINE = {"grpo": GRPO, "lora-grpo": {**LORA, **GRPO, "GRPO_BETA": 0.1, "GRPO_UPDATES": 2}}
+ONLINE = {"grpo": GRPO, "lora-grpo": {**LORA, **GRPO, "GRPO_BETA": 0.1, "GRPO_UPDATES": 2},
+          "gkd": {**GRPO, **DISTILLATION, "DISTILLATION_LOSS": "jsd", "DISTILLATION_LAMBDA": 0.5, "GRPO_GROUP": 1}}
 
 
 class Stages(NamedTuple):
-    """The paths that the later stages need: data, chats, pairs, prompts, and a base and a teacher of two steps each."""
+    """The paths that the later stages need: data of each kind, and a base and a teacher of two steps each."""
 
     prepared: Prepared
     chats: Path
     pairs: Path
     prompts: Path
+    unpaired: Path
     base: Path
     teacher: Path
 
     def settings(self, mode: str, modes: Mapping[str, dict] = {**MODES, **ONLINE}) -> dict[str, Any]:
-        named = {"base": self.base, "teacher": self.teacher}
+        named = {"base": self.base, "teacher": self.teacher, "unpaired": self.unpaired}
         return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
                 "DPO_DATA_PATH": self.pairs, "GRPO_DATA_PATH": self.prompts, **{name: named.get(value, value) for name, value in modes[mode].items()}}
 
@@ -193,10 +197,13 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
     def prompt() -> dict:
         return {"question": f"{letter()}at?", "answer": letter()}
 
-    for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120), ("prompts", prompt, 60)):
-        file = write_jsonl(folder / f"{kind}.jsonl", (record() for _ in range(count)))
+    def unpaired() -> dict:
+        return {"prompt": f"{letter()}?", "completion": nouns(up_to(3)), "label": dice.random() < 0.8}
+
+    for name, record, count in (("chats", chat, 120), ("pairs", pair, 120), ("prompts", prompt, 60), ("unpaired", unpaired, 120)):
+        file = write_jsonl(folder / f"{name}.jsonl", (record() for _ in range(count)))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-        paths.append(prepare_set(kind, file, folder / kind, options))
+        paths.append(prepare_set(name if name != "unpaired" else "pairs", file, folder / name, options))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
         run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)

@@ -1,11 +1,16 @@
 """Every shape of chat and preference comes to the same messages, and what is none is refused by file and line."""
 
+import numpy as np
 import pytest
 from factories import write_jsonl
 
 from common.errors import DataError
 from data_pipeline.chats import read_examples
+from data_pipeline.shards import TokenizerInfo
 from data_pipeline.sources import Reading, Source
+from data_preparation_utils import PreparationOptions, prepare_set
+from dataloaders import open_example_set
+from tokenizer import load_tokenizer
 
 ASK, SAY = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -79,7 +84,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"instruction": "Why?", "input": 5, "output": "x"}, "input is int"),
     ({"instruction": "Why?", "instances": []}, "instances is not a list"),
     ({"instruction": "Why?", "instances": [{"input": ""}]}, "output is null"),
-    ({"prompt": "Why?", "completion": "So.", "label": True}, "unpaired labels is not supported"),
+    ({"prompt": "Why?", "completion": "So.", "label": True}, "is an answer with a label, not a chat"),
     *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is marked as excluded from training") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
@@ -122,9 +127,39 @@ def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, pro
     assert (pair.messages, pair.answers) == (prompt, answers)
 
 
+@pytest.mark.parametrize("record, label", [({"prompt": "Why?", "completion": SO, "label": 0}, False),
+                                           ({"prompt": [SYSTEM, ASK], "completion": [SAY], "label": True}, True)])
+def test_every_shape_of_an_unpaired_answer_is_a_prompt_an_answer_and_a_label(tmp_path, record, label):
+    (answer,), _ = read("pairs", tmp_path, record)
+    assert (answer.messages[-1], answer.answers, answer.label) == (ASK, (SO,), label)
+
+
+def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(prepared, tmp_path):
+    records = [{"prompt": f"ask {number // 3}", "completion": f"say {number}", "label": number % 4 > 0} for number in range(30)]
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.0, workers=1)
+    folder = prepare_set("pairs", write_jsonl(tmp_path / "rated.jsonl", records), tmp_path, options)
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    found, rows = open_example_set(folder, "train", "pairs", TokenizerInfo(512)), []
+    assert found.labels.tolist() == [1 if record["label"] else -1 for record in records]
+    for number, record in enumerate(records):
+        ids, segments = found.read(number)
+        prompt, *answers = (tokenizer.decode(each.tolist()) for each in np.split(ids, np.cumsum(segments >> 2)[:-1]))
+        own, other = answers if record["label"] else answers[::-1]
+        assert record["prompt"] in prompt and record["completion"] in own
+        assert (segments & 1).tolist() == [0, int(record["label"]), int(not record["label"])]
+        rows.append(int(other.split()[1].split("<")[0]))
+        assert rows[-1] // 3 != number // 3
+    assert sorted(rows) == list(range(30)), "each answer is beside one other prompt"
+    alone = write_jsonl(tmp_path / "alone.jsonl", records[:2])
+    with pytest.raises(DataError, match="no record near it has another prompt"):
+        prepare_set("pairs", alone, tmp_path, options)
+
+
 @pytest.mark.parametrize("record, reason", [
     ({}, "has no chosen and no rejected: it has no columns"),
-    ({"prompt": "Why?", "completion": SO, "label": False}, "unpaired labels is not supported"),
+    ({"prompt": "Why?", "completion": SO, "label": "bad"}, "has the label 'bad', expected true or false"),
+    ({"completion": SO, "label": True}, "message 1 is the assistant's"),
+    ({"prompt": [ASK, SAY], "completion": SO, "label": True}, "expected the user's"),
     ({"prompt": "Why?", "chosen": SO, "rejected": SO + " "}, "chosen and rejected are equal"),
     ({"prompt": "Why?", "chosen": "", "rejected": NO}, "chosen is empty"),
     ({"prompt": "", "chosen": SO, "rejected": NO}, "prompt is empty"),

@@ -19,8 +19,9 @@ from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.cost import estimate_memory, generation_bytes
 from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
-from learn.objectives import frozen_logprobs, token_logprobs
+from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
 from learn.rewards import BUILT_IN
+from learn.teacher import LlamaTeacher
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
@@ -101,6 +102,46 @@ def test_loss_and_gradient_equal_those_of_trl(loss, update, beta):
         assert (float(metrics["clipped"]) > 0) == (update == "later")
     ours = read_all(to_huggingface({name: each / units for name, each in gradient.items()}, CONFIG, VOCAB))
     for name, parameter in policy.inner.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, beta", [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3)])
+@pytest.mark.parametrize("trainer_name", ["DistillationTrainer", "GKDTrainer"])
+def test_on_policy_distillation_equals_that_of_trl(trainer_name, kind, beta):
+    """compute_loss of GKDTrainer and _compute_loss of DistillationTrainer, temperature 1, num_items_in_batch."""
+    pytest.importorskip("trl")
+    from trl import DistillationTrainer
+    from trl.experimental.gkd import GKDTrainer
+
+    batch, teacher = answers(), model_of(99)
+    student, their_teacher = (in_transformers(each, attn_implementation="eager") for each in (model_of(0), teacher))
+    mask = (batch.targets_BT[:, PROMPT - 1:PROMPT - 1 + LONGEST] != IGNORE_INDEX).long()
+    ids, units = batch.tokens_BT[:, :PROMPT + LONGEST], mask.sum()
+    shown = torch.cat([torch.ones(8, PROMPT, dtype=torch.int64), mask], dim=1)
+    if trainer_name == "GKDTrainer":
+        trainer = GKDTrainer.__new__(GKDTrainer)
+        trainer.__dict__.update(teacher_model=their_teacher, beta=beta)
+        inputs = {"input_ids": ids, "attention_mask": shown, "labels": ids.where(shown.bool(), -100)}
+        inputs["labels"][:, :PROMPT] = -100
+        their_loss = trainer.compute_loss(student, inputs, num_items_in_batch=units)
+    else:
+        trainer = DistillationTrainer.__new__(DistillationTrainer)
+        trainer.__dict__.update(
+            teacher_model=their_teacher, beta=beta, temperature=1.0, model_kwarg_keys=[], _is_vlm=False,
+            accelerator=SimpleNamespace(unwrap_model=lambda model: model, is_main_process=False),
+            _forward_redirection=lambda wrapper, model, method, *arguments, **more: method(*arguments, **more))
+        inputs = {"prompt_ids": ids[:, :PROMPT], "prompt_mask": shown[:, :PROMPT], "completion_ids": ids[:, PROMPT:],
+                  "completion_mask": mask}
+        their_loss = trainer._compute_loss(student, inputs, units)[0]
+    their_loss.backward()
+
+    config = Config(training_stage="grpo", distillation_loss=kind, distillation_jsd_beta=0.3, distillation_temperature=1.0)
+    objective = OnPolicyDistillation(config, LlamaTeacher(teacher, VOCAB), None)
+    total, metrics, gradient = gradients(objective, batch)
+    assert objective.count(batch) == units and total == pytest.approx(float(metrics["divergence"]))
+    assert total / units == pytest.approx(float(their_loss.detach()), abs=1e-6)
+    ours = read_all(to_huggingface({name: each / units for name, each in gradient.items()}, CONFIG, VOCAB))
+    for name, parameter in student.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 

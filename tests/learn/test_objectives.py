@@ -1,5 +1,6 @@
 """Every objective compared with a naive loop and with TRL, and the invariants of any objective."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from config import ModelConfig, PreferenceConfig
 from dataloaders import Batch
 from fused import head
 from fused.head import IGNORE_INDEX
-from learn.objectives import DPO, ORPO, NextToken, PairwiseObjective, SimPO, frozen_logprobs, log1mexp
+from learn.objectives import DPO, KTO, ORPO, NextToken, PairwiseObjective, SimPO, frozen_logprobs, log1mexp
 from model import Transformer
 
 VOCAB, T = 61, 24
@@ -70,7 +71,17 @@ def pair_rows(seed: int, pairs_of_row=(2, 1, 1)) -> Batch:
 
 def with_positions(batch: Batch) -> Batch:
     target_index_M = (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
-    return Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M)
+    return replace(batch, target_index_M=target_index_M)
+
+
+def unpaired_rows(seed: int, point: float | None = 0.2) -> Batch:
+    """The same rows as unpaired answers, the first of which is good, with a reference point."""
+    batch, labels = pair_rows(seed), torch.tensor([[1, -1], [-1, 0], [1, 0]], dtype=torch.int8)
+    return replace(batch, stored={"label_BP": labels} | ({} if point is None else {"point_B1": torch.full((3, 1), point)}))
+
+
+def kto(**settings) -> KTO:
+    return KTO(PreferenceConfig(**settings), partial(frozen_logprobs, model_of(99)))
 
 
 def dpo(**settings) -> DPO:
@@ -85,6 +96,7 @@ MODES = {
     "hinge": (lambda: dpo(dpo_loss="hinge"), pair_rows),
     "orpo": (lambda: ORPO(PreferenceConfig()), pair_rows),
     "simpo": (lambda: SimPO(PreferenceConfig()), pair_rows),
+    "kto": (lambda: kto(kto_desirable_weight=0.7, kto_undesirable_weight=1.3), unpaired_rows),
 }
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -101,7 +113,8 @@ def gradients(objective, batches, seed=0):
 
 
 def rows_of(batch: Batch, rows) -> Batch:
-    return with_positions(Batch(batch.tokens_BT[rows], batch.targets_BT[rows], batch.document_ids_BT[rows]))
+    return with_positions(Batch(batch.tokens_BT[rows], batch.targets_BT[rows], batch.document_ids_BT[rows],
+                                stored={name: value[rows] for name, value in batch.stored.items()}))
 
 
 def check_same(one, other) -> None:
@@ -118,7 +131,7 @@ def test_sums_are_additive_over_splits_and_neither_row_order_nor_padding_changes
     check_same(whole, gradients(objective, [rows_of(batch, [row]) for row in reversed(range(len(batch.tokens_BT)))]))
     assert whole[1] > 0
     more = Batch(F.pad(batch.tokens_BT, (0, 7), value=3), F.pad(batch.targets_BT, (0, 7), value=IGNORE_INDEX),
-                 torch.cat([batch.document_ids_BT, batch.document_ids_BT[:, -1:].expand(-1, 7)], dim=1))
+                 torch.cat([batch.document_ids_BT, batch.document_ids_BT[:, -1:].expand(-1, 7)], dim=1), stored=batch.stored)
     check_same(whole, gradients(objective, [with_positions(more)]))
 
 
@@ -134,7 +147,7 @@ def test_rows_that_are_padding_add_nothing(mode):
 @modes
 def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode, monkeypatch):
     objective, batch = MODES[mode][0](), MODES[mode][1](4)
-    everywhere = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
+    everywhere = replace(batch, target_index_M=None)
     check_same(gradients(objective, [batch]), gradients(objective, [everywhere]))
     model, seen, linear = model_of(0), [], head.linear
 
@@ -195,6 +208,17 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
     assert float(found.metrics["reward_accuracy"]) == accuracy and int(objective.count(batch)) == pairs == 4
     measured = torch.stack([found.metrics[f"reward_{name}"] for name in ("chosen", "rejected", "margin")])
     torch.testing.assert_close(measured, torch.tensor([*rewards, rewards[0] - rewards[1]]), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_text_loss_of_kto_is_that_of_the_own_answers():
+    batch, model = unpaired_rows(8), model_of(0)
+    labels = [label for label in batch.stored["label_BP"].flatten().tolist() if label]
+    pairs = [pair for row in naive_logprobs(model, batch) for pair in zip(row[::2], row[1::2])]
+    own = [pair[label < 0] for pair, label in zip(pairs, labels)]
+    targets_BT, nats = kto().text_loss(batch, kto().loss_sum(model, batch))
+    assert float(nats) == pytest.approx(-sum(value for value, _ in own), rel=1e-5)
+    assert int((targets_BT != IGNORE_INDEX).sum()) == sum(length for _, length in own)
 
 
 @torch.no_grad()
@@ -281,6 +305,67 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("point", ["above 0", "clamped"])
+def test_kto_equals_trl(point):
+    """KTOTrainer._compute_loss, loss_type kto: the mean over all answers, with one micro-batch in the step."""
+    pytest.importorskip("trl")
+    from collections import defaultdict
+
+    from trl import KTOTrainer
+
+    batch, weights = unpaired_rows(9, point=None), {"kto_desirable_weight": 0.7, "kto_undesirable_weight": 1.3}
+    model, reference = model_of(0), model_of(99)
+    if point == "above 0":  # with the models exchanged, the divergence has the other sign
+        model, reference = reference, model
+    both = padded_pairs(batch)
+    both = {name: torch.stack(value.chunk(2), 1).flatten(0, 1) for name, value in both.items()}  # by document
+    labels = [label for label in batch.stored["label_BP"].flatten().tolist() if label]
+    own = [2 * pair + (label < 0) for pair, label in enumerate(labels)]
+    inputs = {name: value[own] for name, value in both.items()} | {"label": torch.tensor(labels) > 0}
+    inputs |= {f"KL_{name}": value[[place ^ 1 for place in own]] for name, value in both.items()}
+    policy = Fused(in_transformers(model, attn_implementation="eager")).train()
+    trainer = KTOTrainer.__new__(KTOTrainer)
+    trainer.__dict__.update(
+        model=policy, ref_model=Fused(in_transformers(reference, attn_implementation="eager")), accelerator=SimpleNamespace(
+            device=torch.device("cpu"), gather_for_metrics=lambda x: x, unwrap_model=lambda m: m),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None), aux_loss_enabled=False, calculate_KL=True, loss_type="kto",
+        precompute_ref_logps=False, beta=0.25, desirable_weight=0.7, undesirable_weight=1.3,
+        _metrics={"train": defaultdict(list), "eval": defaultdict(list)}, _total_train_tokens=0, _tp_size=1)
+    their_loss = trainer._compute_loss(policy, inputs, return_outputs=False)
+    their_loss.backward()
+    (their_point,) = trainer._metrics["train"]["kl"]
+    assert (their_point > 0.1) == (point == "above 0")
+
+    objective = KTO(PreferenceConfig(dpo_beta=0.25, **weights), partial(frozen_logprobs, reference), model)
+    prepared = objective.prepare_step([batch], 0)
+    assert prepared.count == objective.count(batch) == 4
+    summed = objective.loss_sum(model, batch)
+    loss = summed.total / 4
+    loss.backward()
+    assert float(batch.stored["point_B1"][0]) == pytest.approx(their_point, rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), abs=1e-6)
+    ours = read_all(to_huggingface({name: each.grad for name, each in model.named_parameters()}, CONFIG, VOCAB))
+    for name, parameter in policy.inner.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    # Elsewhere the batch has its own reference point.
+    alone = replace(batch, stored={"label_BP": batch.stored["label_BP"]})
+    assert float(objective.loss_sum(model, alone).total.detach()) == pytest.approx(4 * float(loss.detach()), abs=1e-6)
+
+
+def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
+    batch = unpaired_rows(3, point=None)
+    objective = KTO(PreferenceConfig(), partial(frozen_logprobs, model_of(99)), model_of(0))
+    objective.prepare_step([batch], 0)
+    point = batch.stored["point_B1"]
+    first, second = (rows_of(unpaired_rows(3, point=None), rows) for rows in (slice(0, 1), slice(1, 3)))
+    told = []
+    for part in (first, second):  # each on its own rank; the second pass knows what the other found
+        replace(objective, gather=lambda sums: told.append(sums) or [sums]).prepare_step([part], 0)
+    for part in (first, second):
+        replace(objective, gather=lambda _: told).prepare_step([part], 0)
+    torch.testing.assert_close(torch.cat([first.stored["point_B1"], second.stored["point_B1"]]), point)
 
 
 def test_orpo_equals_trl_on_each_pair():

@@ -99,7 +99,7 @@ def test_fifty_kills_while_generating(stages, whole, tmp_path):
         kill_and_resume(stages, whole, tmp_path / str(turn), turn)
 
 
-@pytest.mark.parametrize("mode", ["grpo", "lora-grpo"])
+@pytest.mark.parametrize("mode", ["grpo", "lora-grpo", "gkd"])
 def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
     same = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
     one, two = (stages.run(mode, tmp_path / name, **same) for name in ("one", "two"))
@@ -107,6 +107,25 @@ def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
     two.ends([0, 0])
     assert_same_run(two, one, 4)
     assert len(one.lines("rollouts")) == 4 * 8
+
+
+def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
+    """GKD's lambda: the share of micro-batches with own answers; the others have those of the records."""
+    runs = {share: stages.run("gkd", tmp_path / str(share), DISTILLATION_LAMBDA=share, VALIDATE_EVERY=0) for share in (0, 0.5, 1)}
+    recorded = {}
+    for share, run in runs.items():
+        assert run.train() == 0
+        lines = run.lines("rollouts")
+        assert len(lines) == 4 * 8 and all(line["rewards"] == {} and line["advantage"] == 0 for line in lines)
+        recorded[share] = sum(line["answer"] in "abcdefghijklmnopqrstuvwxyz" and line["tokens"] == 2 for line in lines)
+        divergences = list(run.column("divergence").values())
+        assert divergences == pytest.approx(list(run.column("train_loss").values())) and divergences[-1] < divergences[0]
+    assert recorded[0] == 32 and recorded[1] <= 2 and 4 <= recorded[0.5] <= 28
+    assert runs[0].column("answers_cut") == dict.fromkeys(range(1, 5), 0)
+    options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.0, workers=1)
+    asked = prepare_set("prompts", write_jsonl(tmp_path / "asked.jsonl", [{"prompt": "Why?"}] * 40), tmp_path, options)
+    lost = stages.run("gkd", tmp_path / "lost", DISTILLATION_LAMBDA=0, GRPO_DATA_PATH=asked, VALIDATE_EVERY=0)
+    assert lost.train() == 3 and "needs an answer in each record" in capsys.readouterr().err
 
 
 def test_the_log_has_every_answer_with_its_rewards(whole):
@@ -163,6 +182,8 @@ def test_equal_rewards_of_all_groups_are_reported_once(functions, stages, tmp_pa
     ({"SHARDING": "full"}, "SHARDING=full does not work with TRAINING_STAGE=grpo"),
     ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip does not work"),
     ({"EARLY_STOPPING_PATIENCE": 1}, "EARLY_STOPPING_PATIENCE=1 does not work"),
+    ({"GRPO_GROUP": 1}, "GRPO_GROUP=1 compares an answer with no other"),
+    ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x", "GRPO_BETA": 0.1}, "GRPO_BETA=0.1 does not work with TRAINING_STAGE=grpo and"),
     ({"GENERATION_EVAL_EVERY": 1}, "set it to 0 with TRAINING_STAGE=grpo")])
 def test_what_does_not_work_is_refused_by_name(changes, words, stages, tmp_path, capsys):
     assert stages.run("grpo", tmp_path, **changes).train() == 2

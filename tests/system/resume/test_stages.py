@@ -165,6 +165,25 @@ def test_ranks_that_a_signal_stops_while_the_reference_is_computed_leave_togethe
         assert_same_run(stopped, finished("dpo-stored"), 4)
 
 
+def test_unpaired_answers_are_trained_alike_on_two_ranks_and_with_a_live_reference(finished, run):
+    """The reference point of a step is that of all ranks' micro-batches; validation has one for each micro-batch."""
+    one, live, two = finished("kto"), run("kto", RUN_NAME="live", DPO_REFERENCE="live"), run("kto", RUN_NAME="two")
+    assert live.train() == 0
+    two.ends([0, 0])
+    points = one.column("kl")
+    assert points[1] == 0 and points[4] > 0, "the model is its reference at first, and leaves it"
+    for other in (live, two):
+        for mine, its in zip(without_clocks(one.metrics()), without_clocks(other.metrics()), strict=True):
+            assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode, data, words", [("kto", "pairs", "has pairs, but PREFERENCE_OBJECTIVE=kto needs unpaired"),
+                                               ("simpo", "unpaired", "which PREFERENCE_OBJECTIVE=kto trains on, but")])
+def test_data_of_the_other_kind_are_refused(mode, data, words, run, stages, capsys):
+    assert run(mode, DPO_DATA_PATH=getattr(stages, data)).train() == 3
+    assert words in capsys.readouterr().err
+
+
 @pytest.fixture
 def bare_pairs(stages, tmp_path) -> Path:
     return bare(stages.pairs, tmp_path / "bare")
