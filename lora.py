@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
 from fused.head import HeadWeight, embed
-from fused.matmul import QuantizedLinear, add_product, dequantize, linear, quantize
+from fused.matmul import FrozenProduct, dequantize, linear, quantize
 from model import Linear, Transformer, VocabularyMatrix
 from parallel.fsdp import ReadRows, load_rows, local_rows, put
 
@@ -40,7 +40,7 @@ class FrozenLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scales is None:
             return linear(x, self.weight)
-        return QuantizedLinear.apply(x, self.weight, self.scales, (self.out_features, self.in_features))
+        return FrozenProduct.apply(x, self.weight, self.scales, (self.out_features, self.in_features))
 
     @torch.no_grad()
     def load_base(self, read: ReadRows) -> None:
@@ -70,11 +70,11 @@ class LoRALinear(FrozenLinear):
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
         if not self.enabled:
-            return output
-        low = linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        return add_product(output, low, self.lora_B, self.scale)
+            return super().forward(x)
+        dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
+        base = self.weight, self.scales, (self.out_features, self.in_features)
+        return FrozenProduct.apply(x, *base, dropped, self.lora_A, self.lora_B, self.scale)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

@@ -1,5 +1,7 @@
 """Matmuls in the compute dtype, with weights in float32 or quantized by bitsandbytes."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,15 +44,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
 
 
-def add_product(output: Tensor, x: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Return output + scale * x @ weight.T; one pass over the output where the matmul can add to it."""
-    # Transposed in memory: CPUs are several times slower with rows as short as LoRA's rank.
-    weight = weight.to(x.dtype).t().contiguous()
-    if upcast_for_matmul(x) is not x:
-        return output + linear(x * scale, weight.t())
-    return torch.addmm(output.flatten(0, -2), x.flatten(0, -2), weight, alpha=scale).view_as(output)
-
-
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales."""
     setting, operators = f"LORA_BASE_QUANTIZATION={kind}", torch.ops.bitsandbytes
@@ -81,22 +74,50 @@ def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: to
     return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
 
 
-class QuantizedLinear(torch.autograd.Function):
-    """x @ weight.T with a quantized weight, which the backward dequantizes again instead of keeping it.
+class FrozenProduct(torch.autograd.Function):
+    """x @ weight.T of a frozen weight; with an adapter, plus (scale * adapter_x) @ lora_A.T @ lora_B.T.
 
+    The backward dequantizes a quantized weight (one with `scales`) again instead of keeping it. The adapter
+    adds to what the base returns, and its products with the rank are transposed: CPUs are several times
+    slower with such short rows. `adapter_x` is x after dropout; None = x.
     Source: Dettmers et al. 2022 (arXiv:2208.07339) for int8; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
     """
 
     @staticmethod
-    def forward(ctx, x, packed, scales, shape):
-        ctx.save_for_backward(packed, scales)
-        ctx.shape = shape
-        weight = dequantize(packed, scales, shape, x.dtype)
-        product = F.linear(upcast_for_matmul(x), upcast_for_matmul(weight))
+    def forward(ctx, x, weight, scales, shape, adapter_x=None, *adapter):
+        x_MD = upcast_for_matmul(x).flatten(0, -2)
+        product = x_MD @ FrozenProduct.matrix(x_MD, weight, scales, shape).t()
+        low_RM = None
+        if adapter:
+            lora_A, lora_B, scale = adapter
+            adapter_MD = x_MD if adapter_x is None else upcast_for_matmul(adapter_x).flatten(0, -2)
+            low_RM = lora_A.to(x_MD.dtype) @ adapter_MD.t()
+            product.addmm_(low_RM.t(), (lora_B * scale).to(x_MD.dtype).t().contiguous())
+        ctx.save_for_backward(x if adapter_x is None else adapter_x, weight, scales, low_RM, *adapter[:2])
+        ctx.shape, ctx.scale, ctx.has_dropout = shape, adapter[2:], adapter_x is not None
+        product = product.view(*x.shape[:-1], -1)
         # A no-op conversion at the end of a forward makes torch 2.11 compile zero gradients.
         return product if product.dtype == x.dtype else product.to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        weight = dequantize(*ctx.saved_tensors, ctx.shape, gradient.dtype)
-        return (upcast_for_matmul(gradient) @ upcast_for_matmul(weight)).to(gradient.dtype), None, None, None
+        x, weight, scales, low_RM, *adapter = ctx.saved_tensors
+        grad_MF, x_grad, adapter_grads = upcast_for_matmul(gradient).flatten(0, -2), None, []
+        if ctx.needs_input_grad[0]:
+            x_grad = grad_MF @ FrozenProduct.matrix(grad_MF, weight, scales, ctx.shape)
+        if adapter:
+            (lora_A, lora_B), (scale,), dropped_grad = adapter, ctx.scale, None
+            low_grad_RM = (lora_B * scale).to(grad_MF.dtype).t().contiguous() @ grad_MF.t()
+            if ctx.has_dropout:
+                dropped_grad = (low_grad_RM.t() @ lora_A.to(grad_MF.dtype)).view_as(x).to(x.dtype)
+            elif x_grad is not None:
+                x_grad.addmm_(low_grad_RM.t(), lora_A.to(grad_MF.dtype))
+            A_grad = (low_grad_RM @ upcast_for_matmul(x).flatten(0, -2)).to(lora_A.dtype)
+            adapter_grads = [dropped_grad, A_grad, (low_RM @ grad_MF).t().to(lora_B.dtype) * scale, None]
+        x_grad = None if x_grad is None else x_grad.view_as(x).to(x.dtype)
+        return x_grad, None, None, None, *(adapter_grads or [None] * (len(ctx.needs_input_grad) - 4))
+
+    @staticmethod
+    def matrix(x: Tensor, weight: Tensor, scales: Optional[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """Return the weight in the dtype of x."""
+        return (weight if scales is None else dequantize(weight, scales, shape, x.dtype)).to(x.dtype)
