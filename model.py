@@ -36,8 +36,34 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return Normalized.apply(x, self.weight, self.eps)
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+
+class Normalized(torch.autograd.Function):
+    """RMSNorm in fewer passes than autograd needs; the backward normalizes x again instead of keeping it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        x32 = x.float()
+        normed = x32.square()
+        factor = normed.mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factor)
+        return torch.mul(x32, factor, out=normed).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, factor = ctx.saved_tensors
+        x32, gradient = x.float(), gradient.float()
+        x_grad = gradient * x32
+        product_MD, weight_grad = x_grad.flatten(0, -2), None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (product_MD.t() @ factor.flatten()).to(weight.dtype)
+        mean = (product_MD @ weight.float()).view_as(factor).div_(-x.shape[-1])
+        torch.mul(gradient, weight, out=x_grad).addcmul_(x32, mean.mul_(factor.square())).mul_(factor)
+        return x_grad.to(x.dtype), weight_grad, None
 
 
 # Attention within and between documents: the mask and the positions
@@ -51,6 +77,15 @@ class AttentionMeta(NamedTuple):
     sin_BT1H: Tensor  # sine, negative for the first element of each pair
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
     cu_seqlens: Optional[Tensor] = None  # see `compute_cu_seqlens`, for varlen kernels
+    rotation_BT1H: Optional[Tensor] = None  # cosine + i sine of each pair; on a CPU
+
+    def rotate(self, x_BTNH: Tensor) -> Tensor:
+        """Return queries or keys with the rotary embedding of their positions."""
+        if self.rotation_BT1H is None or torch.compiler.is_compiling():
+            return apply_rotary_emb(x_BTNH, self.cos_BT1H, self.sin_BT1H)
+        # One pass; a compiler fuses the other form.
+        pairs = torch.view_as_complex(x_BTNH.float().unflatten(-1, (-1, 2))) * self.rotation_BT1H
+        return torch.view_as_real(pairs).flatten(-2).to(x_BTNH.dtype)
 
 
 def position_ids(document_ids_BS: Tensor) -> Tensor:
@@ -144,8 +179,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, meta: AttentionMeta, store: Optional[Callable]) -> Tensor:
         projected = fused_linear(x_BTD, self.wq, self.wk, self.wv, decoding=store is not None)
         q_BTNH, k_BTKH, v_BTKH = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
-        q_BTNH = apply_rotary_emb(q_BTNH, meta.cos_BT1H, meta.sin_BT1H)
-        k_BTKH = apply_rotary_emb(k_BTKH, meta.cos_BT1H, meta.sin_BT1H)
+        q_BTNH, k_BTKH = meta.rotate(q_BTNH), meta.rotate(k_BTKH)
         if store is not None:
             k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
         heads = (upcast_for_matmul(heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
@@ -288,6 +322,9 @@ class Transformer(nn.Module):
                cache: Optional[KVCache] = None) -> Tensor:
         """Return the normalised last hidden states, (B, T, D) in the compute dtype."""
         meta = self.attention_meta(tokens_BT, document_ids_BT, cache)
+        if meta.cos_BT1H.device.type == "cpu":
+            rotation_BT1H = torch.complex(meta.cos_BT1H[..., ::2], meta.sin_BT1H[..., 1::2])
+            meta = meta._replace(rotation_BT1H=rotation_BT1H)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
         for layer, block in enumerate(self.layers):
             if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():

@@ -200,20 +200,18 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
     if not config.compile:
-        # Autograd saves, for a norm: its input and (if its weight is trained) the normalized input in
-        # float32, and its output if the next layers are trained. For attention: rotated q and k, v, the
-        # attended values and their log-sums. For the feed-forward: gate, up, silu and (if w2 is trained)
-        # their product. Unless layers have adapters, v is a view of a joint q k v, and gate and up are views
-        # of one tensor.
+        # Autograd saves, for a norm: its input, a factor for each token, and its output if the next layers
+        # are trained. For attention: rotated q and k, v, the attended values and their log-sums. For the
+        # feed-forward: gate, up, silu and (if w2 is trained) their product. Unless layers have adapters, v is
+        # a view of a joint q k v, and gate and up are views of one tensor.
         trained = targets_of(config) if config.lora_enabled else {*LORA_LAYERS}
         trained_qkv, trained_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
         joint = 0 if config.lora_enabled and trained_qkv else heads - kv
         inputs = bool(trained_qkv) + bool(trained_gate_up)
-        kept = compute_bytes * (config.dim * inputs + heads + joint + attended
+        kept = compute_bytes * (config.dim * (2 + inputs) + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)
         kept += len(targets_of(config)) * compute_bytes * config.lora_rank
-        norms = 2 if config.lora_enabled else 4
-        return kept + FLOAT32 * (norms * config.dim + config.n_heads) + scores
+        return kept + FLOAT32 * (2 + config.n_heads) + scores
     # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
     # attended values and their log-sums, the output of wo, gate and up, and the norms' factors ...
     least = compute_bytes * config.dim
@@ -358,11 +356,10 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     exchanged = FLOAT32 * sizes.block_count if sharded or config.compile else 0
     blocks = 2 * sizes.block_weights if sharded else 0
 
-    # The head: the last norm's input, its normalized float32 input, and its output. What was gathered last
+    # The head: the last norm's input and output. What was gathered last
     # (the head or, if that is the embedding, the last block) exists twice, as received. DPO peaks in the
     # backward, when the last block arrives.
-    norm = tokens * config.dim * compute_bytes
-    norm += tokens * config.dim * (compute_bytes if config.compile else FLOAT32 * (1 + bool(sizes.learned)))
+    norm = 2 * tokens * config.dim * compute_bytes
     arrived = blocks / 2 if config.tie_embeddings or config.training_stage in ("dpo", "grpo") else gathered
     head = norm + gathered + arrived
     head += head_bytes(config, vocab_size, compute_bytes, chunks, sizes, device_type)
@@ -371,7 +368,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     waiting = sizes.learned if config.tie_embeddings or not (before or sharded) else 0
     learned = sizes.learned if sharded else waiting
     inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks
-    last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + blocks / 2 + learned
+    last_norm = 0 if config.compile else FLOAT32 * 3 * tokens * config.dim + blocks / 2 + learned
     inside += whole if recomputed else 0
     later = kept * (1 - 1 / config.n_layers)
     # A live reference runs after the model's forward, which keeps the logits if they are one chunk.

@@ -63,7 +63,8 @@ FAULTS = [
     fault("rotary embedding: other direction", "model.py", "(-sin, sin)", "(sin, -sin)", MODEL),
     fault("causal mask: off by one", "model.py", "index_S[:, None] >= index_S", "index_S[:, None] > index_S",
           MODEL),
-    fault("RMSNorm: no eps", "model.py", "+ self.eps)", ")", MODEL),
+    fault("RMSNorm: no eps", "model.py", ".add_(eps)", "", MODEL),
+    fault("RMSNorm: gradient through the factor is lost", "model.py", ".div_(-x.shape[-1])", ".mul_(0)", MODEL),
     fault("tied head: no gradient", "model.py", "else self.packed, self.weight)",
           "else self.packed, self.weight.detach())", MODEL),
     fault("chunked head: gradient not scaled", "fused/head.py", "learned.mul_(factor)", "learned",
@@ -77,8 +78,7 @@ FAULTS = [
           "(1, 0), value=False)", MODEL),
     fault("document mask: earlier documents visible", "model.py", "(query_BT1 == key_B1S)",
           "(query_BT1 >= key_B1S)", MODEL),
-    fault("RMSNorm: computed in bf16", "model.py", "x32 = x.float() return (x32 * torch.rsqrt",
-          "x32 = x\n        return (x32 * torch.rsqrt",
+    fault("RMSNorm: computed in bf16", "model.py", "x32 = x.float() normed", "x32 = x\n        normed",
           f"{HF}::test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers"),
 
     # Optimizer and step

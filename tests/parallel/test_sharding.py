@@ -198,12 +198,12 @@ def test_a_copy_that_drifts_is_named(tiny_run):
 
 def check_dtypes(argv: list[str]) -> None:
     """Sines, cosines and norms are computed in float32, all matrices gathered in bf16, and no longer than they are used."""
-    ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.apply_rotary_emb, model.RMSNorm.forward
+    ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.AttentionMeta.rotate, model.RMSNorm.forward
     config, logprobs = load_config(argv).config, ChunkedHead.logprobs
 
-    def rotary(x_BTNH, cos_BT1H, sin_BT1H):
-        seen.add((x_BTNH.dtype, cos_BT1H.dtype, sin_BT1H.dtype))
-        return rotate(x_BTNH, cos_BT1H, sin_BT1H)
+    def rotary(self, x_BTNH):
+        seen.add((x_BTNH.dtype, self.cos_BT1H.dtype, self.sin_BT1H.dtype, self.rotation_BT1H.dtype))
+        return rotate(self, x_BTNH)
 
     def norm(self, x):
         seen.add((x.dtype, self.weight.dtype, type(self.weight.data)))
@@ -219,14 +219,14 @@ def check_dtypes(argv: list[str]) -> None:
         assert is_divided(sharded.tok_embeddings.weight)
         return logprobs(self, weight, *arguments, **options)
 
-    model.apply_rotary_emb, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
+    model.AttentionMeta.rotate, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
     ChunkedHead.logprobs = head
     sharded = build_model(config, 300, ranks, torch.bfloat16)
     sharded.tok_embeddings.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
     tokens_BT = torch.arange(20).view(2, 10)
     sharded(tokens_BT, tokens_BT, reduction="sum").backward()
     bf16, fp32 = torch.bfloat16, torch.float32
-    assert seen == {(bf16, fp32, fp32), (bf16, fp32, torch.Tensor), (bf16, bf16), bf16}, seen
+    assert seen == {(bf16, fp32, fp32, torch.complex64), (bf16, fp32, torch.Tensor), (bf16, bf16), bf16}, seen
     assert all(map(is_divided, (sharded.tok_embeddings.weight, sharded.output.weight)))
     assert all(local_rows(parameter).dtype == local_rows(parameter.grad).dtype == fp32 for parameter in sharded.parameters())
     stop_ranks()
