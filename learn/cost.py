@@ -13,6 +13,7 @@ from typing import NamedTuple
 from config import LORA_LAYERS, Config, ModelConfig, padded
 
 FLOAT32 = 4
+ROOM_FOR_CHUNKS = 0.8  # share of a GPU's memory that a forecast with larger chunks may need
 MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matmuls
 MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
@@ -53,6 +54,21 @@ def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
     from fused.head import chunk_tokens
 
     return config.head_chunk_tokens or chunk_tokens(rows, device_type)
+
+
+def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:
+    """Return the config with a head chunk of 4 or 2 times CHUNK_BYTES if its forecast fits a GPU.
+
+    Each chunk adds to the head's float32 gradient. With REPRODUCIBLE, bits do not depend on the GPU.
+    """
+    if config.training_stage in ("pretrain", "sft") and not (
+            config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
+        for factor in (4, 2):
+            tokens = factor * tokens_in_chunk(config, padded(vocab_size), "cuda")
+            larger = config.model_copy(update={"head_chunk_tokens": tokens})
+            if estimate_memory(larger, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory:
+                return larger
+    return config
 
 
 # ------------------------------------------------------------------------------------------- FLOPs

@@ -186,6 +186,17 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
         assert tokens < 1.15 * forecast(budget)[0] and copies == forecast(budget)[1] == 0, budget
 
 
+@pytest.mark.parametrize("changes, gigabytes, factor", [
+    ({}, 80, 4), ({}, 20, 2), ({}, 16, None), ({"reproducible": True, "micro_batch_size": 8}, 80, None), ({"head_chunk_tokens": 100}, 80, None),
+    ({"training_stage": "dpo"}, 80, None)])
+def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor):
+    config = Config(**{"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "max_seq_len": 2048,
+                       "micro_batch_size": 8, "total_batch_size": 2**17} | changes)
+    chosen = cost.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
+    assert chosen.head_chunk_tokens == (factor * (2**31 // 4 // LARGE) if factor else config.head_chunk_tokens)
+    assert factor is None or estimate_memory(chosen, LARGE, 2).total < gigabytes * 10**9
+
+
 def test_the_forecast_knows_how_many_logits_exist_at_a_time():
     long = Config(micro_batch_size=64)
     assert estimate_memory(long, 128_256, 4, "cpu").total < estimate_memory(long, 128_256, 4, "cuda").total
