@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
@@ -25,7 +25,7 @@ from checkpoint.schema import read_entries, segment_files
 from common import __version__
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import disk_errors, read_json
-from common.text import ROOT, duration, last_line
+from common.text import ROOT, duration, last_line, show
 from config import Config
 from data_pipeline.templates import load_chat_format
 from debug.inspect import DataReport
@@ -50,8 +50,6 @@ UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_
             "TRACKIO_ENABLED": False}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the ledger
-Info = Callable[[str], Any]
-
 # ------------------------------------------------------------------------------------------- a past step
 
 
@@ -64,16 +62,8 @@ class Leg(NamedTuple):
     start: dict[str, Any]  # its event
 
     @property
-    def threads(self) -> str:
-        """The number of CPU threads, if recorded."""
+    def threads(self) -> str:  # on a CPU, if recorded
         return "".join(re.findall(r"(\d+) threads$", self.start.get("device", "")))
-
-
-class Machine(NamedTuple):
-    """How steps are repeated."""
-
-    force: bool = False  # differences of code, torch and device are warnings
-    ranks: Optional[int] = None  # instead of the recorded number, with REPRODUCIBLE
 
 
 def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
@@ -103,14 +93,16 @@ def take_steps(leg: Leg, folder: Path, resume: str) -> None:
     ranks, settings, output = leg.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
     changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": leg.last, "RESUME": resume}
     settings.write_text(json.dumps(leg.settings | UNNEEDED | changes))
-    script = ["train.py"] if ranks == 1 else ["scripts/launch.py", f"--nproc-per-node={ranks}"]
+    script = [ROOT / "train.py"]
+    if ranks > 1:
+        script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]
     environ = {name: value for name, value in os.environ.items()
                if name.lower() not in Config.model_fields and name not in RANK_VARIABLES}
     if leg.threads:
         environ["OMP_NUM_THREADS"] = leg.threads
-    command = [sys.executable, str(ROOT / script[0]), *script[1:], "--config", str(settings)]
     with open(output, "wb") as file:
-        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        done = subprocess.run([sys.executable, *script, "--config", settings], env=environ,
+                              stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     if done.returncode:
         reason = last_line(output.read_text(errors="replace")).removeprefix("error: ")
         raise PaddockError(f"steps {leg.first} to {leg.last} could not be repeated: {reason}")
@@ -136,11 +128,11 @@ def kept_checkpoints(run_dir: Path, last: int) -> dict[int, Path]:
 
 
 def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int, Path]] = None,
-             machine: Machine = Machine(), info: Info = print) -> None:
+             force: bool = False, ranks: Optional[int] = None) -> None:
     """Write the checkpoint of a past step to the folder `output`, once the ledger has proved it.
 
-    Args:
-        kept: checkpoints to begin from, by step; None = the run's, which must have one; {} = the run's start.
+    It begins from one of the `kept` checkpoints, by step: None = the run's, which must have one; {} = the
+    run's start. With `force`, other code, torch or devices are warnings. `ranks` needs REPRODUCIBLE.
     """
     ledger = read_ledger(run_dir, step)
     if os.path.lexists(output) or run_dir.resolve() in output.resolve().parents:
@@ -155,26 +147,26 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
     legs = read_legs(run_dir, first, step)
     for leg in legs:
         for difference in differences(leg):
-            if not machine.force:
+            if not force:
                 raise CheckpointError(f"{difference}, or add --force: the ledger decides anyway")
-            info(f"Warning: {difference}")
-        if machine.ranks and not leg.settings.get("REPRODUCIBLE"):
-            raise SettingsError(f"--ranks {machine.ranks}: without REPRODUCIBLE, which this run did not set, "
+            show(f"Warning: {difference}")
+        if ranks and not leg.settings.get("REPRODUCIBLE"):
+            raise SettingsError(f"--ranks {ranks}: without REPRODUCIBLE, which this run did not set, "
                                 "the weights depend on the number of ranks; remove it")
-        if machine.ranks:
-            leg.settings.update(WORLD_SIZE=machine.ranks, SHARD_DEGREE=0)
+        if ranks:
+            leg.settings.update(WORLD_SIZE=ranks, SHARD_DEGREE=0)
 
     # Print the time that it takes, and the recorded settings that the environment does not change.
     seconds = [entry["step_seconds"] for entry in read_entries(run_dir / "metrics.jsonl")
                if isinstance(entry.get("step_seconds"), float)]
     needed = (step + 1 - first) * statistics.median(seconds or [0])
     needed += sum(leg.start.get("seconds") or 0 for leg in legs)  # to load
-    info(f"Step {step} of {run_dir}: {step + 1 - first} steps from {base.name if base else 'the start'}"
+    show(f"Step {step} of {run_dir}: {step + 1 - first} steps from {base.name if base else 'the start'}"
          + f", about {duration(needed)}" * bool(legs))
     for leg in legs:
         names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
         used = [f"{name}={leg.settings[name]}" for name in names]
-        info(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
+        show(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
              + f", {leg.threads} CPU threads per rank" * bool(leg.threads))
 
     with disk_errors(output, CheckpointError, "choose another folder with --output"):
@@ -191,15 +183,14 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
                 take_steps(leg, Path(temporary), leg.settings["RESUME"] if restarts else "auto")
                 repeated = {now: line for now, line in read_ledger(again).items() if now >= leg.first}
                 wrong, fields = compare_ledgers(ledger, repeated)
-                if wrong is not None:
+                if wrong:
                     values = f"{repeated[wrong][fields[0]]}, not {ledger[wrong][fields[0]]}"
                     raise CheckpointError(f"step {wrong} is not the recorded step: {fields[0]} is {values}. "
-                                          "Data, code, machine or threads have changed since; nothing was "
-                                          "written")
+                                          "Data, code, machine or threads have changed. Nothing was written")
             publish(again / "checkpoints" / f"step-{step:08d}", output, legs[-1].settings if legs else {})
     proof = "the checksum of its weights is" if ledger[step]["weights"] else (
         "there are no checksums (LEDGER_CHECKSUM), but losses and gradient norms of all repeated steps are")
-    info(f"{output}: {proof} that of the ledger" if legs else f"{output}: a verified copy of {base}")
+    show(f"{output}: {proof} that of the ledger" if legs else f"{output}: a verified copy of {base}")
 
 
 def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
@@ -223,8 +214,7 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
 def judge(folder: Path, question: dict[str, Any]) -> tuple[bool, str]:
     """Return whether a checkpoint answers as asked, and its answer.
 
-    Args:
-        question: `item` (counted from 1) and perhaps `set`; or `prompt` and `expect`; or `metric`.
+    A question has an `item` (counted from 1) and perhaps its `set`; or `prompt` and `expect`; or `metric`.
     """
     flags = {"validate_every": (int("metric" in question), ""), "generation_eval_every": (0, ""),
              "hellaswag_every": (int("prompt" not in question), "")}
@@ -261,18 +251,13 @@ def judge(folder: Path, question: dict[str, Any]) -> tuple[bool, str]:
     return bool(correct_B2[0, 0]), "right" if correct_B2[0, 0] else "wrong"
 
 
-def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_shown: int = 16,
-           info: Info = print) -> int:
-    """Return a step whose update changed the answer, and print its rows.
-
-    An answer may change several times. This finds one change, between the last two kept checkpoints whose
-    answers differ.
-    """
+def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_shown: int = 16) -> int:
+    """Return the last step, as far as kept checkpoints show, that changed the answer; print its rows."""
     kept, answers = kept_checkpoints(run_dir, max(read_ledger(run_dir))), {}
 
     def ask(step: int) -> None:
         answers[step] = judge(kept[step], question)
-        info(f"after step {step}: {answers[step][1]}")
+        show(f"After step {step}: {answers[step][1]}")
 
     for step in sorted(kept):
         ask(step)
@@ -285,19 +270,18 @@ def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_sh
         while high - low > 1:
             middle = (low + high) // 2
             folder = Path(temporary) / f"step-{middle:08d}"
-            recreate(run_dir, middle, folder, kept, Machine(force), info)
+            recreate(run_dir, middle, folder, kept, force)
             kept[middle] = folder
             ask(middle)
             low, high = (low, middle) if answers[middle][0] != answers[low][0] else (middle, high)
-    info(f"Step {high} changed the answer: {answers[low][1]} after step {low}, {answers[high][1]} after step "
-         f"{high}. Its rows:")
+    show(f"Step {high} changed the answer from {answers[low][1]} to {answers[high][1]}. Its rows:")
     config = read_settings(run_dir, NO_FLAGS, high)[0].model_copy(
         update={"validate_every": 0, "hellaswag_every": 0, "generation_eval_every": 0})
     inputs = read_inputs(config, verify=False)
     report = DataReport(Path(config.data_path), {}, config, inputs.tokenizer)
     for row in inputs.order(config, Ranks()).all_rows(high - 1)[:rows_shown].reshape(-1, 1):
         for line in report.describe_row(inputs.rows, row):
-            info(line)
+            show(line)
     return high
 
 
@@ -313,12 +297,8 @@ def names_of_tensors(run_dir: Path, count: int) -> list[str]:
     return [f"tensor {number} of {count}" for number in range(1, count + 1)]
 
 
-def diff(run_dir: Path, other_dir: Path, replays: bool = False, info: Info = print) -> bool:
-    """Print the first step and tensor at which two runs part; return whether they do.
-
-    Args:
-        replays: also replay that step of both runs row by row, to name the rank.
-    """
+def diff(run_dir: Path, other_dir: Path, replays: bool = False) -> bool:
+    """Print the first step and tensor at which two runs differ, and replay it if asked; return if they do."""
     folders = (run_dir, other_dir)
     ledgers = [read_ledger(folder) for folder in folders]
     common = sorted(ledgers[0].keys() & ledgers[1].keys())
@@ -328,38 +308,37 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False, info: Info = pri
     proof = "weights included" if all(lines[common[-1]]["weights"] for lines in ledgers) else (
         "by loss and gradient norm, as LEDGER_CHECKSUM was not on in both")
     if step is None:
-        info(f"The {len(common)} common steps, {common[0]} to {common[-1]}, are equal: {proof}")
+        show(f"The {len(common)} common steps, {common[0]} to {common[-1]}, are equal: {proof}")
         return False
-    info(f"The first difference is in step {step} ({proof}).")
+    show(f"The first difference is in step {step} ({proof}).")
     one, two = (ledger[step] for ledger in ledgers)
     for name in fields if fields != ["weights"] else []:
         if name != "tensors":
-            info(f"{name}: {one[name]} and {two[name]}")
+            show(f"{name}: {one[name]} and {two[name]}")
     if "tensors" in fields:
         sums = [re.findall(".{8}", line["tensors"]) for line in (one, two)]
         differing = [name for name, *values in zip(names_of_tensors(run_dir, len(sums[0])), *sums)
                      if values[0] != values[1]]
-        info(f"{len(differing)} of {len(sums[0])} tensors differ after it, the first is {differing[0]}")
+        show(f"{len(differing)} of {len(sums[0])} tensors differ after it, the first is {differing[0]}")
     settings, others = (read_legs(folder, step, step)[0].settings for folder in folders)
     changed = [f"{name} is {value} and {others.get(name)}" for name, value in settings.items()
                if value != others.get(name) and name not in ("OUTPUT_DIR", "RUN_NAME")]
-    info(f"Settings: {', '.join(changed) or 'equal'}")
-    replayed = [replay_rows(folder, step, info) for folder in folders if replays]
+    show(f"Settings: {', '.join(changed) or 'equal'}")
+    replayed = [replay_rows(folder, step) for folder in folders if replays]
     for folder, rows, other_rows in zip(folders, replayed, replayed[::-1]):
         ranks = sorted({rank for row, (rank, report) in rows.items()
                         if row not in other_rows or report != other_rows[row][1]})
         result = f"the rows of rank {', '.join(map(str, ranks))} give other gradients" if ranks else (
-            "each row gives the other run's gradient, so settings and data are not the cause: a machine, its "
-            "kernels or the order of sums is")
-        info(f"{folder}: replayed here, {result}")
+            "every gradient is the other run's: settings and data are not the cause, but perhaps the machine")
+        show(f"{folder}: replayed here, {result}")
     return True
 
 
-def replay_rows(run_dir: Path, step: int, info: Info) -> dict[int, tuple[int, str]]:
+def replay_rows(run_dir: Path, step: int) -> dict[int, tuple[int, str]]:
     """Return the rank of each row of a step, and its loss and gradient norm as text, without dropout."""
     config, world_size = read_settings(run_dir, NO_FLAGS, step)
-    run = open_run(run_dir, config, step, info)
-    info(f"{run_dir}: weights of {replay_before(run, step, world_size, read_ledger(run_dir, step))[0]}")
+    run = open_run(run_dir, config, step, show)
+    show(f"{run_dir}: weights of {replay_before(run, step, world_size, read_ledger(run_dir, step))[0]}")
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
     reports = {report.row: str(report) for report in examine_rows(run, rows, 1)}
     return {row: (number * world_size // len(rows), reports[row]) for number, row in enumerate(rows)}

@@ -62,8 +62,7 @@ class RepeatCounter:
 def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) -> tuple[dict, np.ndarray]:
     """Measure a split in one pass and constant memory; return statistics as JSON, and counts of token ids.
 
-    Args:
-        starts: ascending positions of examples; None for documents, which start with document_start_id.
+    `starts` has the ascending positions of examples. Documents (None) start with document_start_id.
     """
     id_counts = np.zeros(token_set.vocab_size, np.int64)
     lengths = np.zeros(LONGEST + 1, np.int64)  # documents by length; the last entry includes longer ones
@@ -115,21 +114,15 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
 
 @dataclass
 class DataReport:
-    """A folder of prepared data, opened as a run opens it.
-
-    Args:
-        manifest: manifest of the set, or of a mixture's first set; empty for foreign token files.
-        tokenizer: None if the data's tokenizer is not available.
-    """
+    """A folder of prepared data, opened as a run opens it."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # of the set, or of a mixture's first set; empty for foreign token files
     config: Config
-    tokenizer: Any
+    tokenizer: Any  # None if the data's tokenizer is not available
 
     @cached_property
-    def rows(self) -> Rows:
-        """The rows of the training split."""
+    def rows(self) -> Rows:  # of the training split
         tokenizer = self.tokenizer or TokenizerInfo(self.manifest["vocab_size"], None,
                                                      self.manifest["document_start_id"])
         open_rows = open_mixture if is_mixture(self.folder) else open_set
@@ -173,9 +166,8 @@ class DataReport:
             lines.append(f"train: {facts['tokens']:,} tokens in {documents:,} documents")
         if "bytes_per_token" in facts:
             lines.append(f"bytes per token: {facts['bytes_per_token']:.2f}")
-        repeated = f"{'about ' if facts['repeated_is_estimate'] else ''}{facts['repeated']:,} {items}"
-        lines += [f"repeated: {repeated} ({facts['repeated'] / max(1, documents):.2%}) are copies of an "
-                  "earlier one",
+        about, share = "about " * facts["repeated_is_estimate"], facts["repeated"] / max(1, documents)
+        lines += [f"repeated: {about}{facts['repeated']:,} {items} ({share:.2%}) are copies of earlier ones",
                   f"lengths: median {facts['median']:,}, 90 % up to {facts['p90']:,}, 99 % up to "
                   f"{facts['p99']:,}, longest {facts['longest']:,} tokens"]
         most = max(count for _, count in facts["histogram"])

@@ -1,8 +1,7 @@
 """Replay a step of a run with the same rows and weights, and report on it row by row.
 
 The report shows which rows are not finite or have a high loss, at which token, and the text around it.
-Nothing is written into the run's folder, so that a run can be examined while it continues. Shape suffixes: B
-rows, T tokens.
+Nothing is written into the run's folder. Shape suffixes: B rows, T tokens.
 """
 
 import copy
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
 from common.errors import NonFiniteError, SettingsError
-from common.text import printable, show
+from common.text import ROOT, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from fused.head import IGNORE_INDEX
@@ -41,7 +40,6 @@ from run.start import Located, build_run, find_base, find_start, prepare_device,
 from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTEXT_TOKENS = 24  # to show before and after a token
 ROUNDING = 1e-3  # largest relative difference of a loss by rounding
 OUTLIER = 8.0  # robust standard deviations above the median row
@@ -61,15 +59,11 @@ class RowReport(NamedTuple):
 
     @property
     def is_bad(self) -> bool:
-        """Whether an output or a gradient is not finite."""
         return self.bad_module is not None or self.bad_gradient is not None
 
 
 def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
-    """Return a row's summed loss, the norm of its contribution to the gradient, and its number of units.
-
-    `count` is the number of units in the whole step.
-    """
+    """Return a row's loss, the norm of its part of the gradient of `count` units, and its number of units."""
     batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
     scale = run.scaler.get_scale() if run.scaler else 1.0
     run.optimizer.zero_grad()
@@ -88,8 +82,7 @@ def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
             total, norm, units = backward_of_row(run, row, count)
             reports.append(RowReport(row, total / units if units else math.nan, norm,
                                      first_bad.module, first_bad.gradient, first_bad.token))
-    return sorted(reports, key=lambda report: (not report.is_bad,
-                                               0 if math.isnan(report.loss) else -report.loss))
+    return sorted(reports, key=lambda each: (not each.is_bad, 0 if math.isnan(each.loss) else -each.loss))
 
 
 def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
@@ -107,7 +100,7 @@ def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
         ours = [f"{Path(name).relative_to(ROOT)}:{line} in {function}"
                 for name, line, function in re.findall(r'File "(.*?\.py)", line (\d+), in (\w+)', trace)
                 if Path(name).is_relative_to(ROOT) and "site-packages" not in name]
-        return f"{operation[1]}{f', called by {ours[-1]}' if ours else ''}"
+        return operation[1] + "".join(f", called by {line}" for line in ours[-1:])
     return None
 
 
@@ -125,12 +118,7 @@ def numbered(rows) -> Rows:
 
 
 def place_of(rows: Rows, row: int, token: int, document: int) -> str:
-    """Return the file of a document in a row, and the place in it.
-
-    Args:
-        token: index of its first token in the row.
-        document: its id in the row, from 1.
-    """
+    """Return the file of a document in a row, and the place in it, given its first token and its id."""
     if isinstance(rows, MixedRows):
         (source,), (row,) = rows.locate(np.array([row]))
         rows = rows.source_rows[source]
@@ -147,10 +135,7 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
 
 
 def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, slice, int]:
-    """Return the worst token of a row's worst document, and this document's slice and id in the row.
-
-    The worst document has the first bad token, or the most loss above the row's median.
-    """
+    """Return the worst token of a row's worst document (bad, or of most loss), its slice and its id."""
     document_ids_BT = rows(np.array([report.row])).document_ids_BT
     document_T = torch.ones_like(loss_T, dtype=torch.int32) if document_ids_BT is None else document_ids_BT[0]
     worst = report.bad_token
@@ -164,10 +149,7 @@ def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, 
 
 
 def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[str]:
-    """Return the lines of a row's report: its loss, its worst document, the text around its worst token.
-
-    `rows` are the run's rows, `numbered`; `count` is the number of units in the whole step.
-    """
+    """Return the lines of a row's report: its loss, its worst document, the text around its worst token."""
     tokenizer, batch = run.inputs.tokenizer, run.inputs.rows(np.array([report.row])).to(run.ranks.device)
     with torch.no_grad():
         logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
@@ -211,8 +193,7 @@ def describe_parameters(run: Run) -> list[str]:
     lines = []
     for entry in describe_tensors(run.model):
         if entry["kind"] == "parameter":
-            first = (~run.model.get_parameter(entry["tensor"]).isfinite()).nonzero()[0].tolist()
-            token = ""
+            first, token = (~run.model.get_parameter(entry["tensor"]).isfinite()).nonzero()[0].tolist(), ""
             if is_vocabulary(entry["tensor"]):
                 token = f" (token {run.inputs.tokenizer.decode(first[:1])!r})"
             lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} "
@@ -257,7 +238,6 @@ def read_ledger(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[str
 def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
     """Return the run at the last verified checkpoint before the step, in this process alone."""
     device = prepare_device(config)
-    log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
 
@@ -274,13 +254,12 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
             folder = store.locate(named, run_dir, messages.append, store.verify)
     loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
     start = find_start(loaded, inputs, run_dir, ranks, Located(folder, is_own, messages))
+    log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     for message in (*start.warnings, *start.notes):
         log.warn(message)
-    context = RunContext(ranks, StopSignals(), log)
-    run = build_run(start, context, inputs, RunFolder(run_dir), for_replay=True)
+    run = build_run(start, RunContext(ranks, StopSignals(), log), inputs, RunFolder(run_dir), for_replay=True)
     if run.progress.step >= step:
-        raise SettingsError(f"--step {step}: this run started with step {run.progress.step + 1} (START_STEP, "
-                            "or a checkpoint's)")
+        raise SettingsError(f"--step {step}: this run started with step {run.progress.step + 1}")
     return run
 
 
@@ -358,23 +337,16 @@ def rows_of(reports: list[RowReport]) -> str:
 
 def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool,
              is_same: bool) -> str:
-    """Return the conclusion of the replay in one or two sentences.
-
-    Args:
-        then: the step's line in the ledger.
-        is_same: whether rows and weights are those of the recorded step.
-    """
+    """Return the conclusion in one or two sentences; `then` is the step's line in the ledger."""
     # A value is not finite, now or then.
     bad = [report for report in reports if report.is_bad]
     if bad_parameters:
         used = f", and {rows_of(bad)} used them" if bad else ""
-        return (f"The weights were not finite before this step{used}: replay an earlier step to find the "
-                "cause.")
+        return f"The weights were not finite before this step{used}: replay an earlier one to find the cause."
     if bad:
         return f"Not finite because of {rows_of(bad)}."
     if not result.finite:
-        return ("The step is not finite, but each of its rows alone is: lower LEARNING_RATE, or set "
-                "PRECISION=bf16.")
+        return "The step is not finite, but each row alone is: lower LEARNING_RATE, or set PRECISION=bf16."
     if then["loss"] is None or then["grad_norm"] is None:
         cause = "its rows or weights differ from the recorded ones"
         if is_same:
@@ -388,8 +360,7 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
     conclusion = "no row is an outlier"
     if outliers:
         are = "are outliers" if len(outliers) > 1 else "is an outlier"
-        conclusion = (f"{rows_of(outliers)} {are} with a loss of {outliers[0].loss:.4f}; the median is "
-                      f"{middle:.4f}")
+        conclusion = f"{rows_of(outliers)} {are}: loss {outliers[0].loss:.4f}, the median is {middle:.4f}"
     numbers = {"loss": (result.loss, then["loss"]), "gradient norm": (result.grad_norm, then["grad_norm"])}
     apart = [name for name, pair in numbers.items() if difference(*pair) > ROUNDING]
     if apart or not is_same:
@@ -408,12 +379,9 @@ def print_wrapped(text: str) -> None:
 
 def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_checkpoint: bool = False,
            info: Callable[[str], Any] = print_wrapped) -> None:
-    """Replay a step of a run in this process, and report on it.
+    """Replay a step of a run in this process, with settings changed by flags, and describe its worst rows.
 
-    Args:
-        flags: settings to change.
-        rows_shown: number of rows to describe, worst first.
-        at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
+    If `at_checkpoint`, use the weights of the last checkpoint instead of replaying the steps after it.
     """
     config, world_size = read_settings(run_dir, flags, step)
     ledger = read_ledger(run_dir, step)
@@ -445,6 +413,6 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     result = take_step(run, batches, count, world_size)
     info(compare("Loss", result.loss, then["loss"]))
     info(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
-    for line in (*parameters, *details):
+    for line in (*parameters, *details, conclude(result, then, reports, bool(parameters),
+                                                 same_rows and same_weights)):
         info(line)
-    info(conclude(result, then, reports, bool(parameters), same_rows and same_weights))

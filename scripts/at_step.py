@@ -14,7 +14,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser, number
 from common.errors import local_path, run_script
-from common.text import show
 from settings.load import find_run
 
 
@@ -31,10 +30,10 @@ def main() -> None:
                         help="number of ranks, for a run with REPRODUCIBLE (default: as recorded)")
     args = parser.parse_args()
 
-    from debug.history import Machine, recreate  # imports torch, which takes seconds
+    from debug.history import recreate  # imports torch, which takes seconds
 
     kept = {} if args.from_start else None
-    recreate(find_run(args.run), args.step, args.output, kept, Machine(args.force, args.ranks), show)
+    recreate(find_run(args.run), args.step, args.output, kept, args.force, args.ranks)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import run_script
-from common.text import show
 from settings.load import find_run
 
 
@@ -41,7 +40,7 @@ def main() -> None:
 
     names = ("item", "set", "prompt", "expect", "metric")
     question = {name: vars(args)[name] for name in names if vars(args)[name] is not None}
-    bisect(find_run(args.run), question, args.force, args.rows, show)
+    bisect(find_run(args.run), question, args.force, args.rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import run_script
-from common.text import show
 from settings.load import find_run
 
 
@@ -27,7 +26,7 @@ def main() -> None:
 
     from debug.history import diff  # imports torch, which takes seconds
 
-    sys.exit(int(diff(*map(find_run, args.runs), args.replay, show)))
+    sys.exit(int(diff(*map(find_run, args.runs), args.replay)))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,23 @@ from random import Random
 import pytest
 from factories import MODES, UNMEASURED, TinyRun, contents
 
+import debug.history
 import debug.replay
 from checkpoint import store
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug.history import Machine, bisect, diff, judge, recreate
+from debug.history import bisect, diff, judge, recreate
 
 CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
+PRINTED: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def lines(monkeypatch) -> list[str]:
+    """What is printed."""
+    PRINTED.clear()
+    monkeypatch.setattr(debug.history, "show", PRINTED.append)
+    return PRINTED
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -24,12 +34,12 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def check_step(run: TinyRun, step: int, output: Path, expected: dict[str, str]) -> str:
     """Re-create a step; compare it with the checkpoint that the run had, and return what is printed."""
-    lines, before = [], contents(run.folder)
-    recreate(run.folder, step, output, info=lines.append)
+    before = contents(run.folder)
+    recreate(run.folder, step, output)
     assert hashes(output) == expected and contents(run.folder) == before
     store.verify(output)
     assert sorted(path.name for path in output.parent.iterdir()) == [output.name], "something temporary is left"
-    return "\n".join(lines)
+    return "\n".join(PRINTED)
 
 
 def all_steps(run: TinyRun, steps: int) -> dict[int, dict[str, str]]:
@@ -62,11 +72,11 @@ def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path, monkeyp
     assert state["progress"]["step"] == 8 and state["progress"]["best_val_loss"] is not None
 
 
-def test_without_checksums_the_losses_are_the_proof_on_two_ranks(tiny_run, tmp_path):
+def test_without_checksums_the_losses_are_the_proof_on_two_ranks(tiny_run, tmp_path, lines):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4)
     run.ends([0, 0])
-    expected, lines = all_steps(run, 4), []
-    recreate(run.folder, 2, tmp_path / "out" / "two", {}, info=lines.append)
+    expected = all_steps(run, 4)
+    recreate(run.folder, 2, tmp_path / "out" / "two", {})
     assert hashes(tmp_path / "out" / "two") == expected[2]
     assert "2 steps from the start" in lines[0] and "WORLD_SIZE=2" in lines[1] and "losses and gradient norms" in lines[-1]
 
@@ -108,15 +118,15 @@ def test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written(mistak
     change, options, words = MISTAKES[mistake]
     change(run)
     with pytest.raises((CheckpointError, SettingsError, PaddockError), match=words):
-        recreate(run.folder, options.get("step", 5), tmp_path / "out" / "five", info=lambda text: None)
+        recreate(run.folder, options.get("step", 5), tmp_path / "out" / "five")
     assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").iterdir()]
 
 
-def test_an_answer_that_flips_is_found_with_the_rows_of_its_step(checked):
-    run, lines = checked[0], []
+def test_an_answer_that_flips_is_found_with_the_rows_of_its_step(checked, lines):
+    run = checked[0]
     losses = {step: value for step, value in run.column("val_loss").items()}
     limit = (losses[4] + losses[6]) / 2
-    step = bisect(run.folder, {"metric": f"val_loss < {limit}"}, info=lines.append)
+    step = bisect(run.folder, {"metric": f"val_loss < {limit}"})
     text = "\n".join(lines)
     assert step in (5, 6) and f"Step {step} changed the answer" in text
     rows = [line for line in lines if line.startswith("row ")]
@@ -135,27 +145,27 @@ def test_items_and_prompts_are_asked(checked):
         with pytest.raises(SettingsError, match=words):
             judge(run.checkpoint(6), question)
     with pytest.raises(SettingsError, match="the answer is the same at the 2 kept checkpoints"):
-        bisect(run.folder, {"metric": "val_loss > 100"}, info=lambda text: None)
+        bisect(run.folder, {"metric": "val_loss > 100"})
 
 
-def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path):
-    run, lines = checked[0], []
+def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path, lines):
+    run = checked[0]
     other = run.copy(tmp_path / "other")
-    assert not diff(run.folder, other.folder, info=lines.append)
+    assert not diff(run.folder, other.folder)
     assert lines == ["The 8 common steps, 1 to 8, are equal: weights included"]
     tensors = run.lines("ledger")[4]["tensors"]
     another_value(other, "tensors", "00000000" + tensors[8:], 5)
     lines.clear()
-    assert diff(run.folder, other.folder, info=lines.append)
+    assert diff(run.folder, other.folder)
     assert lines[0].startswith("The first difference is in step 5")
     assert lines[1:] == ["1 of 20 tensors differ after it, the first is layers.0.attention.wk.weight", "Settings: equal"]
 
 
-def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, monkeypatch):
+def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, monkeypatch, lines):
     """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
     run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
     run.ends([0, 0])
-    other, lines, calls, seventh, original = run.copy(tmp_path / "other"), [], [], [0], debug.replay.backward_of_row
+    other, calls, seventh, original = run.copy(tmp_path / "other"), [], [0], debug.replay.backward_of_row
     another_value(other, "loss", 1.0, 2)
 
     def planted(replayed, row, count):
@@ -167,7 +177,7 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
     for number, words in ((15, "the rows of rank 1 give other gradients"), (0, "settings and data are not the cause")):
         seventh[0] = number
         lines.clear(), calls.clear()
-        assert diff(run.folder, other.folder, replays=True, info=lines.append)
+        assert diff(run.folder, other.folder, replays=True)
         text = "\n".join(lines)
         assert "The first difference is in step 2" in text and text.count(words) == 2, text
 
@@ -182,27 +192,27 @@ def test_data_that_was_prepared_again_is_an_error(first, words, prepared, tmp_pa
     shutil.rmtree(shards)
     shutil.move(prepare_set("documents", str(tmp_path / "other.jsonl"), tmp_path / "other", options), shards)
     with pytest.raises(PaddockError, match=words):
-        recreate(run.folder, 2, tmp_path / "out", {1: run.checkpoint(1)} if first else {}, info=lambda text: None)
+        recreate(run.folder, 2, tmp_path / "out", {1: run.checkpoint(1)} if first else {})
 
 
 FULL, HYBRID = {"SHARDING": "full", "MICRO_BATCH_SIZE": 1}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2, "MICRO_BATCH_SIZE": 1}
 
 
 @pytest.mark.parametrize("recorded, again, settings", [(1, 2, {}), (2, None, FULL), (2, 1, FULL), (4, None, HYBRID), (4, 1, HYBRID)])
-def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, again, settings, tiny_run, tmp_path):
+def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, again, settings, tiny_run, tmp_path, lines):
     run = tiny_run(**UNMEASURED | settings, REPRODUCIBLE="true", SAVE_EVERY=1, MAX_STEPS=3)
     run.ends([0] * recorded)
-    output, lines = tmp_path / "out" / "three", []
-    recreate(run.folder, 3, output, {1: run.checkpoint(1)}, Machine(ranks=again), lines.append)
+    output = tmp_path / "out" / "three"
+    recreate(run.folder, 3, output, {1: run.checkpoint(1)}, ranks=again)
     assert hashes(output) == hashes(run.checkpoint(3)) and f"WORLD_SIZE={again or recorded}, SHARDING={settings.get('SHARDING', 'none')}" in lines[1]
 
 
-def test_other_code_and_ranks_must_be_asked_for(checked, tmp_path):
-    run, output, lines = checked[0].copy(tmp_path / "copy"), tmp_path / "out" / "five", []
+def test_other_code_and_ranks_must_be_asked_for(checked, tmp_path, lines):
+    run, output = checked[0].copy(tmp_path / "copy"), tmp_path / "out" / "five"
     with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
-        recreate(run.folder, 5, output, None, Machine(ranks=2))
+        recreate(run.folder, 5, output, ranks=2)
     start_event(run, commit="abc")
-    recreate(run.folder, 5, output, None, Machine(force=True), lines.append)
+    recreate(run.folder, 5, output, force=True)
     assert lines[0].startswith("Warning: step 4 was taken with commit abc, but this is")
 
 
@@ -222,5 +232,5 @@ def test_random_steps_of_every_stage_come_back(mode, world_size, stages, tmp_pat
     for number in range(RANDOM_STEPS):
         step = dice.randint(1, 6)
         first, output = dice.randrange(step), tmp_path / "out" / str(number)
-        recreate(run.folder, step, output, {first: run.checkpoint(first)} if first else {}, info=lambda text: None)
+        recreate(run.folder, step, output, {first: run.checkpoint(first)} if first else {})
         assert hashes(output) == hashes(run.checkpoint(step)), (step, first)
