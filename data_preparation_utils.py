@@ -23,17 +23,9 @@ from common.errors import DataError, SettingsError, local_path, run_script
 from common.files import disk_errors, read_json
 from common.text import is_url, show, without_passwords
 from config import Config
+from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import kind_of_examples
-from data_pipeline.mixture import (
-    MixPhase,
-    Mixture,
-    describe_sources,
-    is_mixture,
-    read_mixture,
-    source_table,
-    write_mixture,
-)
 from data_pipeline.prepare import (
     DOCUMENTS,
     PreparationOptions,
@@ -65,15 +57,14 @@ class MixFile(BaseModel, strict=True, extra="forbid"):
     """The file of --mix. Weights are those of the sources, or of the phases (by label)."""
 
     sources: list[MixSource] = Field(min_length=1)
-    phases: list[MixPhase] | None = None
+    phases: list[mixture.MixPhase] | None = None
 
     @model_validator(mode="after")
     def check_sources(self) -> "MixFile":
         """Check that each source has a path or a name, and that weights are not in two places."""
         for place, source in enumerate(self.sources, 1):
             if bool(source.path) == bool(source.name):
-                raise ValueError(f"source {place}: give either a path (files) or a name (a dataset on the "
-                                 "hub)")
+                raise ValueError(f"source {place}: give either a path (files) or a name (on the hub)")
             if self.phases is not None and source.weight is not None:
                 raise ValueError(f"source {place}: remove its weight, because the phases have weights")
         return self
@@ -98,28 +89,22 @@ def read_mix(path: str | Path) -> Mix:
         if phases is None:
             weights = [1.0 if entry.weight is None else entry.weight for entry in mix.sources]
             phases = [{"weights": dict(zip(labels, weights))}]
-        mixture = Mixture.model_validate({"sources": [{"label": label, "set": ""} for label in labels],
-                                          "phases": phases})
+        entries = [{"label": label, "set": ""} for label in labels]
+        checked = mixture.Mixture.model_validate({"sources": entries, "phases": phases})
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except ValidationError as error:
         raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
     except ValueError as error:
         raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
-    return Mix(sources, labels, [phase.model_dump() for phase in mixture.phases])
+    return Mix(sources, labels, [phase.model_dump() for phase in checked.phases])
 
 
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
-    """Prepare a set of "documents", "chats", "pairs" or "prompts", unless it exists, and return its folder.
-
-    Args:
-        source: a path, URL, glob, shortcut or hub name, or a Source.
-        output_dir: folder for prepared sets.
-    """
+    """Prepare a set of a kind (a key of KINDS) in `output_dir`, unless it exists, and return its folder."""
     source = source_of(source, NAMES[kind]) if isinstance(source, str) else source
     if kind != "documents" and (source.column, source.documents) != (Source.column, Source.documents):
-        raise SettingsError(f"{source.path or source.name}: column and documents are for pretraining text; "
-                            "remove them")
+        raise SettingsError(f"{source.path or source.name}: remove column and documents, which are for text")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
     data_kind = DOCUMENTS if kind == "documents" else kind_of_examples(kind, tokenizer, options.system_prompt)
     return prepare(data_kind, source, tokenizer, Path(output_dir), options)
@@ -132,18 +117,18 @@ def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationO
         show(f"Source {place} of {len(mix.sources)}: {label}")
         sets.append(prepare_set(kind, source, output_dir, options))
     with disk_errors(output_dir, DataError, "choose another --output"):
-        return write_mixture(output_dir, mix.labels, sets, mix.phases)
+        return mixture.write_mixture(output_dir, mix.labels, sets, mix.phases)
 
 
 def describe(folder: Path) -> list[str]:
     """Describe a prepared set for the user, or each set of a mixture and the mixture's table."""
-    if not is_mixture(folder):
+    if not mixture.is_mixture(folder):
         return describe_prepared(folder).split("\n")
-    mixture, lines = read_mixture(folder), []
-    for source in mixture.sources:
+    mixed, lines = mixture.read_mixture(folder), []
+    for source in mixed.sources:
         description = describe_prepared(folder / source.set).split("\n")
         lines += [f"{source.label}:", *(f"  {line}" for line in description)]
-    return [*lines, *describe_sources(mixture, source_table(folder, mixture))]
+    return [*lines, *mixture.describe_sources(mixed, mixture.source_table(folder, mixed))]
 
 
 class FlagParser(CommandParser):
@@ -175,7 +160,6 @@ class FlagParser(CommandParser):
 
 
 def non_empty(text: str) -> str:
-    """Check that a flag's value is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("needs a value")
     return text
@@ -238,8 +222,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     """Prepare the data that a command line and the settings describe; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
-        raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
-                            "tokenizer.json or a hub name")
+        raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     options = PreparationOptions(
@@ -261,10 +244,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
 
 
 def name_set(folder: Path, source: str) -> Path:
-    """Create a link to a prepared set that is named after its source; return the link, or else the folder.
-
-    If the source has changed, its link is updated. A link of another source is never changed.
-    """
+    """Name a link to a prepared set after its source; return it, or the folder. Others' links are kept."""
     plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
     while set("*?[") & set(os.path.basename(plain)):
         plain = os.path.dirname(plain)
@@ -307,9 +287,7 @@ def is_source(kind: str, path: str) -> bool:
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     """Run the script that prepares a kind of data; print its counts, examples, and the line for `.env`.
 
-    Args:
-        records: the records that the script accepts, for --help.
-        legend: explains the examples.
+    `records` describes the records that it accepts, and `legend` the printed examples.
     """
     def main() -> None:
         folder = prepare_from_flags(kind, sys.argv[1:], records)

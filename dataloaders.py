@@ -26,17 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from config import Config
+from data_pipeline import shards
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
-from data_pipeline.shards import (
-    Cache,
-    TokenizerInfo,
-    TokenSet,
-    Verification,
-    allow_open_files,
-    open_segments,
-    open_token_set,
-    read_manifest,
-)
 from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
@@ -71,10 +62,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int, source: int = 
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Mix uint64 values so that each input bit affects all output bits.
-
-    Source: splitmix64's finaliser (Steele, Lea and Flood 2014), Stafford's variant 13.
-    """
+    """Mix the bits of uint64 values. Source: splitmix64 (Steele et al. 2014), Stafford's variant 13."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -89,11 +77,10 @@ def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> n
 
 @dataclass(frozen=True)
 class Mixing:
-    """Assigns each position of a run on a mixture to a row of a source, without any state.
+    """Assigns each position of a run on a mixture to a row of one source, without any state.
 
     The first p positions of a phase are divided among the sources in order: each takes its weight's share of
-    those that remain, rounded down. So at any time a source's share is exact to about one row, and each new
-    position belongs to exactly one source.
+    those that remain, rounded down. So at any time a source's share is exact to about one row.
     """
 
     sizes: tuple[int, ...]  # rows of each source; the rows are numbered source by source
@@ -144,7 +131,6 @@ class RowOrder:
         return self.mixing.rows_at(positions, self.seed)
 
     def micro_batches(self, step: int) -> np.ndarray:
-        """Return this rank's row indices of a step, int64 of shape (micro-batches, micro_batch_size)."""
         micro_batches = self.all_rows(step).reshape(-1, self.micro_batch_size)
         return np.array_split(micro_batches, self.world_size)[self.rank]
 
@@ -169,10 +155,7 @@ class Batch:
         return self.targets_BT.numel() if self.target_index_M is None else len(self.target_index_M)
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to a device without waiting, if its memory is pinned.
-
-        `document_ids_BT` stays on the CPU, where the model derives its attention mask without a GPU sync.
-        """
+        """Copy the batch to a device without waiting, if it is pinned. The host reads the document ids."""
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, document_ids_BT=self.document_ids_BT)
 
@@ -219,12 +202,9 @@ ReadRows = Callable[[np.ndarray], Batch]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The rows of a token set; row i holds the tokens [i*T, i*T + T]. Call it with indices to get a batch.
+    """The rows of a token set: row i holds the tokens [i*T, i*T + T]. Call it with indices to get a batch."""
 
-    With a `document_start_id`, batches contain document ids.
-    """
-
-    token_set: TokenSet
+    token_set: shards.TokenSet
     row_tokens: int
     document_start_id: int | None = None
 
@@ -345,7 +325,7 @@ class ExampleSet:
 
     path: Path
     kind: str  # "chats", "pairs" or "prompts"
-    tokens: TokenSet
+    tokens: shards.TokenSet
     segments: np.ndarray  # uint32, of all examples
     fingerprint: str  # hash of tokens and segments, the same on every rank
     starts: np.ndarray  # int64 (examples + 1,), in tokens
@@ -357,17 +337,16 @@ class ExampleSet:
         return len(self.first_targets)
 
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids and the segments of one example."""
         start, end = self.starts[example:example + 2].tolist()
         first, last = self.segment_starts[example:example + 2].tolist()
         return self.tokens.read(start, end - start), self.segments[first:last]
 
 
-def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
-                     verification: Verification = Verification()) -> ExampleSet:
+def open_example_set(path: str | Path, split: str, kind: str, tokenizer: shards.TokenizerInfo,
+                     verification: shards.Verification = shards.Verification()) -> ExampleSet:
     """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
-    tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
-    stored = open_segments(path, split, verification)
+    tokens = shards.open_token_set(path, split, tokenizer, kind=kind, verification=verification)
+    stored = shards.open_segments(path, split, verification)
     segments = np.concatenate([*stored.blocks()])
     # Find the segments of each example.
     ends = np.flatnonzero(segments & LAST) + 1
@@ -382,8 +361,7 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
     valid = (targets > 0) & ((counts == 3) | (kind != "pairs"))
     valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
     if not valid.all():
-        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
-                        f"{kind}; prepare the data again")
+        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} is not of {kind}; prepare it again")
     # Find the tokens of each example, and its first target.
     borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if borders[-1] != tokens.tokens:
@@ -412,10 +390,8 @@ class ExampleRows:
     validation reads, are a fair sample. For unpaired answers, `stored` has `label_BP`: 1 = the first answer
     of a pair is the record's own, and good; -1 = the second, and bad; 0 = padding.
 
-    Args:
-        row_tokens: longer chats are truncated, or dropped if no target remains; longer pairs are dropped.
-        document_mask: if False, chats have no document ids and attend to earlier chats of the row; pairs
-            always stay separate.
+    Longer chats are truncated, or dropped if no target remains; longer pairs are dropped. Without
+    `document_mask`, chats have no document ids and attend to earlier chats of the row; pairs never do.
     """
 
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
@@ -448,7 +424,6 @@ class ExampleRows:
         return packed + truncated + left_out
 
     def examples_in(self, row: int) -> np.ndarray:
-        """Return the indices of the examples in a row, in the order of their documents."""
         return self._packing.items_in(self._bins[row])
 
     def __call__(self, indices: np.ndarray) -> Batch:
@@ -492,10 +467,8 @@ class PromptRows:
     """The prompts of an example set, one per row; calling it with indices returns a `Batch` without targets.
 
     A batch's `stored` has `prompt_B1`, the tokens of each prompt, and `record_BR`, its record as JSON in
-    ASCII, padded with zeros. A fixed permutation orders the prompts, as in `ExampleRows`.
-
-    Args:
-        row_tokens: prompts that leave no room for `answer_tokens` in a row are left out.
+    ASCII, padded with zeros. A fixed permutation orders the prompts, as in `ExampleRows`. Prompts that leave
+    no room for `answer_tokens` in a row are left out.
     """
 
     def __init__(self, example_set: ExampleSet, row_tokens: int, answer_tokens: int):
@@ -623,9 +596,9 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
 Rows = TokenRows | ExampleRows | PromptRows | MixedRows
 
 
-def cache_of(config: Config) -> Cache:
-    """Return the folders for results that are computed from the data."""
-    return Cache(config.cache_dir and Path(config.cache_dir).expanduser(), Path(config.output_dir) / ".cache")
+def cache_of(config: Config) -> shards.Cache:
+    chosen = config.cache_dir and Path(config.cache_dir).expanduser()
+    return shards.Cache(chosen, fallback=Path(config.output_dir) / ".cache")
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
@@ -649,9 +622,9 @@ def count_rows(config: Config, tokenizer) -> int:
 
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of a single set."""
-    verification = Verification(verify, cache_of(config))
+    verification = shards.Verification(verify, cache_of(config))
     if config.training_stage == "pretrain":
-        tokens = open_token_set(path, split, tokenizer, verification=verification)
+        tokens = shards.open_token_set(path, split, tokenizer, verification=verification)
         document_start_id = tokens.document_start_id if config.document_mask else None
         return TokenRows(tokens, config.max_seq_len, document_start_id)
     kind = {"sft": "chats", "dpo": "pairs", "grpo": "prompts"}[config.training_stage]
@@ -677,15 +650,14 @@ def check_rows(config: Config, path: str | Path, split: str, rows: int, content:
 def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:
     """Open one split of a mixture.
 
-    Validation reads the same rows throughout the run: the first ones by the last phase's weights, without
-    sources that hold out less than a row.
+    Validation always reads the same rows: the first by the last phase's weights, without too small sources.
     """
     mixture, source_rows, is_training = read_mixture(folder), [], split == "train"
     phases = mixture.phases_of_run(config.max_steps, config.rows_read)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
         path = Path(os.path.normpath(folder / source.set))
-        stream = read_manifest(path).splits.get(split)
+        stream = shards.read_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
         if not is_training and (tokens < shortest_row or not weight):
             source_rows.append(None)
@@ -698,7 +670,7 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     if not any(source_rows):
         raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
                         "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")
-    allow_open_files(sum(len(rows.token_set.shards) for rows in source_rows if rows), folder)
+    shards.allow_open_files(sum(len(rows.token_set.shards) for rows in source_rows if rows), folder)
     sizes = tuple(len(rows) if rows else 0 for rows in source_rows)
     fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in source_rows])
     if is_training:
@@ -717,8 +689,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
     """A `with` block around an iterator over steps: this rank's micro-batches on the device, and their count.
 
     A thread reads up to `ahead` steps in advance, into pinned memory for a GPU, and adds up `count(batch)` on
-    the CPU. `next()` raises errors of the thread. At the end of the block the thread ends; if a dead file
-    system blocks it, it is abandoned.
+    the CPU. `next()` raises its errors. It ends with the block, or is abandoned on a dead file system.
     """
     ready: queue.SimpleQueue = queue.SimpleQueue()
     room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
@@ -768,10 +739,9 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
 
 def validation_batches(read_rows: ReadRows, rows: int, micro_batch_size: int, device: torch.device,
                        rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-    """Yield one rank's share of the fixed rows 0 to rows - 1.
+    """Yield one rank's share of the fixed rows 0 to rows - 1, in equally many batches as on other ranks.
 
-    All ranks yield equally many batches of the same shape. Rows beyond the last one are padding without
-    targets, so that sums over all ranks equal those of a single process.
+    Rows beyond the last one are padding without targets, so that sums are those of a single process.
     """
     batches_per_rank = -(-rows // (micro_batch_size * world_size))
     for number in range(rank * batches_per_rank, (rank + 1) * batches_per_rank):

@@ -93,11 +93,7 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
-    """Read all items of a .jsonl or .jsonl.gz file in HellaSwag's schema.
-
-    Args:
-        setting: the setting that names the file, for errors.
-    """
+    """Read all items of a .jsonl or .jsonl.gz file in HellaSwag's schema; errors name the `setting`."""
     items, bytes_left, advice = [], FILE_BYTES, "name a file in HellaSwag's schema"
     if setting == HELLASWAG:
         advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
@@ -119,10 +115,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
 
 
 def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
-    """Parse a line of the file into an item, worded as in the harness.
-
-    HellaSwag's items have 4 endings and an activity. In other sets, 2 to 16 endings suffice.
-    """
+    """Parse a line into an item, worded as in the harness; one of HellaSwag has 4 endings and an activity."""
     def invalid(problem: str) -> DataError:
         return DataError(f"{where}: {problem}; correct the line, or remove it")
 
@@ -229,8 +222,7 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
     """Yield one rank's batches: task indices, and (B, 2) bool: whether each answer is correct by
     log-probability, and by log-probability per character. Results do not depend on the number of ranks.
 
-    Every rank yields equally often, so the caller may communicate in between. If the batches do not divide
-    evenly, some ranks score the last batch again and yield an empty result for it.
+    Every rank yields equally often, so the caller may communicate in between; some results may be empty.
     """
     batches = batches_of(tasks, batch_tokens)
     was_training = model.training

@@ -92,7 +92,6 @@ class BaseTokenizer:
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
     def document_arrays(self, text: str) -> list[np.ndarray]:
-        """Return the ids of a document as uint32 arrays, faster than a list."""
         return [np.frombuffer(array("I", self.encode_document(text)), np.uint32)]
 
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
@@ -153,8 +152,7 @@ class Tokenizer(BaseTokenizer):
         """The content of a tokenizer.json with the same ids.
 
         tiktoken merges any two tokens whose concatenation is a token, in order of its rank, so every such
-        pair is a merge here. Only one pair of those with the same result can occur, so their order is
-        irrelevant.
+        pair is a merge here. Only one pair with the same result can occur, so their order is irrelevant.
         """
         ranks, bos = self.ranks, "<|begin_of_text|>"
         name = {token: "".join(map(BYTE_TO_CHAR.__getitem__, token)) for token in self._ordered}
@@ -195,14 +193,10 @@ class Tokenizer(BaseTokenizer):
         return [self._bos, *pieces, self._eos]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, with names of control tokens, and U+FFFD for invalid UTF-8."""
         return self._encoding.decode([int(token) for token in ids])
 
     def save_huggingface(self, folder: str | Path) -> None:
-        """Write a folder for `transformers.AutoTokenizer.from_pretrained` with the same ids.
-
-        As with Meta's folders, a plain call prepends bos; `add_special_tokens=False` omits it.
-        """
+        """Write a folder for `transformers` with the same ids, to which a plain call prepends bos."""
         self._write_files(folder, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
                                    "pad_token": "<|finetune_right_pad_id|>"}, CHAT_TEMPLATE)
 
@@ -222,8 +216,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"{setting}: the tokenizers library cannot read {file}: {error}; get a new "
-                            "copy") from error
+            raise DataError(f"{setting}: {file} cannot be read: {error}; get a new copy") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # a literal <|eot_id|> in text stays text
@@ -240,8 +233,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             token = config.get(role)
             names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
             if not all(isinstance(text, str) for text in names):
-                raise DataError(f"{setting}: {role} is {token!r:.60} in its configuration, expected text; "
-                                "correct it")
+                raise DataError(f"{setting}: {role} is {token!r:.60} in its configuration; set it to text")
             if token is None and role == "bos_token" and "eos_token" in config:
                 continue  # a configuration without bos means that there is none
             if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
@@ -256,8 +248,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         if not isinstance(template, str | None):
-            raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
-                            "it")
+            raise DataError(f"{setting}: the chat_template in its tokenizer_config.json must be a text")
         self.chat_template = template
 
         # The ids.
@@ -277,10 +268,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def byte_lengths(self) -> list[int] | None:
-        """Number of UTF-8 bytes of (normalized) text that each id stands for; 0 for special tokens.
-
-        None unless the tokenizer is byte-level BPE; tokens of others do not add up to the text.
-        """
+        """Number of UTF-8 bytes for each id, 0 for special tokens; None without a byte-level BPE."""
         if not self._can_split:
             return None
         lengths, alphabet = [0] * self.vocab_size, set(BYTE_TO_CHAR.values())
@@ -371,11 +359,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:
-    """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, a run, or a name on the hub.
-
-    Args:
-        backend: "tiktoken", "huggingface", or "auto", which depends on the path.
-    """
+    """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, a run, or a hub name."""
     file = Path(path).expanduser()
     file = max(file.glob("checkpoints/step-*"), default=file)  # a run: its newest checkpoint
     # A local file or folder takes precedence over a hub name.
@@ -451,14 +435,9 @@ def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Train a byte-level BPE deterministically; return its ranks: 256 bytes, then the merges in order.
-
-    Args:
-        vocab_size: number of ranks, without the 256 special tokens.
-    """
+    """Train a byte-level BPE deterministically; return its ranks: 256 bytes, then the merges in order."""
     if not 256 <= vocab_size <= 10_000_000:
-        raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte, and at "
-                            "most 10,000,000")
+        raise SettingsError(f"--vocab-size {vocab_size} must be from 256 (one for each byte) to 10,000,000")
     # Split text like Llama 3; the library represents each byte by a printable character.
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([

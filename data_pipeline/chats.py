@@ -125,8 +125,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     prompt = _prompt_in(record)
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("one of chosen and rejected is text, the other a dialog; expected both to be of the "
-                        "same kind")
+        raise DataError("one of chosen and rejected is text, the other a dialog; expected the same kind")
 
     # The common prefix is the prompt, or part of it.
     if not isinstance(chosen, str):
@@ -134,8 +133,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
         if not ours or not theirs:
             raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
         if ours[:-1] != theirs[:-1]:
-            raise DataError("chosen and rejected differ before their last message, so they have no common "
-                            "prompt")
+            raise DataError("chosen and rejected have no common prompt: they differ before the last message")
         if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
             raise DataError("chosen and rejected must end in an assistant's message")
         if prompt and ours[:-1] and prompt[-1] not in ours[:-1]:
@@ -213,15 +211,11 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
             texts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
             if all(text.strip() for text in texts):
                 return texts
-    raise DataError("has no prompt, and chosen and rejected have no common beginning to use as one; name the "
-                    "column prompt")
+    raise DataError("has no prompt, and chosen and rejected have no common beginning; name the column prompt")
 
 
 def messages_in(name: str, value: Any, role: str = "") -> Messages:
-    """Return the messages in a column: {"role", "content"} or ShareGPT's {"from", "value"}.
-
-    If `role` is given, the column may also be a text, which becomes one message of this role.
-    """
+    """Return the messages in a column. With a `role`, the column may also be a text, one message of it."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": text_in(name, value)}]
     if isinstance(value, Mapping):
@@ -245,8 +239,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{name} calls a tool, which is not supported")
     if message.get("weight", 1) == 0 or message.get("train", True) is False:
-        raise DataError(f"{name} is marked as excluded from training (weight, train), which is not "
-                        "supported; remove the mark")
+        raise DataError(f"{name} is excluded from training (weight, train), which is not supported")
     name = f"{name}.{content_name}"
     if isinstance(content, list):  # content parts in OpenAI's format
         for number, part in enumerate(content):
@@ -298,8 +291,7 @@ def check_turns(messages: Messages, last: str) -> Messages:
         expected = ("user", "assistant")[number % 2]
         if message["role"] != expected:
             raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, "
-                            f"expected the {expected}'s: user and assistant take turns, after at most one "
-                            "system message")
+                            f"expected the {expected}'s: after a system message, the others take turns")
     if turns[-1]["role"] != last:
         if last == "user":
             raise DataError("its prompt ends in an assistant's message, expected a user's")
@@ -326,9 +318,8 @@ def split_key(example: Example) -> str:
     """Return the text that determines the split of an example: the user's first message, normalized.
 
     All chats and pairs that start with the same request are in one split, so that no stage trains on an
-    answer to a held-out request. System messages are ignored, because SYSTEM_PROMPT may have added them, and
-    so are white space, letter case and Unicode forms, because chat formats and tokenizers may remove them:
-    equal tokens must have equal keys.
+    answer to a held-out request. SYSTEM_PROMPT adds system messages, and chat formats and tokenizers remove
+    white space, letter case and Unicode forms. These do not count, so that equal tokens have equal keys.
     """
     request = next(message["content"] for message in example.messages if message["role"] == "user")
     return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
@@ -393,8 +384,8 @@ def _label_fault(example: Example, segments: Segments,
                  chat_format: ChatFormat | TemplateFormat) -> str | None:
     """Describe the fault of an example's labels; None if they are right.
 
-    The decoded targets must be the assistant's answers in order, each after some context, with its end of
-    turn and without other control tokens.
+    Targets must decode to the answers in order, each after some context, with its end of turn as its only
+    control token.
     """
     tokenizer = chat_format.tokenizer
     answers = example.answers or [message["content"] for message in example.messages
@@ -431,10 +422,7 @@ def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
 
 
 def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
-    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around targets.
-
-    The answers of a pair are on separate lines, labelled chosen and rejected; a prompt's record follows it.
-    """
+    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around targets."""
     def first_ids(shards: list[dict], dtype: str, count: int) -> list[int]:
         path = folder / shards[0]["file"]
         return np.fromfile(path, np.dtype(dtype).newbyteorder("<"), count, offset=HEADER_BYTES).tolist()

@@ -88,8 +88,7 @@ class NearDuplicates:
     """Signatures of kept documents, and a table for finding those similar to a new one.
 
     Each band of a signature selects a set of the table, which lists up to WAYS documents; their signatures
-    are then compared as a whole. The table follows from the signatures in order, so only these are stored on
-    disk. datasketch's tables would need ten times the memory.
+    are then compared as a whole. Only the signatures are stored on disk; the table follows from them.
     """
 
     def __init__(self, similarity: float, signatures: np.ndarray = np.empty((0, HASHES), np.uint8)):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common.errors import DataError
 from common.files import write_json
+from common.text import aligned
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
 
 LABEL_COLUMNS = 32
@@ -62,8 +63,7 @@ class Mixture(BaseModel, strict=True):
             raise ValueError(f"two sources have the label {repeated!r}; use different labels")
         ends = [phase.until for phase in self.phases]
         if ends[-1] != 1 or not all(one < next for one, next in pairwise(ends)):
-            raise ValueError(f"the phases end at {ends}; each must end later than the one before it, and the "
-                             "last at 1 (or without until)")
+            raise ValueError(f"the phases end at {ends}, which must increase, up to 1 (or no until)")
         for number, phase in enumerate(self.phases, 1):
             if unknown := next((label for label in phase.weights if label not in labels), None):
                 raise ValueError(f"phase {number} weighs {unknown!r}, which is not a source's label; the "
@@ -80,7 +80,6 @@ class Mixture(BaseModel, strict=True):
         return [[phase.weights.get(source.label, 0.0) for source in self.sources] for phase in self.phases]
 
     def phases_of_run(self, steps: int, rows_per_step: int) -> tuple[Phase, ...]:
-        """Return the phases of a run of this length; each starts with a step."""
         begins = [0, *(round(phase.until * steps) for phase in self.phases[:-1])]
         return tuple(Phase(step * rows_per_step, weight_units(weights))
                      for step, weights in zip(begins, self.weights))
@@ -117,8 +116,7 @@ def read_mixture(folder: Path) -> Mixture:
     for source in mixture.sources:
         place = folder / source.set
         if not os.path.lexists(place / MANIFEST):
-            raise DataError(f"{path}: the prepared set of {source.label!r} is not in {place}; copy it there, "
-                            "or prepare the mixture again")
+            raise DataError(f"{path}: {place}, the set of {source.label!r}, is missing; copy or prepare it")
         try:
             read_manifest(place)
         except OSError as error:
@@ -153,11 +151,4 @@ def describe_sources(mixture: Mixture, sources: Sequence[dict[str, Any]]) -> lis
         read = f"{entry['passes']:.2f}" if "passes" in entry else f"{entry['tokens'] / entry['share']:,.0f}"
         rows.append([label if len(label) <= room else f"...{label[3 - room:]}", f"{entry['documents']:,}",
                      f"{entry['tokens']:,}", *weights, f"{entry['share']:.2%}", read])
-    return table(rows)
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows of cells as lines: the first column left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return ["  ".join(cells) for cells in aligned]
+    return aligned(rows)

@@ -146,10 +146,7 @@ def fraction_to_hold_out(kind: DataKind, items: Iterable) -> float | None:
 
 
 def cut_tails(documents: Iterable[Document]) -> Iterator[Document]:
-    """Yield the beginning of each document for training, and its end for validation.
-
-    The cut is after the last blank line, or else line end, in the tenth of the text before TAIL.
-    """
+    """Yield the training part of each document, and its end, cut at a line's end near the last tenth."""
     for where, text, _ in documents:
         start, end = round(len(text) * (1 - 2 * TAIL)), round(len(text) * (1 - TAIL))
         borders = [text.rfind(border, start, end) + len(border) for border in ("\n\n", "\n")
@@ -185,8 +182,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
     # It may have been prepared with --on-bad-record skip.
     bad = read_own_json(folder / MANIFEST)["skipped"]["bad_records"]
     if bad and options.on_bad_record == "fail":
-        raise DataError(f"{bad[0]}; {folder} was prepared without such records: correct them, or accept it "
-                        "with --on-bad-record skip")
+        raise DataError(f"{bad[0]}; {folder} lacks such records: correct them, or use --on-bad-record skip")
     return folder
 
 
@@ -443,8 +439,7 @@ def read_prepared(folder: Path) -> dict:
     """Return the manifest of a prepared set."""
     manifest = read_own_json(folder / MANIFEST)
     if missing := sorted({"splits", "skipped", "settings", "source", "vocab_size"} - manifest.keys()):
-        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it does not belong to a prepared "
-                        "set; prepare the data again")
+        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}; prepare the data again")
     return manifest
 
 

@@ -29,15 +29,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import (
-    TRANSIENT_ERRORS,
-    NotAFileError,
-    plain,
-    read_json,
-    sha256,
-    why_not_writable,
-    write_json,
-)
+from common.files import TRANSIENT_ERRORS, plain, read_json, sha256, why_not_writable, write_json
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import command, print_safely
@@ -78,10 +70,7 @@ class Cache(NamedTuple):
         return [data, *([self.fallback / name] if self.fallback else [])]
 
     def place_to_write(self, data: Path, fingerprint: str, name: str = "") -> tuple[Path, str]:
-        """Return the first writable folder, and why preferred ones are not writable ("" if none).
-
-        `name` is the result's name, which may already exist there and belong to another user.
-        """
+        """Return the first folder in which `name` can be written, and why preferred ones cannot ("")."""
         refusals = []
         for place in self.places(data, fingerprint):
             folders = [place, place / name] if os.path.isdir(place / name) else [place]
@@ -126,14 +115,10 @@ READ_RETRY_SECONDS = (1.0, 5.0)
 
 
 class WatchedFile:
-    """A file that is read in pieces, and must not change meanwhile.
+    """A file that is read in pieces, and must not change meanwhile, unless it has no `status`.
 
     If only its times change, or an equal file replaces it, it is hashed again and reading continues.
-
-    Args:
-        status: of the verified file; None = it may change.
-        scattered: disable read-ahead for random access, which is 100 times faster when not cached.
-        digest: SHA-256 of the verified content, if known.
+    `scattered` disables read-ahead: random access is 100 times faster when not cached.
     """
 
     def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
@@ -189,8 +174,7 @@ class WatchedFile:
         return os.pread(self.descriptor, size, offset)
 
     def _unreadable(self, error: OSError) -> DataError:
-        return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and the file's "
-                         "permissions, and start again")
+        return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and permissions")
 
 
 # ---------------------------------------------------------------------------------- manifests and token files
@@ -270,10 +254,9 @@ class TokenizerInfo:
 
 
 class Verification(NamedTuple):
-    """How files are verified, and where results are stored.
+    """How files are verified, and where results are stored. One rank reads all bytes, for all ranks.
 
-    `mode` is "auto" (skip files whose size and times have not changed since their verification), "always" or
-    "never". Verification reads all bytes, so one rank does it for all.
+    `mode` is "auto" (skip files whose size and times are those of their verification), "always" or "never".
     """
 
     mode: str = "auto"
@@ -286,10 +269,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 def header_bytes(tokens: int, dtype: str) -> bytes:
-    """Return the 1024-byte header of a token file with `tokens` little-endian ids of `dtype`.
-
-    Source: llm.c, dev/data/data_common.py.
-    """
+    """Return a token file's 1024-byte header. Source: llm.c, dev/data/data_common.py."""
     assert 0 <= tokens < 1 << 31, "llm.c counts a file's tokens in an int32"
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *MAGIC_AND_VERSION[dtype], tokens
@@ -316,7 +296,6 @@ class Shard:
         return WatchedFile(self.path, self.status, scattered=True, digest=self.sha256)
 
     def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
-        """Return the ids [start, start + count), read-only."""
         size = self.ids_dtype.itemsize
         content = (file or self.file).read(self.offset + start * size, count * size)
         return np.frombuffer(content, self.ids_dtype)
@@ -340,11 +319,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenSet:
-    """A split of a data set: its shards as a single sequence of tokens.
+    """A split of a data set: its shards as a single sequence of tokens; each document has a start id.
 
-    `fingerprint` identifies the data, the same on every rank. `document_start_id` starts each document. Every
-    id is compared with the vocabulary when read, because files may change after their verification, and
-    embedding kernels do not check indices.
+    The fingerprint is the same on every rank. Every id is compared with the vocabulary when read, because
+    files may change after their verification, and embedding kernels do not check indices.
     """
 
     shards: tuple[Shard, ...]
@@ -391,16 +369,13 @@ class TokenSet:
 
 def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, kind: str = "documents",
                    verification: Verification = Verification()) -> TokenSet:
-    """Open one split of prepared data or of foreign token files.
+    """Open the "train" or "validation" split of prepared data of a kind, or of foreign token files.
 
     Sizes, headers and the tokenizer's hash are always checked, with one small read per file. Depending on
     `verification`, contents are checked too: SHA-256 against the manifest, and ids against the vocabulary.
 
-    Args:
-        path: a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
-            `.npy`), a glob of such files, or a folder of them.
-        split: "train" or "validation"; foreign files are chosen by `train` or `val` in their names.
-        kind: the required kind, one of KINDS; foreign files contain documents.
+    `path` is a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
+    `.npy`), a glob of such files, or a folder of them, whose names say `train` or `val`.
     """
     path = Path(path)
     try:
@@ -427,8 +402,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
             for shard in shards:
                 if shard.dtype < dtype_for(tokenizer.vocab_size):
                     raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
-                                    f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or "
-                                    "tokenize the text again")
+                                    f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer")
                 sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
                 hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
                 for start in (0, shard.tokens // 2, shard.tokens - sampled):
@@ -460,9 +434,8 @@ def allow_open_files(files: int, folder: Path) -> None:
     if files + OTHER_OPEN_FILES > hard:
         fewer = files > 1 and hard > OTHER_OPEN_FILES
         other_way = ", or prepare the data again with a larger SHARD_TOKENS" if fewer else ""
-        raise DataError(f"{folder}: has {files:,} shard{'s' * (files > 1)}, and this shell lets a process "
-                        f"open {hard:,} files; run ulimit -n {files + OTHER_OPEN_FILES}, in a new shell or "
-                        f"as root{other_way}")
+        raise DataError(f"{folder}: has {files:,} shard{'s' * (files > 1)}, but a process may open {hard:,} "
+                        f"files; in a new shell or as root, ulimit -n {files + OTHER_OPEN_FILES}{other_way}")
     if soft < (wanted := min(hard, 2 * (files + OTHER_OPEN_FILES))):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -478,8 +451,7 @@ def prepared_folder(path: Path) -> Path | None:
                   key=lambda place: (place.is_symlink(), place))
     sets = [*{place.resolve(): place for place in sets}.values()]  # links take precedence over their sets
     if len(sets) > 1:
-        raise DataError(f"{path}: holds {len(sets)} prepared sets, name one of them: "
-                        f"{', '.join(map(str, sets))}")
+        raise DataError(f"{path}: holds several prepared sets, name one: {', '.join(map(str, sets))}")
     return sets[0] if sets else None
 
 
@@ -488,8 +460,7 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
     if stream is None or not stream.shards:
         more = "prepare more documents"
         if split == "validation":
-            more += (" (of a text file, --documents blank makes several), with a larger VALIDATION_FRACTION, "
-                     "or set VALIDATE_EVERY=0")
+            more += " (see --documents), with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0"
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
     if segments:
         stream, dtype = stream.segments, "uint32"
@@ -514,8 +485,7 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
         if shard := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
             raise DataError(f"{path}: {shard} looks like part of a prepared set, but there is no {MANIFEST}; "
-                            "restore it, or prepare the data again (files of another trainer need other "
-                            "names)")
+                            "restore it, prepare the data again, or rename files of another trainer")
     else:
         files = [path] if path.is_file() else sorted(
             file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
@@ -557,19 +527,15 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
 def _open_shard(path: Path, digest: str | None = None) -> Shard:
     """Return the shard described by a file's header.
 
-    Without a digest from a manifest, the file may also be NumPy's, or nanoGPT's without a header, which is
-    recognized by its name.
+    Without a digest from a manifest, it may also be NumPy's, or nanoGPT's without a header, by its name.
     """
     try:
         with open(path, "rb", opener=plain) as file:
             status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
-    except NotAFileError as error:
-        raise DataError(f"{path}: is not a file; copy or prepare it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
-                        "permissions") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
     if not head:
         raise DataError(f"{path}: is empty; copy or prepare it again")
     magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"
@@ -592,9 +558,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
         raise _unprepared(path, "holds text or records, not tokens")
     else:
-        raise DataError(f"{path}: wrong magic: starts with {head[:4].hex(' ')}, which is not a header of "
-                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header must be "
-                        "called train.bin or val.bin")
+        raise DataError(f"{path}: wrong magic {head[:4].hex(' ')}, not of llm.c "
+                        f"({' or '.join(map(str, known))}) or .npy; call files without it train.bin, val.bin")
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
     if size != expected:
@@ -696,10 +661,7 @@ class Tokens(NamedTuple):
 
 
 class ShardWriter:
-    """Writes a stream of ids as shards, all full except the last.
-
-    Continues after the ids counted by `done`, a result of `sync()`; later ids are truncated.
-    """
+    """Writes a stream of ids as full shards. Continues after the ids in `done`, a result of `sync()`."""
 
     def __init__(self, folder: Path, stream: str, shard_tokens: int, dtype: str, done: dict | None = None):
         self.folder, self.stream, self.shard_tokens = folder, stream, shard_tokens
@@ -709,8 +671,7 @@ class ShardWriter:
         if self.in_shard:
             self.file, size = open(self.path, "r+b"), HEADER_BYTES + self.in_shard * self.dtype.itemsize
             if os.fstat(self.file.fileno()).st_size < size:
-                raise DataError(f"{self.path} is shorter than its journal records; delete {folder} and start "
-                                "again")
+                raise DataError(f"{self.path} is shorter than in its journal; delete {folder}, start again")
             self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 

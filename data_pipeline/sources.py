@@ -19,18 +19,9 @@ from typing import Any, NamedTuple
 
 import fsspec
 
+from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import sha256
-from common.remote import (
-    HUB_NAME,
-    cached_dataset,
-    downloaded,
-    file_system,
-    first_line,
-    hub_revision,
-    is_transient,
-    retry,
-)
 from common.text import pip_install, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
@@ -118,7 +109,6 @@ class Reading:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """The current counts, as JSON values."""
         return {name: copy(getattr(self, name)) for name in
                 ("bad", "bad_records", "empty", "separators", "dropped")}
 
@@ -160,7 +150,7 @@ class StoredFile:
 
     def open(self) -> Any:
         """Return a context manager with the file's content; a remote file is downloaded first."""
-        return open(self.name, "rb") if self.is_local else downloaded(self.fs, self.name)
+        return open(self.name, "rb") if self.is_local else remote.downloaded(self.fs, self.name)
 
     def identity(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
         """Return a local file's SHA-256, or the version that a remote store reports."""
@@ -182,8 +172,7 @@ def reading_errors(name: str) -> Iterator[None]:
     except PaddockError:
         raise
     except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
-        raise DataError(f"{name}: {first_line(error)}; check that it exists and is complete and "
-                        "readable") from error
+        raise DataError(f"{name}: {remote.first_line(error)}; check that it is readable") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
@@ -192,7 +181,7 @@ def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: 
         raise SettingsError("a source is empty; set it to a file, folder, glob or hub dataset")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
-    is_hub_name = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
+    is_hub_name = remote.HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
     return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
 
 
@@ -200,18 +189,15 @@ def identify(source: Source, known: dict[str, list],
              advance: Callable[[int], Any] = lambda count: None) -> dict:
     """Return everything that affects a source's records as JSON values, for the key of a prepared set.
 
-    Local files are identified by content, independent of their location, and hub datasets by commit.
-
-    Args:
-        known: known hashes of local files, {name: [stamp, hash]}; new ones are added.
-        advance: called with the number of bytes just hashed.
+    Local files are identified by content, independent of their location, and hub datasets by commit. `known`
+    has the hashes of local files, {name: [stamp, hash]}; `advance` gets the number of bytes just hashed.
     """
     reading = {"column": source.column, "documents": source.documents}
     if source.renamed:
         reading["map"] = source.renamed
     if source.name:
         return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
-                "revision": hub_revision(source.name, source.revision, source.config), **reading}
+                "revision": remote.hub_revision(source.name, source.revision, source.config), **reading}
     files = []
     for file in list_files(source.path, source.split):
         with reading_errors(file.url):
@@ -229,13 +215,9 @@ def kind_of(name: str) -> tuple[str | None, str | None]:
 
 
 def list_files(path: str, split: str = "train") -> list[StoredFile]:
-    """Return the readable files of a path, folder, glob or URL, sorted by name.
-
-    Args:
-        split: the split to read from a folder saved or cached by `datasets`.
-    """
+    """Return the readable files of a path, folder, glob or URL, sorted by name; of a dataset, one split's."""
     with reading_errors(path):
-        files = retry(path, lambda: _find_files(path, split))
+        files = remote.retry(path, lambda: _find_files(path, split))
     if not files:
         raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
     readable = [file for file in files if file.kind]
@@ -248,11 +230,11 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
 
 
 def _find_files(path: str, split: str) -> list[StoredFile]:
-    fs, root = file_system(path)
+    fs, root = remote.file_system(path)
     try:
         file_type = fs.info(root)["type"]
     except FileNotFoundError as error:  # fsspec also raises it if a server does not respond
-        if is_transient(error):
+        if remote.is_transient(error):
             raise
         file_type = None
     if file_type == "directory" or (file_type is None and fs.isdir(root)):  # some stores lack folders
@@ -281,8 +263,7 @@ def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[
     if not arrow:
         return names
     if not any(f"{root}/{name}" in names for name in DATASET_FILES):
-        raise DataError(f"{root} has folders saved by `datasets`, such as {os.path.dirname(arrow[0])}; use "
-                        "one of them")
+        raise DataError(f"{root} has folders of `datasets`; use one, such as {os.path.dirname(arrow[0])}")
     splits = content_of("dataset_dict.json").get("splits") or []
     if splits and split in splits:
         root = f"{root}/{split}"
@@ -325,8 +306,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB cannot be a record; "
-                            "correct it, or remove the file")
+            raise DataError(f"{where}: the line has more than {MAX_LINE_BYTES >> 20:,} MiB; remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()
@@ -339,10 +319,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
 
 
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the lines of a text file, or the objects in JSON lines or in an array in a .json file.
-
-    Line ends become newlines. Objects have all columns.
-    """
+    """Yield the lines of a text file, or the objects of JSON lines or of an array in a .json file."""
     with reading_errors(file.url), file.open() as raw:
         stream, stem = raw, file.name
         if file.compression:
@@ -382,10 +359,7 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
-    """Yield the items of a JSON array file, with one item and a block of text in memory.
-
-    The items are decoded by json, like those of JSON lines.
-    """
+    """Yield the items of a JSON array file, with one item and a block of text in memory."""
     text, at, line = "", 0, 1  # text in memory, and the current position
     before, place = reading.bytes_done, reading.place
     number, expected = 0, "["  # next character; "item", or "" for the end
@@ -470,8 +444,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
                 batch = batch.select(list(columns))
             names = batch.schema.names
             if twice := [name for name, count in Counter(names).items() if count > 1]:
-                raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; rename or drop all but "
-                                "one")
+                raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; drop all but one")
             for number, cells in enumerate(zip(*batch.columns), row + 1):
                 if number <= place.record:
                     continue
@@ -557,8 +530,8 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
         import datasets
     revision = source.revision
     if not COMMIT.fullmatch(revision):
-        revision = hub_revision(source.name, revision, source.config)
-    copy = cached_dataset(source.name, source.config, revision)
+        revision = remote.hub_revision(source.name, revision, source.config)
+    copy = remote.cached_dataset(source.name, source.config, revision)
     if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
         if not source.files:
             for file in list_files(str(copy), source.split):
@@ -568,7 +541,7 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
         copy = None
     with reading_errors(f"{source.name} ({source.config or 'default'}, {source.split})"):
         # datasets and the hub's client retry requests for rows.
-        rows = retry(source.name, lambda: datasets.load_dataset(
+        rows = remote.retry(source.name, lambda: datasets.load_dataset(
             str(copy or source.name), source.config or None, split=source.split, streaming=True,
             revision=revision or None, data_files={source.split: source.files} if source.files else None))
         for number, record in enumerate(rows, 1):
@@ -593,8 +566,8 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
 def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:
     """Yield the valid texts of a source's column, or if `join`, documents made of them as lines.
 
-    Documents are whole files ("whole"), are separated by blank lines ("blank") or by the line in
-    `source.documents`, or start at a line like ` = Title = ` ("wikitext").
+    Documents are whole files, are separated by blank lines or by the line in `source.documents`, or start at
+    a line like ` = Title = ` (wikitext).
     """
     column, begin, place, kept, reading.item = source.column, "", reading.place, [], None
     for where, record in records:

@@ -29,10 +29,7 @@ TRIAL = [{"role": role, "content": f"{role} says {number}"}
 
 
 class ChatFormat:
-    """Llama 3's chat format, equal to Meta's reference in every token; control tokens in messages stay text.
-
-    Source: ChatFormat in github.com/meta-llama/llama3 (llama/tokenizer.py).
-    """
+    """Llama 3's chat format; control tokens in messages stay text. Source: Meta's llama/tokenizer.py."""
 
     sha256 = hashlib.sha256(b"Llama 3").hexdigest()  # of everything besides the tokenizer that affects ids
 
@@ -41,8 +38,7 @@ class ChatFormat:
         missing = [name for name in needed if name not in tokenizer.special_ids]
         if missing:
             raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "
-                            "set TOKENIZER_PATH to one that has them, or put a chat_template.jinja beside "
-                            "the tokenizer.json")
+                            "set another TOKENIZER_PATH, or put a chat_template.jinja beside tokenizer.json")
         self.tokenizer = tokenizer
         self._bos_id, self._start_id, self._end_id, self.end_of_turn_id = (
             tokenizer.special_ids[name] for name in needed)
@@ -52,7 +48,6 @@ class ChatFormat:
         return [self._start_id, *self.tokenizer.encode(role), self._end_id, *self.tokenizer.encode("\n\n")]
 
     def encode_words(self, content: str) -> list[int]:
-        """Return the ids of a message's stripped content and the end of turn."""
         return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
@@ -80,11 +75,10 @@ class ChatFormat:
 
 
 class TemplateFormat:
-    """A Hugging Face chat template, rendered in jinja2's sandbox; control tokens in messages stay text.
+    """A Hugging Face chat template, rendered in jinja2's sandbox.
 
-    The ids equal those of transformers' apply_chat_template, with two exceptions. Names of control tokens in
-    a message are encoded as text. There is no `strftime_now`, so that tokens do not depend on the date;
-    templates without a default date cannot be used.
+    The ids equal those of transformers' apply_chat_template, but names of control tokens in a message stay
+    text, and there is no `strftime_now`: templates without a default date cannot be used.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
@@ -102,14 +96,12 @@ class TemplateFormat:
             self._template = environment.from_string(tokenizer.chat_template)
         except Exception as error:  # any, since jinja2 evaluates constants here
             reason = str(error) or type(error).__name__
-            raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct its "
-                            "chat_template.jinja") from error
+            raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct it") from error
 
         # Find control tokens, with the spaces that they absorb.
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
         if not longest_first or len(longest_first[-1]["content"]) < 2:
-            raise DataError("the chat template cannot be used: its tokenizer needs control tokens of two "
-                            "characters or more")
+            raise DataError("the chat template cannot be used: its tokenizer needs longer control tokens")
         names = [re.escape(token["content"]) for token in longest_first]
         self._control = re.compile("|".join(
             r"\s*" * token["lstrip"] + name + r"\s*" * token["rstrip"]
@@ -147,8 +139,7 @@ class TemplateFormat:
             # Find the end of the control token after it.
             end = self._control.search(rendered, len(before))
             if end is None:
-                raise DataError("the chat template ends an answer in no control token, so a model could not "
-                                "learn where to stop")
+                raise DataError("the chat template ends an answer in no control token: no model could stop")
             words = rendered[len(before):end.start()]
             if words.strip() != message["content"].strip():
                 raise DataError("the chat template writes something else than the assistant's words between "
@@ -160,12 +151,10 @@ class TemplateFormat:
         return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the ids of a dialog with a generation prompt."""
         messages, mark = self._hide_literals(messages)
         return self._encode_segments(self._render_words(messages, True), [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
-        """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
         return self.encode_chat([*messages, {"role": "assistant", "content": answer}])[-1][0]
 
     def _hide_literals(self, messages: Messages) -> tuple[Messages, str]:
@@ -173,8 +162,7 @@ class TemplateFormat:
         used = {character for message in messages for text in message.values() for character in text}
         mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
         if mark is None:
-            raise DataError("it has all private-use characters from U+E000 to U+F8FF, but one must be left "
-                            "to mark text; leave one out")
+            raise DataError("it has all private-use characters from U+E000 to U+F8FF; leave one out")
         return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()}
                 for message in messages], mark
 
@@ -191,8 +179,7 @@ class TemplateFormat:
         if actual != expected:
             more, fewer = Counter(actual) - Counter(expected), Counter(expected) - Counter(actual)
             raise DataError("the chat template rewrites the text in a way that changes its control tokens "
-                            f"({' '.join(sorted(more | fewer)) or 'in another order'}); leave that text out, "
-                            "or correct the template")
+                            f"({' '.join(sorted(more | fewer)) or 'in another order'}); correct the template")
         return rendered
 
     def _render_controls(self, words: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> list[str]:

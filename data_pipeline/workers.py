@@ -81,10 +81,7 @@ def worker_tokenizer(spec: WorkerSpec):
 
 @contextmanager
 def open_workers(workers: int, are_threads: bool) -> Iterator[InOrder]:
-    """A `with` block with workers; yields a function that applies others to chunks in these.
-
-    Processes are spawned, not forked, so that they inherit neither this process's lock nor torch.
-    """
+    """A `with` block with workers; yields an `InOrder`. Processes are spawned, without locks and torch."""
     if workers == 1:
         yield lambda function, chunks: ((function(items), more) for items, more in chunks)
         return

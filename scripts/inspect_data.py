@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, run_script  # noqa: E402
-from common.text import command, print_safely, show
-from data_pipeline.mixture import read_mixture, source_table, table
+from common.text import aligned, command, print_safely, show
+from data_pipeline.mixture import read_mixture, source_table
 from data_pipeline.prepare import names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE
 from data_preparation_utils import FlagParser, count
@@ -35,8 +35,7 @@ def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
                    if not path.parent.name.startswith(("tmp-", ".")))
     if not files:
         raise DataError(f"{folder}: contains no prepared data; prepare some with "
-                        f"{command('scripts/load_pretrain_dataset.py')}, or pass the folder "
-                        "that you gave it as --output")
+                        f"{command('scripts/load_pretrain_dataset.py')}, or pass the folder of its --output")
     for path in files:
         try:
             yield summarize(path)
@@ -60,9 +59,9 @@ def summarize(path: Path) -> dict[str, Any]:
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a table of sets; the last column is cut to the terminal's width."""
-    lines = table([("folder", "kind", "documents", "tokens"),
-                   *((each["folder"], each["kind"], f"{each['documents']:,}", f"{each['tokens']:,}")
-                     for each in sets)])
+    lines = aligned([("folder", "kind", "documents", "tokens"),
+                     *((each["folder"], each["kind"], f"{each['documents']:,}", f"{each['tokens']:,}")
+                       for each in sets)])
     sources = ["source"]
     for each in sets:
         tokenizer = f", {os.path.basename(each['tokenizer'])}" if each["tokenizer"] else ""
@@ -73,7 +72,6 @@ def list_table(sets: list[dict[str, Any]]) -> list[str]:
 
 
 def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Return the positional argument and the flags."""
     for number, argument in enumerate(argv):
         before = argv[number - 1] if number else ""
         has_value = before.startswith("--") and "=" not in before and before != "--json"

@@ -218,7 +218,7 @@ def test_what_may_pass(error, passes):
 
 
 def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.sources.hub_revision", lambda *named: "")
+    monkeypatch.setattr("data_pipeline.sources.remote.hub_revision", lambda *named: "")
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

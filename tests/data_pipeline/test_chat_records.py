@@ -85,7 +85,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"instruction": "Why?", "instances": []}, "instances is not a list"),
     ({"instruction": "Why?", "instances": [{"input": ""}]}, "output is null"),
     ({"prompt": "Why?", "completion": "So.", "label": True}, "is an answer with a label, not a chat"),
-    *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is marked as excluded from training") for mark in (
+    *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is excluded from training") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
 ])
@@ -169,7 +169,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
     ({"prompt": [ASK, SAY], "chosen": SO, "rejected": NO}, "prompt ends in an assistant's message"),
     ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen has no messages"),
     ({"prompt": [ASK], "chosen": [ASK], "rejected": [SAY]}, "must end in an assistant's message"),
-    ({"prompt": [ASK], "chosen": [SAY, *AGAIN], "rejected": [SAY]}, "differ before their last message"),
+    ({"prompt": [ASK], "chosen": [SAY, *AGAIN], "rejected": [SAY]}, "differ before the last message"),
     ({"chosen": [SAY], "rejected": [{**SAY, "content": NO}]}, "has no messages"),
     ({"prompt": "What?", "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}]}, "its prompt is not in the messages"),
     ({"chosen": SO, "rejected": NO}, "have no common beginning"),

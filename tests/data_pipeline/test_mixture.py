@@ -97,8 +97,8 @@ A, B = {"path": "a"}, {"path": "b"}
     ({"sources": [A], "phases": [{"weights": {"a": -1}}]}, "phases.0.weights.a: input should be greater"),
     ({"sources": [A], "phases": [{"weights": {"a": 0}}]}, "phase 1 has no weight above 0"),
     ({"sources": [A, B], "phases": [{"weights": {"a": 1}}]}, "'b' has no weight above 0 in a phase"),
-    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}]}, "the last at 1"),
-    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}, {"until": 0.4, "weights": {"a": 1}}]}, "each must end"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}]}, "must increase, up to 1"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}, {"until": 0.4, "weights": {"a": 1}}]}, "must increase"),
     ({"sources": [A], "phases": [{"until": 1.5, "weights": {"a": 1}}]}, "phases.0.until: input should be less"),
 ])
 def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
@@ -215,12 +215,12 @@ def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
         open_rows(settings(prepared, folder, MAX_SEQ_LEN=2048, TOTAL_BATCH_SIZE=4096), "train", tokenizer, "auto")
     with pytest.raises(DataError, match="its sources fill .* rows of MAX_SEQ_LEN=32 tokens, but a step reads 1,024"):
         open_rows(settings(prepared, folder, TOTAL_BATCH_SIZE=1 << 15), "train", tokenizer, "auto")
-    with pytest.raises(DataError, match=r"holds \d+ prepared sets, name one of them"):
+    with pytest.raises(DataError, match=r"holds several prepared sets, name one"):
         open_rows(settings(prepared, folder.parent), "train", tokenizer, "auto")
     moved = tmp_path / "alone"
     moved.mkdir()
     (moved / "mixture.json").write_bytes((folder / "mixture.json").read_bytes())
-    with pytest.raises(DataError, match="the prepared set of 'farm' is not in"):
+    with pytest.raises(DataError, match="the set of 'farm', is missing"):
         open_rows(settings(prepared, moved), "train", tokenizer, "auto")
     (moved / "mixture.json").write_text("{}")
     with pytest.raises(DataError, match="mixture.json: sources: field required; prepare the mixture again"):

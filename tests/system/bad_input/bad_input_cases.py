@@ -288,7 +288,7 @@ SHARDS = group(
     sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "expected 5")) + group(
     "segments", SFT, 3,
     sum=(segments(8, 15), "tokens long in total, but the shards have"), no_end=(segments(8, 13), "has no end"),
-    no_target=(segments(8, 14), "does not have the segments of chats"),
+    no_target=(segments(8, 14), "is not of chats"),
     none=(lambda: json_of("chats/manifest.json", lambda m: m["splits"][
         "train"].pop("segments") and None)(), "lists no segments of train"),
         cut=(cut("chats/train-segments-00000.bin", -2), "is cut short"),
@@ -442,7 +442,7 @@ TOKENIZERS = group(
     gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
-        ("syntax", "{% if %}", "correct its chat_template"),
+        ("syntax", "{% if %}", "correct it"),
         ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
         ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "correct its"),
         ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
