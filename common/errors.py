@@ -9,10 +9,7 @@ from common.text import exit_if_unread, is_url, pip_install, print_safely, print
 
 
 class PaddockError(Exception):
-    """Sentences for the user: the problem, the expectation, the remedy.
-
-    Passwords in URLs are masked, and control characters are escaped.
-    """
+    """Sentences for the user: the problem, the expectation, the remedy. Passwords in URLs are masked."""
 
     exit_code = 1
     on_all_ranks = False  # all ranks raise the same error, which one rank per machine prints
@@ -78,8 +75,7 @@ def requires_package(package: str, feature: str) -> Iterator[None]:
 def local_path(text: str) -> Path:
     """Return a script flag's value as a local path. Raises SettingsError for a URL."""
     if is_url(text):
-        raise SettingsError(f"{text} is a URL, but must be a path on this machine; mount it or copy its "
-                            "contents")
+        raise SettingsError(f"{text} is a URL, but must be a path on this machine; mount it or copy it")
     return Path(text)
 
 

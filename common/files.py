@@ -61,7 +61,6 @@ def leads_outside(name: str, folder: Path) -> bool:
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """Return a file's text with line ends as newlines. Raises OSError or UnicodeDecodeError."""
     with open(path, encoding=encoding, opener=plain) as file:
         return file.read()
 
@@ -80,7 +79,6 @@ def existing_parent(path: Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space on the disk of a path, which need not exist yet."""
     return shutil.disk_usage(existing_parent(path)).free
 
 
@@ -166,10 +164,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A `with` block that writes to the path it yields, which then replaces `path`.
-
-    A crash leaves either the old or the new file. Raises OSError, which leaves the old file.
-    """
+    """A `with` block that writes to the path it yields, which replaces `path` at the end. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
         yield temporary
@@ -181,7 +176,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically. Raises OSError."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
@@ -197,10 +191,7 @@ class FileLock:
             self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
 
     def take(self) -> str:
-        """Try to take the lock; return the name of another holder, or an empty string on success.
-
-        Raises OSError if the file system does not support locks.
-        """
+        """Try to take the lock; return another holder's name or "". OSError: the file system has no locks."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

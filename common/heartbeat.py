@@ -14,26 +14,18 @@ SUBPHASES = {"forward and backward": "forward", "update": "optimizer", "start-up
              "the end": "other"}
 
 
-def ignore(subphase: str, waits: bool) -> None:
-    """Do nothing; the default of `Heartbeat.on_mark`."""
-
-
 class Heartbeat:
-    """The phase and step of this process, and when it last made progress.
-
-    The training thread writes a few attributes and the watchdog's threads read them, without a lock.
-    """
+    """The phase and step of this process, and when it last made progress; read without a lock."""
 
     def __init__(self) -> None:
         self.stacks_folder: Optional[Path] = None  # for the watchdog's stack traces
         self.step, self.phase, self.is_waiting, self.last_beat = 0, "start-up", False, time.monotonic()
         self.subphase, self.started = SUBPHASES[self.phase], time.time()
         # Called when a subphase begins, and when a wait in it begins or ends.
-        self.on_mark: Callable[[str, bool], None] = ignore
+        self.on_mark: Callable[[str, bool], None] = lambda subphase, waits: None
         self.local = threading.local()  # its `on_beat` replaces the beats of a background thread
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
-        """Record the start of a phase, and of a step if one is given."""
         self.phase = phase
         if step is not None:
             self.step = step
@@ -46,7 +38,6 @@ class Heartbeat:
         self.on_mark(subphase, False)
 
     def beat(self) -> None:
-        """Record that this process made progress."""
         if on_beat := getattr(self.local, "on_beat", None):
             return on_beat()
         # The time first: readers must not see a working process whose last beat was before its wait.
@@ -81,7 +72,6 @@ class Heartbeat:
             thread.join()
 
     def status(self) -> dict[str, Any]:
-        """Return the attributes as a JSON-like value, with the seconds since the last beat."""
         return {"step": self.step, "phase": self.phase, "waiting": self.is_waiting,
                 "idle_seconds": time.monotonic() - self.last_beat}
 
@@ -94,11 +84,7 @@ class Cancelled(Exception):
 
 
 class Background(threading.Thread):
-    """A thread that calls `work`. Its beats show that the work moves, but not that the process does.
-
-    Args:
-        work: given a function for warnings, which `result` passes on.
-    """
+    """A thread that calls work(warn). Its beats show that the work moves, but not that the process does."""
 
     def __init__(self, work: Callable[[Callable[[str], None]], Any]):
         super().__init__(name="background", daemon=True)

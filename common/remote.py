@@ -71,8 +71,7 @@ def is_transient(error: BaseException) -> bool:
 def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -> T:
     """Return the result of `request`, after up to TRIES tries; print a line with `name` before each wait.
 
-    If `only_if_answered`, do not retry if the server does not respond at first: the name may be a mistyped
-    path.
+    If `only_if_answered`, do not retry if the server never responds: the name may be a mistyped path.
     """
     for number in range(1, TRIES):
         try:
@@ -131,13 +130,7 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
 
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
                revision: str | None = None, **patterns: list[str]) -> Path:
-    """Return the local copy of a hub model: the cached one if complete, else a new download.
-
-    Args:
-        required_file: requested first, so that missing or forbidden models fail immediately.
-        revision: a branch, tag or commit; None = the newest.
-        patterns: file patterns for huggingface_hub.snapshot_download.
-    """
+    """Return the cached copy of a hub model if complete, else download it, beginning with `required_file`."""
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
     snapshot = partial(hub.snapshot_download, name, revision=revision, **patterns)
@@ -156,8 +149,7 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
 def cached_dataset(name: str, config: str, revision: str) -> Path | None:
     """Return the local copy of a hub dataset without a request; the folder is named after the commit.
 
-    It is a complete snapshot of the repository (`hf download`), or the Arrow files of a config that
-    `datasets` wrote (`load_dataset`); None if there is neither.
+    It is a whole repository (`hf download`), or the Arrow files of a config (`datasets`); None without both.
     """
     if not HUB_NAME.fullmatch(name):
         return None
@@ -186,10 +178,7 @@ def _say_once(line: str) -> None:
 
 
 def hub_revision(name: str, revision: str, config: str = "") -> str:
-    """Return the current commit of a revision (empty = the newest) of a hub dataset.
-
-    If the hub does not respond, print a line and return the commit of the local copy.
-    """
+    """Return the current commit of a hub dataset's revision, or that of the local copy if the hub is away."""
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is not a valid hub name (owner/name); correct it, or give a path")
     with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -101,10 +101,9 @@ def lay_out(line: str, stream: TextIO) -> str:
 
 
 def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optional[OSError]:
-    """Write one or several lines in a single write, laid out, with control characters escaped.
+    """Write lines in a single write, laid out, with control characters escaped; return the error, if any.
 
-    Returns the error if that failed, as with a full disk or a pipe without a reader. The stream then leads to
-    /dev/null, so that later lines, and the flush when the process ends, do not fail too.
+    After an error (a full disk, a pipe without a reader) the stream leads to /dev/null: no later write fails.
     """
     try:
         # One write, because print() writes the line end separately and lines of several ranks would mix.
@@ -118,7 +117,6 @@ def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optio
 
 
 def print_traceback(*failure) -> None:
-    """Print a traceback with control characters escaped."""
     print_safely("".join(traceback.format_exception(*failure)).rstrip("\n"), sys.stderr)
 
 
@@ -139,8 +137,7 @@ def report_uncaught(kind: type, error: BaseException, trace) -> None:
 def command(script: str, *arguments: str | Path, python: str | Path = "") -> str:
     """Return the command that runs a script, given by its path from ROOT, in the shell of the user.
 
-    It is one of ./paddock where that finds the Python of this process; otherwise, or for the Python that is
-    given, it names the Python.
+    It is one of ./paddock where that finds the Python of this process; otherwise it names the Python.
     """
     folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
@@ -162,10 +159,16 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
 
 
 def pip_install(package: str) -> str:
-    """Return the command that installs a package for this Python."""
     if find_spec("pip") is None:  # uv made the environment
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
     return shlex.join([sys.executable, "-m", "pip", "install", package])
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return rows of cells as lines, the first `left` columns aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join((*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])))
+            .rstrip() for row in rows]
 
 
 def show(*lines: str, wraps: bool = False) -> None:
@@ -210,10 +213,7 @@ def silence_unread_streams() -> bool:
 
 @contextmanager
 def exit_if_unread() -> Iterator[None]:
-    """A `with` block that prints. Without a reader (`| head`) the process exits silently with 141.
-
-    The exit code of a failure is kept.
-    """
+    """A `with` block that prints. Without a reader (`| head`) it exits with 141, or the code of a failure."""
     try:
         try:
             yield

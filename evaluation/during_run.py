@@ -10,15 +10,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from checkpoint.item_scores import (
-    GENERATION,
-    REWARD,
-    VALIDATION,
-    error_of_share,
-    packed_bits,
-    ratio_error,
-    standard_error,
-)
+from checkpoint import item_scores
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.templates import load_chat_format
@@ -113,8 +105,7 @@ def evaluate(run: Run) -> None:
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
                      evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
         if not math.isfinite(result.metrics.get("val_loss", 0)):
-            run.log.warn(f"the validation loss after step {progress.step} is not finite, so it cannot be "
-                         "the best")
+            run.log.warn(f"the validation loss after step {progress.step} is not finite")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
@@ -132,12 +123,8 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
     """Return the mean loss, further metrics, and (batches, 2): mean loss and units by batch, in row order.
 
     The further metrics are perplexity, bits per byte and those of the objective. Bits per byte is the
-    cross-entropy of all targets in bits, divided by the UTF-8 bytes of their text, so it is comparable across
-    tokenizers. Control tokens have no bytes, but their cross-entropy counts.
-
-    Args:
-        batches: the same number on each rank.
-        byte_lengths: bytes of each token id (`Tokenizer.byte_lengths`); None: no bits per byte.
+    cross-entropy of all targets in bits, divided by the UTF-8 bytes of their text (None: unknown), so it is
+    comparable across tokenizers. Control tokens have no bytes, but their cross-entropy counts.
     Source: Gao et al. 2020 (arXiv:2101.00027), section 3.1, as in lm-evaluation-harness.
     """
     model.eval()
@@ -181,7 +168,7 @@ def validation(run: Run) -> Result:
     losses_B, units_B = blocks_B2.T
     metrics = {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
     table = [Row("validation", name, value) for name, value in {"loss": loss, **others}.items()]
-    table[0] = table[0]._replace(stderr=ratio_error(losses_B, units_B), n=sum(map(int, units_B)))
+    table[0] = table[0]._replace(stderr=item_scores.ratio_error(losses_B, units_B), n=sum(map(int, units_B)))
     error = ""
     if table[0].stderr is not None:
         metrics["val_loss_stderr"] = table[0].stderr
@@ -191,7 +178,7 @@ def validation(run: Run) -> Result:
     items = sha256_of([inputs.validation_fingerprint, rows, config.micro_batch_size, config.max_seq_len,
                        config.document_mask, config.training_stage])
     # JSON has no NaN.
-    line = {"name": VALIDATION, "items": items, "n": len(blocks_B2),
+    line = {"name": item_scores.VALIDATION, "items": items, "n": len(blocks_B2),
             "loss": [loss if math.isfinite(loss) else None for loss in losses_B.tolist()],
             "count": [int(units) for units in units_B]}
     return Result(metrics, line, " | ".join(summary), table)
@@ -213,16 +200,15 @@ def validation_reward(run: Run) -> Result:
     every = [Answer(*gathered[row]) for row in range(rows)]
     rollouts.check_any(every, "validation")
     rewards_N = np.array([answer.reward for answer in every if not answer.failure])
-    metrics = {"val_reward": float(rewards_N.mean()), "val_reward_stderr": standard_error(rewards_N)}
+    reward, error = float(rewards_N.mean()), item_scores.standard_error(rewards_N)
+    metrics = {"val_reward": reward, "val_reward_stderr": error}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
     items = sha256_of([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
-    line = {"name": REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}
+    line = {"name": item_scores.REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
-    error = metrics["val_reward_stderr"]
-    summary = f"Reward: {metrics['val_reward']:.4f} +- {error:.4f} | N: {len(rewards_N)}"
-    return Result(metrics, line, summary, [Row("validation", "reward", metrics["val_reward"], error, None,
-                                               len(rewards_N))])
+    summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"
+    return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
 
 
 def sha256_of(value: Any) -> str:
@@ -247,22 +233,20 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
     correct_N2 = ranks.all_reduce_sum(torch.from_numpy(correct_N2)).numpy().astype(bool)
     metrics = choices.metrics(correct_N2)
     acc, acc_norm, stderr = (metrics[f"{choices.name}_{name}"] for name in ("acc", "acc_norm", "stderr"))
+    correct, correct_norm = map(item_scores.packed_bits, correct_N2.T)
     return Result(
         metrics,
-        {"name": choices.name, "items": choices.sha256, "n": n, "correct": packed_bits(correct_N2[:, 0]),
-         "correct_norm": packed_bits(correct_N2[:, 1])},
+        {"name": choices.name, "items": choices.sha256, "n": n, "correct": correct,
+         "correct_norm": correct_norm},
         f"Acc: {100 * acc:.2f}% +- {100 * stderr:.2f} | Acc norm: {100 * acc_norm:.2f}% | N: {n} | "
         f"Chance: {100 * choices.chance:.2f}%",
-        [Row(choices.title, name, share, error_of_share(share, n), choices.chance, n)
+        [Row(choices.title, name, share, item_scores.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])
 
 
 @collective
 def generation(run: Run) -> Result:
-    """Compare generated answers to held-out prompts with the reference answers.
-
-    Texts are gathered before scoring, so the scores do not depend on the number of ranks.
-    """
+    """Compare generated answers to held-out prompts, gathered from all ranks, with the reference answers."""
     config, ranks, held_out, tokenizer = run.config, run.ranks, run.inputs.held_out, run.inputs.tokenizer
     order = sorted(range(len(held_out)), key=lambda index: len(held_out[index].prompt))
     batches = [order[first:first + GENERATION_BATCH] for first in range(0, len(order), GENERATION_BATCH)]
@@ -283,8 +267,8 @@ def generation(run: Run) -> Result:
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
-    line = {"name": GENERATION, "items": sha256_of([prompts, references]), "n": len(answers), **scores,
-            "texts": texts}
+    line = {"name": item_scores.GENERATION, "items": sha256_of([prompts, references]), "n": len(answers),
+            **scores, "texts": texts}
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
                f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
@@ -311,11 +295,11 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
     rouge_l_N = np.array([rouge.score(reference, answer)["rougeL"].fmeasure for answer, reference in pairs])
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
-              "exact_match_stderr": standard_error(exact_N.astype(float)), "rouge_l": float(rouge_l_N.mean()),
-              "rouge_l_stderr": standard_error(rouge_l_N),
+              "exact_match_stderr": item_scores.standard_error(exact_N.astype(float)),
+              "rouge_l": float(rouge_l_N.mean()), "rouge_l_stderr": item_scores.standard_error(rouge_l_N),
               "bleu": corpus_bleu(answers, [references]).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
-            {"exact": packed_bits(exact_N), "rouge_l": rouge_l_N.round(4).tolist()})
+            {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_l_N.round(4).tolist()})
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:

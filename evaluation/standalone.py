@@ -28,11 +28,7 @@ from tokenizer import load_tokenizer
 
 
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
-    """Return a checkpoint's settings, or the defaults for other models, overridden by flags.
-
-    Args:
-        data: prepared data to validate on instead of the run's.
-    """
+    """Return a checkpoint's settings, or the defaults for other models, changed by flags and other data."""
     saved = store.read_state(folder).get("settings", {})
     merged = {name.lower(): (value, str(folder)) for name, value in saved.items()
               if name.lower() in Config.model_fields}

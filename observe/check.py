@@ -145,12 +145,7 @@ def print_overview(run: Run) -> None:
 
 @collective
 def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> None:
-    """Print the results of a finished run, where they are, and the commands to try next.
-
-    Args:
-        phases: started with this process, after `first_step`.
-        latest: the metrics after the last step.
-    """
+    """Print the results since `first_step`, where they are, and the commands to try next."""
     config, progress = run.config, run.progress
     info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
     results = [f"in {duration(time.perf_counter() - phases.started)}"]
@@ -215,17 +210,13 @@ def provide_sample(config: Config, may_write: bool) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the GPU or, for a CPU, of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return free_host_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
-def matmul_flops(device: torch.device, dtype: torch.dtype, size: int = 1024) -> float:
+def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of square matmuls, which is close to an upper limit for a model."""
-    matrix = torch.ones(size, size, device=device, dtype=dtype)
-    seconds = [timed(device, lambda: matrix @ matrix) for _ in range(5)]
-    return 2 * size**3 / min(seconds)
+    matrix = torch.ones(1024, 1024, device=device, dtype=dtype)
+    return 2 * 1024**3 / min(timed(device, lambda: matrix @ matrix) for _ in range(5))
 
 
 def timed(device: torch.device, work: Callable) -> float:
@@ -238,10 +229,7 @@ def timed(device: torch.device, work: Callable) -> float:
 
 
 def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype) -> float:
-    """Return one rank's seconds for a step (micro-batches and update) with random weights.
-
-    The time of a teacher and of communication is not included.
-    """
+    """Return one rank's seconds for a step with random weights, without teacher and communication."""
     ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
     model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
     if config.lora_enabled:
@@ -338,7 +326,6 @@ class Check:
             show(f"  {mark:<4}  {name}: {each}", wraps=True)
 
     def messages(self, name: str, source: Loaded | Start) -> None:
-        """Print the notes and warnings about the settings or the start."""
         for mark, texts in (("ok", source.notes), ("warn", source.warnings)):
             for text in texts:
                 self.line(name, text, mark)
@@ -391,8 +378,8 @@ class Check:
                 outputs = "teacher's most likely tokens"
                 if config.training_stage == "dpo":
                     outputs = "reference's log-probabilities"
-                self.line("cache", f"the {outputs} are computed once and stored in {folder}"
-                                   f"{f' ({why})' if why else ''}")
+                reason = f" ({why})" if why else ""
+                self.line("cache", f"the {outputs} are computed once and stored in {folder}{reason}")
         if config.distillation_enabled and self.tokenizer:
             with self.entry("teacher"):
                 self.teacher = find_teacher(config, self.tokenizer)
@@ -553,8 +540,8 @@ class Check:
             ranks = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
             teacher = ", or the teacher" if config.distillation_enabled else ""
             self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: "
-                               f"{run_time(seconds)} for {config.max_steps:,} steps, not counting evaluation "
-                               f"and saving{teacher}")
+                               f"{run_time(seconds)} for {config.max_steps:,} steps, without evaluation, "
+                               f"saving{teacher}")
 
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
@@ -602,8 +589,7 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
 def memory_advice(config: Config, room: int, *known) -> str:
     """Return which settings make the forecast fit into `room` bytes with the same global batch.
 
-    The cheapest come first: smaller micro-batches, recomputation, sharding within a machine, sharding over
-    all ranks, offloading. `known` are the remaining arguments of estimate_memory.
+    The cheapest come first. `known` are the remaining arguments of estimate_memory.
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
@@ -623,8 +609,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
             host = f" and {needed.host / GIB:.2f} GiB of host memory per rank" if needed.host else ""
-            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, for the same "
-                    "global batch)")
+            return f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, the same batch)"
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
             "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 
@@ -634,8 +619,7 @@ def describe_disk(config: Config, size: int) -> str:
     folder = existing_parent(
         (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} is not writable ({folder}); set it to a "
-                              "writable folder")
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {folder} is not writable; set another folder")
     free = free_bytes(folder)
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
@@ -643,6 +627,5 @@ def describe_disk(config: Config, size: int) -> str:
     kept_checkpoints = "1 checkpoint" if kept == 1 else f"{kept} checkpoints"
     text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
     if 2 * size > free:
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or set OUTPUT_DIR to "
-                              "another disk")
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or use another disk")
     return text + ("; lower KEEP_LAST" if kept * size > free else "")

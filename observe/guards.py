@@ -18,15 +18,7 @@ from common.errors import CheckpointError, DriftError, LossSpikeError, NonFinite
 from common.heartbeat import HEARTBEAT
 from common.text import command
 from dataloaders import Batch
-from parallel.fsdp import (
-    add_shards,
-    is_divided,
-    is_sharded,
-    local_rows,
-    local_span,
-    named_parameters,
-    ranks_per_copy,
-)
+from parallel import fsdp
 from parallel.ranks import collective
 from run.life import Run, StepResult, finish_saving, follow_folder, save_checkpoint
 
@@ -37,7 +29,6 @@ KEPT_BYTES = 2**30  # of gradients in a dump
 
 
 def rows_crc32(rows: np.ndarray) -> str:
-    """Return the checksum of a step's rows in the ledger."""
     return f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
 
 
@@ -108,8 +99,9 @@ def checksum(rows: Tensor, start: int = 0) -> Tensor:
 @collective
 def weight_checksums(model: nn.Module) -> Tensor:
     """Return the checksum of each trained tensor, by name, as (2K,) doubles: upper and lower halves."""
-    trained = [each for _, each in sorted(named_parameters(model).items()) if each.requires_grad]
-    sums_K = add_shards([checksum(local_rows(each), local_span(each)[0]) for each in trained], trained)
+    trained = [each for _, each in sorted(fsdp.named_parameters(model).items()) if each.requires_grad]
+    sums = [checksum(fsdp.local_rows(each), fsdp.local_span(each)[0]) for each in trained]
+    sums_K = fsdp.add_shards(sums, trained)
     return torch.cat([sums_K >> 32, sums_K & 0xFFFFFFFF]).double()
 
 
@@ -129,23 +121,20 @@ def total_checksum(checksums: Sequence[int]) -> int:
 
 
 def count_bad(tensor: Tensor) -> int:
-    """Return the number of NaN and infinite elements."""
     return int((~torch.isfinite(tensor)).sum())
 
 
-def bad_tokens(values: Tensor) -> list[int]:
-    """Return the tokens at which the first row of a (B, T, ...) tensor is not finite."""
-    if values.ndim <= 2:
-        return []
-    return (~values[0].isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+def bad_tokens(values: Tensor) -> list[int]:  # in the first row of a (B, T, ...) tensor
+    is_bad_T = (~values[0].isfinite()).flatten(1).any(dim=1) if values.ndim > 2 else torch.zeros(0)
+    return is_bad_T.nonzero().flatten().tolist()
 
 
 class FirstBad:
     """Watches a model for non-finite values from its creation until the end of a `with` block.
 
     `module` is the first one with such an output, `gradient` the first such gradient in the backward. `token`
-    is the first token with such an output, since later tokens attend to it; or else the last token whose
-    embedding gets such a gradient, since gradients flow to earlier tokens (only if `gradients` is true).
+    is the first token with such an output, since later tokens attend to it; or else, if `gradients` is true,
+    the last token whose embedding gets such a gradient, since gradients flow to earlier tokens.
     """
 
     def __init__(self, model: nn.Module, gradients: bool = False):
@@ -195,7 +184,7 @@ def describe_tensors(model: nn.Module) -> list[dict]:
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-            if tensor is not None and (bad := count_bad(tensor := local_rows(tensor))):
+            if tensor is not None and (bad := count_bad(tensor := fsdp.local_rows(tensor))):
                 first = tensor.detach().flatten()[:4].float().tolist()
                 report.append({"tensor": name, "kind": kind, "shape": list(tensor.shape), "non_finite": bad,
                                "first_values": [*map(str, first)]})
@@ -203,12 +192,11 @@ def describe_tensors(model: nn.Module) -> list[dict]:
 
 
 def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
-    """Return CPU copies of the gradients with NaN or infinity, by `<kind>.<parameter>`.
+    """Return CPU copies of this rank's gradients with NaN or infinity, by `<kind>.<parameter>`.
 
-    For a sharded model, they are this rank's rows. At most KEPT_BYTES are kept, first those with the smallest
-    share of such elements, which reveal most about the cause.
+    At most KEPT_BYTES are kept, those with the smallest share of such elements, which reveal most, first.
     """
-    gradients = {name: local_rows(parameter.grad) for name, parameter in model.named_parameters()
+    gradients = {name: fsdp.local_rows(parameter.grad) for name, parameter in model.named_parameters()
                  if parameter.grad is not None}
     shares = {name: count_bad(gradient) / max(1, gradient.numel()) for name, gradient in gradients.items()}
     kept, room = {}, KEPT_BYTES
@@ -218,13 +206,6 @@ def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
             room -= gradient.nbytes
             kept[f"{kind}.{name}"] = gradient.to("cpu", copy=True)
     return kept
-
-
-def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
-    """Write one rank's report of a failed step to `rank-N.json` and its tensors to `rank-N.safetensors`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{report['rank']}.json").write_text(json.dumps(report, indent=2) + "\n")
-    write_tensors(folder / f"rank-{report['rank']}.safetensors", tensors)
 
 
 @collective
@@ -246,17 +227,19 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
               "first_bad_module": first_bad and first_bad.module,
               "tensors": describe_tensors(run.model)}
     # Before the recomputation: the averaged gradients, which are equal on all ranks.
-    keeps = run.ranks.rank < ranks_per_copy(run.model)
+    keeps = run.ranks.rank < fsdp.ranks_per_copy(run.model)
     gradients = bad_gradients(run.model, "gradient") if keeps else {}
     report["finite"] = recheck_locally()
-    if run.ranks.world_size > 1 and not report["finite"] and not is_sharded(run.model):
+    if run.ranks.world_size > 1 and not report["finite"] and not fsdp.is_sharded(run.model):
         gradients |= bad_gradients(run.model, "own_gradient")
     reports = run.ranks.all_gather_json(report)
-    folder = run.folder / "debug" / f"step-{step:08d}"
+    folder, name = run.folder / "debug" / f"step-{step:08d}", f"rank-{run.ranks.rank}"
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
               for name in ("tokens_BT", "targets_BT")}
     try:
-        write_dump(folder, report, inputs | gradients)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+        write_tensors(folder / f"{name}.safetensors", inputs | gradients)
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
 
@@ -273,7 +256,6 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
 
 
 def replay_command(run: Run) -> str:
-    """Return the command that examines the current step."""
     return command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
 
 
@@ -343,11 +325,11 @@ def check_replicas(run: Run) -> None:
     """Raise DriftError unless weights and optimizer state are bit-identical on ranks with the same rows."""
     if run.ranks.world_size == 1:
         return
-    parameters, states = named_parameters(run.model), run.optimizer.state_tensors()
-    tensors = {name: local_rows(parameter) for name, parameter in parameters.items()} | states
+    parameters, states = fsdp.named_parameters(run.model), run.optimizer.state_tensors()
+    tensors = {name: fsdp.local_rows(parameter) for name, parameter in parameters.items()} | states
     # A tensor is whole on all ranks, or divided over every `degree` of them.
-    degree = ranks_per_copy(run.model)
-    divided_N = np.array([is_divided(parameters.get(name, parameters.get(name.rpartition(".")[0])))
+    degree = fsdp.ranks_per_copy(run.model)
+    divided_N = np.array([fsdp.is_divided(parameters.get(name, parameters.get(name.rpartition(".")[0])))
                           for name in tensors])
     first_RN = np.arange(run.ranks.world_size)[:, None] % np.where(divided_N, degree, 1)
 

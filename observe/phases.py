@@ -43,7 +43,7 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
 class SlowRanks:
     """Detects when a rank becomes slow, and when it no longer is. All ranks compute the same result."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.evidence = dict.fromkeys(COMPARED, 0.0)  # arrays of (ranks, phases)
         self.named: dict[tuple[str, int], int] = {}  # (group, rank): index of the phase
 
@@ -51,13 +51,9 @@ class SlowRanks:
                 seconds: dict[str, float]) -> list[tuple[int, str, float]]:
         """Return (rank, phase, ratio) for each rank that becomes slow in a phase, or with ratio 0, recovers.
 
-        The ratio is to the median of the other ranks. If several phases are slow, the costliest is returned.
-
-        Args:
-            own: seconds of each rank without waiting, by phase: of a step, or of all evaluations or saves
-                since the last comparison.
-            variances: of the means over the steps, by phase.
-            seconds: by group, the total that LOST is a share of.
+        The ratio is to the median of the other ranks, in the costliest slow phase. `own` has the seconds of
+        each rank without waiting, by phase: of a step, or of all evaluations or saves since the last
+        comparison; `variances` those of the means over the steps. LOST is a share of a group's `seconds`.
         """
         news = []
         for group, phases in COMPARED.items():
@@ -131,8 +127,7 @@ class Phases:
     """The seconds that a run's steps spend in each phase of the heartbeat.
 
     Waiting for other ranks outside the backward counts as "communication". On a GPU, marks are read without
-    waiting when the next step begins. `on_mark` is called later, but in order, with the Unix time, phase and
-    step of each mark.
+    waiting when the next step begins; then `on_mark` gets the Unix time, phase and step of each, in order.
     """
 
     def __init__(self, run: Run, on_mark: Optional[Callable[[float, str, int], None]] = None):
@@ -261,5 +256,4 @@ class Phases:
 
 
 def table_of(steps: Sequence[Counter[str]], phases: Sequence[str]) -> np.ndarray:
-    """Return the seconds of each step in each phase."""
     return np.array([[step[phase] for phase in phases] for step in steps]).reshape(len(steps), len(phases))

@@ -52,11 +52,10 @@ class UnreadableError(Exception):
 
 
 class GpuMeter:
-    """Reads a GPU through NVML (package nvidia-ml-py).
+    """Reads a GPU through NVML (package nvidia-ml-py). `uuid` lacks the prefix "GPU-", like torch's.
 
     Power is NVML_FI_DEV_POWER_INSTANT where available, because since Ampere nvmlDeviceGetPowerUsage is the
-    mean of a second. Energy is the driver's counter, which covers the time between samples. `uuid` lacks the
-    prefix "GPU-", like torch's. Raises UnreadableError if power is not available, as on a MIG partition.
+    mean of a second. Energy is the driver's counter, which covers the time between samples.
     """
 
     def __init__(self, uuid: str):
@@ -150,8 +149,7 @@ def packages() -> Iterator[tuple[Path, int]]:
 class RotatedFile:
     """A CSV file for appending. At MOST_BYTES it is renamed to number 1, number 1 to number 2, and so on.
 
-    Lines that cannot be written (full disk) are dropped with a single warning. `folder` is a function,
-    because the folder may be renamed.
+    Lines that cannot be written are dropped with a single warning. `folder()` may be renamed.
     """
 
     def __init__(self, folder: Callable[[], Path], name: str, warn: Callable[[str], None]):
@@ -173,8 +171,7 @@ class RotatedFile:
                     with suppress(FileNotFoundError):
                         (self.folder() / names[number - 1]).replace(self.folder() / names[number])
         except OSError as error:
-            self.warn(f"{self.name} cannot be written: {error.strerror or error}; the run continues, and "
-                      "these measurements are lost")
+            self.warn(f"{self.name} cannot be written: {error.strerror or error}; measurements are lost")
 
     def _open(self) -> None:
         self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)
@@ -246,8 +243,7 @@ class Moment(NamedTuple):
 class PowerSampler:
     """A thread that samples a meter into a file, once a second, or `hz` times within the window of steps.
 
-    Phases are marked only within the window. `open_meter` is called in the thread; if it raises
-    UnreadableError, `note` is called once. `gpu` is the device's name in the file.
+    Phases are marked only within the window. The thread calls `open_meter`, and `note` if that fails.
     """
 
     def __init__(self, open_meter: Callable[[], Any], gpu: str, window: Optional[Container[int]], hz: float,
@@ -290,7 +286,6 @@ class PowerSampler:
         return self.last
 
     def stop(self) -> None:
-        """End the thread, or abandon it if the driver does not answer."""
         self.stopping = True
         self.wake.set()
         self.thread.join(STOP_SECONDS)

@@ -149,8 +149,7 @@ class Profiling:
         for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
             if steps and (steps[-1] < left.start or steps[0] >= left.stop):
-                run.log.info(f"{name} has no effect: the remaining steps are {left.start:,} to "
-                             f"{config.max_steps:,}")
+                run.log.info(f"{name} has no effect in steps {left.start:,} to {config.max_steps:,}")
         if not run.ranks.is_rank0:
             self.window, self.snapshot = range(0), None
 
@@ -231,7 +230,6 @@ class Profiling:
             self.run.log.info(f"Wrote {path}; {hint}")
 
     def close(self, failed: bool) -> None:
-        """Write the profile at the end of the run, which may end within the window."""
         if self.recorded and self.profiler and not self.batches:  # torch 2.11 crashes if stopped in a warm-up
             self._stop()
         if self.profiler and not failed:
@@ -244,10 +242,7 @@ def step_flops(run: Run, config: Config) -> StepFlops:
 
 
 def compare_flops(run: Run, batch: Batch) -> str:
-    """Return a table of a micro-batch's FLOPs by formula, and as counted by torch in eager mode.
-
-    It leaves gradients behind, which the next step drops. No collective is called.
-    """
+    """Return a table of a micro-batch's FLOPs by formula and as torch counts them; it leaves gradients."""
     # Selective recomputation needs the compiler.
     recompute = run.config.activation_checkpointing
     eager = {"compile": False, "activation_checkpointing": "none" if recompute == "selective" else recompute}

@@ -22,7 +22,6 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that one rank sends in a ring."""
         rounds = 2 if self.kind == "all_reduce" else 1
         return self.calls * rounds * self.bytes * (self.ranks - 1) / self.ranks
 

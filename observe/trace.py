@@ -61,7 +61,6 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of this rank's rows."""
     return sum(local_rows(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
@@ -89,11 +88,7 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
 
 def trace(config: Config, vocab_size: int, dtype: torch.dtype,
           teacher: Optional[ModelConfig] = None) -> Traced:
-    """Trace a step of rank 0 on fake tensors; the optimizer state exists from the start.
-
-    Args:
-        teacher: shape of a live teacher, whose weights have the same dtype.
-    """
+    """Trace a step of rank 0 on fake tensors; the optimizer state exists from the start."""
     with fake_ranks(config.world_size):
         ranks = Ranks(rank=0, world_size=config.world_size, device=torch.device("cpu"))
         mesh = make_mesh(ranks, config.ranks_per_copy) if config.sharding != "none" else None

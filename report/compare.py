@@ -29,12 +29,9 @@ class Paired(NamedTuple):
 
 
 def mcnemar(a: np.ndarray, b: np.ndarray) -> Paired:
-    """Compare two models on items answered correctly or not: the exact McNemar test.
+    """Compare two models by whether each item was answered correctly, (n,) bool: the exact McNemar test.
 
-    Args:
-        a, b: (n,) bool, whether each item was answered correctly.
-    Source: McNemar 1947; the standard error of paired differences as in Miller 2024 (arXiv:2411.00640),
-        section 4.2.
+    Source: McNemar 1947; the standard error of paired differences from Miller 2024, arXiv:2411.00640, 4.2.
     """
     only_a, only_b, n = int((a & ~b).sum()), int((b & ~a).sum()), len(a)
     difference = (only_b - only_a) / n
@@ -52,12 +49,7 @@ def sign_test(a: int, b: int) -> float:
 
 
 def paired_t(a: np.ndarray, b: np.ndarray, weights: Optional[np.ndarray] = None) -> Paired:
-    """Compare two means of values on the same items: the paired t-test.
-
-    Args:
-        a, b: (n,) values of the items.
-        weights: (n,) weights of the items, such as each block's number of targets.
-    """
+    """Compare two (weighted) means of values on the same items: the paired t-test."""
     n = len(a)
     weights = np.ones(n) if weights is None else weights
     mean_a, mean_b = (float(np.average(values, weights=weights)) for values in (a, b))
@@ -70,10 +62,7 @@ def paired_t(a: np.ndarray, b: np.ndarray, weights: Optional[np.ndarray] = None)
 
 
 def t_probability(t: float, degrees: int) -> float:
-    """Return the probability that |T| < |t| under Student's t with `degrees` degrees of freedom.
-
-    Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
-    """
+    """Return the probability that |T| < |t|. Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
     theta = math.atan(abs(t) / math.sqrt(degrees))
     cosine_squared = math.cos(theta) ** 2
     is_odd = degrees % 2
@@ -124,10 +113,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
 
 
 def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean and standard error of the first row for each group of runs that differ only in seeds.
-
-    Each group is tested against the first one. The list is empty if every group has one run.
-    """
+    """Return the first row's mean by runs that differ only in seeds, and a test against the first group."""
     groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
     names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
     for place, run in enumerate(runs):
@@ -158,10 +144,7 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each result at the last step shared by all runs, and one for the best validation loss.
-
-    If the runs share no step, the row shows each run's last value and its step.
-    """
+    """Yield a row for each result at the last step that all runs share, else at each run's last step."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
     tasks = task_names(names, runs[0].hellaswag)
     titles = {"val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
@@ -190,10 +173,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 
 
 def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a paired test for each pair of runs and evaluation, at the last step that both evaluated.
-
-    Evaluations without such a step are explained in the second list.
-    """
+    """Return a paired test for each two runs and evaluation at their last common step, and what has none."""
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
     pairs, refused, titles = [], [], {"hellaswag": runs[0].hellaswag}
     for a, b in combinations(range(len(runs)), 2):

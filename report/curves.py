@@ -47,12 +47,7 @@ def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
 
 
 def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
-    """Return the charts for the page's data; charts of unknown curves come last.
-
-    Args:
-        last: the last value of each curve; `_chance` curves give the reference lines.
-        hellaswag: HELLASWAG_NAME.
-    """
+    """Return the charts for the page's data, given each curve's last value; unknown curves come last."""
     left = [name for name in last if name not in HIDDEN and not name.endswith(SUFFIXES)]
     tasks, made = task_names(left, hellaswag), []
 
@@ -100,8 +95,8 @@ class Points(NamedTuple):
 class Curve:
     """The points of a metric, added in order. Beyond twice MOST_POINTS, points are merged into buckets.
 
-    Bucket widths are powers of two, so each bucket contains whole smaller buckets, and mean and range remain
-    exact after any number of merges. The first and last points are never merged.
+    Bucket widths are powers of two, so that mean and range remain exact after any number of merges. The first
+    and last points are never merged.
     """
 
     def __init__(self):
@@ -129,8 +124,7 @@ class Curve:
     def __len__(self) -> int:
         return len(self.kept.x)
 
-    def steps(self) -> np.ndarray:
-        """Return the steps with an unmerged value, ascending."""
+    def steps(self) -> np.ndarray:  # with an unmerged value, ascending
         return self.kept.x[self.kept.count == 1].astype(np.int64)
 
     def at(self, step: int) -> Optional[float]:
@@ -139,7 +133,6 @@ class Curve:
         return values[0].item() if len(values) else None
 
     def points(self, most: int) -> Points:
-        """Return at most `most` points; the first and last are single values."""
         kept = bucketed(self.kept, self.width) if self.width > 1 else self.kept
         return merged(kept, most, self.width)[1]
 
@@ -153,11 +146,7 @@ class Curve:
 
 
 def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:
-    """Double the bucket width until at most `most` points or few buckets remain; return width and points.
-
-    Args:
-        width: current bucket width, a power of two.
-    """
+    """Double the bucket width (a power of two) until at most `most` points or few buckets remain."""
     while len(points.x) > most:
         points = bucketed(points, width)
         if len(points.x) <= most or width > np.ptp(points.x):

@@ -15,22 +15,8 @@ from typing import Any, Optional
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from checkpoint import schema
 from checkpoint.item_scores import ItemScores, read_item_scores
-from checkpoint.schema import (
-    MOST_SECONDS,
-    SCHEMAS,
-    EventLine,
-    LedgerLine,
-    Line,
-    LogFile,
-    RolloutLine,
-    RunData,
-    RunSettings,
-    SampleLine,
-    Tensor,
-    number,
-    segment_files,
-)
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from config import Config
@@ -43,10 +29,10 @@ from settings.load import describe_settings
 # -------------------------------------------------------------------------- settings, sources, weights
 
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
-TENSORS = TypeAdapter(dict[str, Tensor])  # the header of a safetensors file
+TENSORS = TypeAdapter(dict[str, schema.Tensor])  # the header of a safetensors file
 
 
-def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
+def read_fields(path: Path, model: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
     """Return the valid fields of a run's JSON file, and count the others in `aside`. It may be missing."""
     try:
         content = read_json(path)
@@ -56,7 +42,7 @@ def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dic
         aside[f"{path.name} ({error})"] += 1
         return {}
     try:
-        schema.model_validate(content)
+        model.model_validate(content)
     except ValidationError as error:
         for name in {fault["loc"][0] for fault in error.errors(include_url=False, include_context=False)}:
             aside[f"{name} in {path.name}"] += 1
@@ -84,8 +70,8 @@ def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
     """Yield the first step, number of ranks and changed settings of each start of a run."""
     before: dict[str, Any] = {}
-    for first, path in segment_files(folder):
-        settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
+    for first, path in schema.segment_files(folder):
+        settings = read_fields(path, schema.RunSettings, Counter() if aside is None else aside)
         changes = [{"name": name, "before": spelt(before[name]), "after": spelt(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
@@ -97,7 +83,7 @@ def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list
     """Return the sources of a mixture, or a single source."""
     fields = {"label": "source", "share": "share", "tokens": "tokens", "documents": "documents",
               "epochs": "passes"}
-    table = read_fields(folder / "data.json", RunData, aside).get("sources")
+    table = read_fields(folder / "data.json", schema.RunData, aside).get("sources")
     if table:
         return [{label: source.get(name) for label, name in fields.items()} for source in table]
     data = settings.get(f"{settings.get('TRAINING_STAGE', '').upper()}_DATA_PATH")
@@ -105,10 +91,7 @@ def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list
 
 
 def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
-    """Return the number of parameters in a checkpoint, from its safetensors headers; None without files.
-
-    Source: the format of safetensors: the header's length as 8 bytes, then the header in JSON.
-    """
+    """Return the number of parameters in a checkpoint, from its safetensors headers; None without files."""
     total = 0
     for path in checkpoint.glob("*model*.safetensors") if checkpoint else ():
         try:
@@ -151,17 +134,15 @@ class RunReader:
 
     def _read_settings(self) -> None:
         if not self.folder.is_dir():
-            raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder, or a run in "
-                                  "OUTPUT_DIR")
+            raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
-        self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
+        self.settings = read_fields(self.folder / "config.json", schema.RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
 
     def _restart(self) -> None:
-        """Forget all logs."""
-        self.logs = {name: LogFile(self.folder / f"{name}.jsonl") for name in LOGS}
+        self.logs = {name: schema.LogFile(self.folder / f"{name}.jsonl") for name in LOGS}
         # events.jsonl
         self.events: list[dict[str, Any]] = []
         self.processes: list[Process] = []
@@ -174,7 +155,7 @@ class RunReader:
         self.bad_values: Counter[str] = Counter()  # by metric name
         self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
         # ledger.jsonl, samples.jsonl and rollouts.jsonl
-        self.bad_steps: deque[LedgerLine] = deque(maxlen=MOST_ALARMS)
+        self.bad_steps: deque[schema.LedgerLine] = deque(maxlen=MOST_ALARMS)
         self.ledger_step = 0
         self.samples: list[dict[str, Any]] = []
         self.rollout: dict[str, Any] = {}  # the newest, one of the samples
@@ -209,7 +190,7 @@ class RunReader:
     def signature(self) -> tuple:
         """Return a value that changes when the run writes something or ends."""
         found = []
-        for path in (*(self.folder / name for name in (*SCHEMAS, "config.json", "data.json")),
+        for path in (*(self.folder / name for name in (*schema.SCHEMAS, "config.json", "data.json")),
                      *self.power.paths()):
             try:
                 facts = os.stat(path)
@@ -219,7 +200,6 @@ class RunReader:
         return holder_runs(self.folder / "run.lock"), found
 
     def item_scores(self) -> Iterator[ItemScores]:
-        """Yield the item scores of the run's evaluations."""
         self.bad_scores = Counter()
         return read_item_scores(self.folder / "evaluations.jsonl", self.bad_scores)
 
@@ -231,7 +211,7 @@ class RunReader:
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
 
-    def _add_events(self, line: EventLine) -> None:
+    def _add_events(self, line: schema.EventLine) -> None:
         event = line.model_dump(exclude_unset=True)
         self.events.append(event)
         if line.event == "start":
@@ -244,13 +224,13 @@ class RunReader:
         elif self.processes:
             self.processes[-1].events.append(event)
 
-    def _add_metrics(self, line: Line) -> None:
+    def _add_metrics(self, line: schema.Line) -> None:
         if line.step <= self.newest:
             self.logs["metrics"].invalid += 1
             return
         self.newest, entry = line.step, {"step": line.step}
         for name, value in line.model_extra.items():
-            entry[name] = number(value, MOST_SECONDS if name in TIMES else sys.float_info.max)
+            entry[name] = schema.number(value, schema.MOST_SECONDS if name in TIMES else sys.float_info.max)
             if value is not None and entry[name] is None:
                 self.bad_values[name] += 1
                 del entry[name]
@@ -272,10 +252,7 @@ class RunReader:
         self.waiting = []
 
     def _measure(self, step: int, at: float, step_seconds: float) -> None:
-        """Add a line to the process that wrote it: the last one that started before its step.
-
-        Steps decide, not times, because the clock may have been set back.
-        """
+        """Add a line to the last process that started before its step; the clock may have been set back."""
         self.recent.append((step, self.clock[1]))
         place = bisect_left(self.resumed, (step, -1)) - 1
         if place < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
@@ -285,16 +262,16 @@ class RunReader:
             self.recent = deque([self.recent[-1]], maxlen=RECENT_LINES)
         process.add_line(step, at, step_seconds)
 
-    def _add_ledger(self, line: LedgerLine) -> None:
+    def _add_ledger(self, line: schema.LedgerLine) -> None:
         self.ledger_step = line.step
         if not line.updated or "spike" in line.model_extra:
             self.bad_steps.append(line)
 
-    def _add_samples(self, line: SampleLine) -> None:
+    def _add_samples(self, line: schema.SampleLine) -> None:
         self.samples.append({"step": line.step, "prompt": line.prompt[:SAMPLE_CHARACTERS],
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
-    def _add_rollouts(self, line: RolloutLine) -> None:
+    def _add_rollouts(self, line: schema.RolloutLine) -> None:
         """Show the answers to the first prompt of each step, after their rewards, as one sample."""
         if line.group:
             return
@@ -308,13 +285,7 @@ class RunReader:
     # ------------------------------------------------------------------------------ the page's data
 
     def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
-        """Return the run for the page's data.
-
-        Args:
-            most_points: points per curve.
-            share: share of the page's samples, alarms and power values.
-            all_settings: also list settings at their defaults.
-        """
+        """Return the run for the page's data, with so many points per curve and this share of the rest."""
         step, max_steps, eta = max(0, self.newest), self.settings.get("MAX_STEPS") or 0, None
         state, sentence = self.state(step, max_steps)
         if state == "running" and len(self.recent) > 1:
@@ -336,7 +307,6 @@ class RunReader:
                 "alarms": alarms[-max(10, round(MOST_ALARMS * share)):], "power": self.power.data(share)}
 
     def value(self, name: str) -> Optional[float]:
-        """Return the newest value of a curve, if any."""
         newest = self.curves[name].newest if name in self.curves else None
         return newest and newest[0]
 
@@ -355,8 +325,7 @@ class RunReader:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} done"
-            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
-                               "running on another machine")
+            return "unknown", f"no sign of life for {time_text(silent)} from another machine, after {done}"
         if reason == "finished" or (reason is None and step >= max_steps > 0):
             return "finished", f"finished after {done}"
         if reason == "early stopping":
@@ -404,7 +373,6 @@ class RunReader:
             yield ["invalid, left out", ", ".join(bad)]
 
     def newest_checkpoint(self) -> Optional[Path]:
-        """Return the newest checkpoint, if any."""
         found = (self.folder / "checkpoints").glob("step-*")
         return max((path for path in found if path.name[5:].isdecimal()), default=None)
 
@@ -415,14 +383,13 @@ class RunReader:
         chosen = {*steps[::-(-len(steps) // most_steps) or 1]}
         return [sample for sample in self.samples if sample["step"] in chosen][-most:]
 
-    def alarms(self) -> list[dict[str, Any]]:
-        """Return alarms in order of steps."""
+    def alarms(self) -> list[dict[str, Any]]:  # in the order of steps
         alarms = []
         for line in self.bad_steps:
             left_out = "" if line.updated else "; its update was skipped"
             kind, text = "update left out", f"the loss was {line.loss}"
             if "spike" in line.model_extra:
-                kind, score = "loss spike", number(line.model_extra["spike"])
+                kind, score = "loss spike", schema.number(line.model_extra["spike"])
                 if score:
                     text += f", {score:.1f} robust standard deviations above the recent ones"
             elif line.grad_norm is None:
@@ -433,11 +400,11 @@ class RunReader:
             if kind in ("start", "end", "save", "saved", "evaluation"):
                 continue
             rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
+            phase = event.get("phase")
             if kind == "slow rank" and event.get("ratio") is not None:
-                text = (f"{rank} takes {event['ratio']:.2f} times as long as other ranks in "
-                        f"{event.get('phase')}")
+                text = f"{rank} takes {event['ratio']:.2f} times as long as other ranks in {phase}"
             elif kind == "slow rank ended":
-                text = f"{rank} is as fast as other ranks again in {event.get('phase')}"
+                text = f"{rank} is as fast as other ranks again in {phase}"
             else:
                 facts = [f"{name}: {value}" for name, value in event.items()
                          if name not in ("time", "step", "event")]

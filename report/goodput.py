@@ -62,8 +62,7 @@ class Process:
         return self.events[0]["time"]
 
     @property
-    def end(self) -> Event:
-        """The `end` event; empty if the process was killed or is running."""
+    def end(self) -> Event:  # empty if the process was killed or is running
         return next((event for event in self.events if event["event"] == "end"), {})
 
     @property

@@ -37,7 +37,6 @@ class Report:
             run.read()
 
     def signature(self) -> tuple:
-        """Return a value that changes when a run writes something or ends."""
         return tuple(run.signature() for run in self.runs)
 
     def data(self, live: bool = False) -> dict[str, Any]:
@@ -75,11 +74,7 @@ def as_text(data: dict[str, Any]) -> str:
 
 
 def render(data: dict[str, Any], live: bool = False) -> str:
-    """Return the HTML page for a report's data.
-
-    Args:
-        live: also listen to server-sent events at `events`, and redraw after each `data` event.
-    """
+    """Return the HTML page for a report's data; a `live` page redraws after each event from `events`."""
     style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
     script = join_assets("elements.js", "chart.js", "export.js", "page.js", *["live.js"] * live)
     policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; "
@@ -107,7 +102,6 @@ def render(data: dict[str, Any], live: bool = False) -> str:
 
 
 def join_assets(*paths: str | Path) -> str:
-    """Return the concatenated texts of files; relative paths are in `assets/`."""
     return "".join((ASSETS / path).read_text(encoding="utf-8") for path in paths)
 
 

@@ -18,10 +18,7 @@ GAP_SECONDS = 60  # a longer silence is a gap, unless the samples are as rare
 
 
 class PowerTrace:
-    """The power files of a run, read incrementally.
-
-    Fast samples have a separate curve, so they keep their detail in a trace of several days.
-    """
+    """The power files of a run, read incrementally; fast samples keep their detail in separate curves."""
 
     def __init__(self, folder: Path):
         self.folder = folder

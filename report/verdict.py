@@ -28,12 +28,7 @@ def value_text(value: float) -> str:
 
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
              hellaswag: str) -> Iterator[Verdict]:
-    """Yield whether the last loss is more than two standard errors below the first, with the accuracies.
-
-    Args:
-        kinds: kinds of the run's alarms.
-        hellaswag: HELLASWAG_NAME.
-    """
+    """Yield whether the last loss is more than two standard errors below the first, with the accuracies."""
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     found = [name for name in ("val_loss", "train_loss") if name in curves and len(curves[name].recent) > 1]
     if not found:

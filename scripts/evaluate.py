@@ -20,12 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
-from common.text import print_safely, show  # noqa: E402
+from common.text import aligned, print_safely, show  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
 def parse_args():
-    """Return the arguments, and the flags that are settings."""
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
@@ -61,9 +60,7 @@ def table(rows) -> list[str]:
     cells = [("", "metric", "value", "+-", "chance", "n")]
     cells += [(row.name, row.metric.replace("_", " "), number(row.value), number(row.stderr),
                number(row.chance), number(row.n, ",")) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return ["  ".join(cell.ljust(width) if column < 2 else cell.rjust(width)
-                      for column, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells]
+    return aligned(cells, left=2)
 
 
 def main() -> None:

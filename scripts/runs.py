@@ -24,7 +24,7 @@ from checkpoint.manifest import read_sealed  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock  # noqa: E402
-from common.text import show, show_part  # noqa: E402
+from common.text import aligned, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
 from report.data import RunReader, spelt  # noqa: E402
 from settings.load import load_config  # noqa: E402
@@ -35,8 +35,6 @@ HEADER = ("run", "stage", "step", "state", "loss", "age", "size")
 
 
 class Run(NamedTuple):
-    """A row of the table."""
-
     folder: Path
     name: str
     stage: str
@@ -49,8 +47,6 @@ class Run(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Something that can be deleted."""
-
     path: Path
     reason: str
     run: Path  # the run, whose lock is taken
@@ -100,8 +96,7 @@ def table(runs: list[Run]) -> list[str]:
     now = time.time()
     rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age_text(now - run.written),
                        size_text(run.size)) for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return aligned(rows, left=len(HEADER))
 
 
 def worse_checkpoints(folder: Path) -> list[Path]:
@@ -121,7 +116,6 @@ def worse_checkpoints(folder: Path) -> list[Path]:
 
 
 def candidates(runs: list[Run]) -> Iterator[Item]:
-    """Yield what can be deleted."""
     for run in runs:
         others = " ".join(other.starts_from for other in runs if other is not run)
         if run.state in ("running", "unknown") or run.folder.name in others:
@@ -148,7 +142,6 @@ def delete(item: Item) -> str:
 
 
 def clean(runs: list[Run]) -> None:
-    """List what can be deleted, ask for confirmation, and delete it."""
     items = [*candidates(runs)]
     if not items:
         return show("Nothing to delete.")

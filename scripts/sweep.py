@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from common.text import duration, show  # noqa: E402
+from common.text import aligned, duration, show  # noqa: E402
 from config import PLAIN_NAME, START_FROM  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from report.compare import by_configuration, results  # noqa: E402
@@ -38,14 +38,11 @@ FAILED_ALONE = {1, 4, 6}  # exit codes after which the sweep continues: crash, n
 
 
 class Trial(NamedTuple):
-    """One run of a sweep."""
-
     name: str
     flags: list[str]
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Return the sweep's flags and train.py's flags."""
     parser = CommandParser(__doc__, "./paddock train --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s --vary NAME=VALUES [--seeds N] [settings]")
     parser.add_argument("--vary", metavar="NAME=VALUES", action="append", default=[],
@@ -129,13 +126,11 @@ class Sweep:
                 thread.join(1.0)  # with a timeout, so that signals are handled in between
 
     def stop(self, received: int, frame) -> None:
-        """Pass a stop signal on to the runs, which then save."""
         self.received = received
         for process in [*self.processes.values()]:
             process.send_signal(signal.SIGTERM)
 
     def work(self, gpu: Optional[str], workers: int) -> None:
-        """Train waiting runs on one GPU until none are left."""
         while self.received is None and not {*self.failed.values()} - FAILED_ALONE:
             try:
                 position, trial = self.waiting.get_nowait()
@@ -180,8 +175,7 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
             error = f" ± {result['stderr']:.4f}" if result["n"] > 1 else ""
             rows.append((each["name"], str(result["n"]), mean + error,
                          *((f"{test['difference']:+.4f}", f"{test['p']:.2g}") if test else ("", ""))))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    show(*("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+    show(*aligned(rows, left=len(rows[0])))
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),
                     "--output", str(folder / "report.html")], check=False)
 
