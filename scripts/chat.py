@@ -107,7 +107,6 @@ def parse_args() -> argparse.Namespace:
 
 
 def note(text: str) -> None:
-    """Print lines to stderr, dimmed where the terminal supports it."""
     print(paint("\n".join(map(printable, text.split("\n"))), DIM, sys.stderr), file=sys.stderr, flush=True)
 
 
@@ -146,7 +145,6 @@ class Chat:
             self.system(args.system)
 
     def run(self) -> None:
-        """Answer messages and run commands until the input ends or /quit."""
         interrupted = False
         while True:
             try:
@@ -172,7 +170,6 @@ class Chat:
                 print_safely(str(error), sys.stderr)
 
     def read(self) -> str:
-        """Return the next message or command. Raise EOFError at the end of the input."""
         lines = [input("> " if self.in_terminal else "")]
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]

@@ -39,7 +39,6 @@ def splits_as_llama_3(tokenizer: dict[str, Any]) -> bool:
 
 
 def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
-    """Write the model in a folder as a GGUF file."""
     if not (llama_cpp / CONVERTER).is_file():
         raise CheckpointError(f"{llama_cpp} contains no {CONVERTER}; clone "
                               "https://github.com/ggml-org/llama.cpp and pass its folder as --llama-cpp")

@@ -45,8 +45,6 @@ if torch.distributed.is_available() and torch.distributed.is_nccl_available() an
 
 
 class Finding(NamedTuple):
-    """A line of the report."""
-
     state: str
     subject: str
     text: str
@@ -77,7 +75,6 @@ def requirements(name: str) -> Iterator[tuple[str, str]]:
 
 
 def installed(package: str) -> str:
-    """Return the version of a package, or "" if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -126,7 +123,6 @@ def probe() -> tuple[dict[str, list[str]], str]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """Check torch, the GPUs it sees, and NCCL."""
     properties, failure = probe()
     if failure:
         yield Finding(FAIL, "torch", f"cannot be imported ({failure}); {SET_UP}")
@@ -146,14 +142,12 @@ def check_torch() -> Iterator[Finding]:
     if nccl := properties.get("nccl"):
         yield Finding(OK, "NCCL", nccl[0])
     elif len(gpus) > 1:
-        yield Finding(FAIL, "NCCL", "missing from this torch; to train on several GPUs, install torch's CUDA "
-                      "build for Linux")
+        yield Finding(FAIL, "NCCL", "missing; to train on several GPUs, install torch's CUDA build for Linux")
     else:
         yield Finding(LIMITS, "NCCL", "not needed, because there are not several GPUs")
     shared = Path("/dev/shm")
     if len(gpus) > 1 and shared.is_dir() and (free := free_bytes(shared)) < LEAST_SHARED:
-        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, which is not enough for NCCL; start "
-                      "the container with --ipc host")
+        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, too little; use docker's --ipc host")
 
 
 def check_compiler() -> Finding:

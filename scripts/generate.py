@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional, TextIO
+from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,20 +28,13 @@ from data_pipeline.templates import load_chat_format
 from inference.engine import Sampling
 from inference.generate import TextChunk, TextGenerator
 from inference.text import FilePrompt, Prompt, read_prompts, text_prompt
-from model import Transformer
 from model_utils import find_model
 from run.adapters import load_to_generate
 
 PROGRESS_SECONDS = 10
 
 
-def load(name: str, base: Optional[str] = None, weights: Optional[str] = None) -> tuple[Transformer, Any]:
-    """Return a model, with its adapters if it has any, and its tokenizer."""
-    return load_to_generate(find_model(name), base, weights)
-
-
 def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
-    """Return the token ids of texts to continue and chats to answer."""
     prompts = []
     has_chats = any(not isinstance(each.content, str) for each in contents)
     chat_format = load_chat_format(tokenizer) if has_chats else None
@@ -54,10 +47,6 @@ def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Promp
         except DataError as error:
             raise DataError(f"{each.where}: {error}" if each.where else str(error)) from error
     return prompts
-
-
-def continuations(generator: TextGenerator, texts: Sequence[str]) -> Iterator[TextChunk]:
-    return generator.stream(encode_prompts(generator.tokenizer, [FilePrompt("", 0, text) for text in texts]))
 
 
 def answers(generator: TextGenerator, turns: Sequence[str], system_prompt: str = "") -> Iterator[TextChunk]:
@@ -73,10 +62,7 @@ def answers(generator: TextGenerator, turns: Sequence[str], system_prompt: str =
 
 
 def emit_in_order(chunks: Iterable[TextChunk], count: int, emit: Callable[[TextChunk], None]) -> None:
-    """Pass on the chunks of `count` texts, one text after another, as early as this order allows.
-
-    After Ctrl-C, finished texts are still passed on.
-    """
+    """Pass on the chunks of `count` texts in order, as early as possible; finished ones also after Ctrl-C."""
     waiting: list[list[TextChunk]] = [[] for _ in range(count)]
     current = 0
 
@@ -130,7 +116,6 @@ def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[TextCh
 
 
 def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk]:
-    """Yield the chunks, and report the progress on stderr every few seconds."""
     started = reported = time.monotonic()
     done = tokens = 0
     for chunk in chunks:
@@ -194,13 +179,12 @@ def main() -> None:
     prompts = [] if args.prompts is None else read_prompts(args.prompts, args.chat, args.system)
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty,
                         args.seed)
-    model, tokenizer = load(args.model, args.base, args.weights)
+    model, tokenizer = load_to_generate(find_model(args.model), args.base, args.weights)
     generator = TextGenerator(model, tokenizer, args.max_new_tokens, sampling, args.stop, args.batch_size)
     if args.draft:
-        generator.draft, other = load(args.draft, weights=args.weights)
+        generator.draft, other = load_to_generate(find_model(args.draft), weights=args.weights)
         if not tokenizer.is_same(other.sha256):
-            raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; choose a "
-                                "model with the same tokenizer")
+            raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; leave it out")
     if args.prompts is not None:
         chunks = generator.stream(encode_prompts(generator.tokenizer, prompts))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
@@ -209,7 +193,8 @@ def main() -> None:
         chunks = answers(generator, args.prompt, args.system)
         heads = [f"> {turn}\n\n" for turn in args.prompt]
     else:
-        chunks, heads = continuations(generator, args.prompt), args.prompt
+        texts = [text_prompt(tokenizer, text) for text in args.prompt]
+        chunks, heads = generator.stream(texts), args.prompt
     if args.prompts is not None and (args.output or not sys.stdout.isatty()):
         chunks = with_progress(chunks, len(heads))
     if not args.output:

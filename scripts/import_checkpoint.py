@@ -21,19 +21,8 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import torch
 from torch import Tensor
 
-from checkpoint.huggingface import (
-    MAX_SHARD_BYTES,
-    checked_settings,
-    context_length,
-    from_huggingface,
-    from_meta,
-    load_model_weights,
-    model_settings_from_huggingface,
-    read_json,
-    save_model_folder,
-    vocabulary_rows,
-    weights_sha256,
-)
+from checkpoint import huggingface
+from checkpoint.huggingface import read_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.store import publish, warn_on_console
 from checkpoint.tensors import LazyTensor
@@ -50,8 +39,7 @@ def read_meta(file: Path,
               rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
     """Read consolidated.00.pth and params.json; return weights under our names, settings, context length."""
     if len(shards := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
-        raise CheckpointError(f"the model in {file.parent} is split into {len(shards)} files; download it in "
-                              "Hugging Face's format")
+        raise CheckpointError(f"{file.parent} has {len(shards)} files; download it in Hugging Face's format")
     params = read_json(file.parent / "params.json")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -60,10 +48,10 @@ def read_meta(file: Path,
                               f"({str(error).splitlines()[0]:.60} ...); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
-    state, settings = from_meta(tensors, params)
+    state, settings = huggingface.from_meta(tensors, params)
     if rope_scaling_factor is not None:
         settings["rope_scaling_factor"] = rope_scaling_factor
-    return state, checked_settings(settings, "--rope-scaling-factor"), 8192
+    return state, huggingface.checked_settings(settings, "--rope-scaling-factor"), 8192
 
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
@@ -78,9 +66,10 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     else:
         source = folder = find_model(str(source))
         refuse_adapters(folder)
-        content, tensors = read_json(folder / "config.json"), load_model_weights(folder)
-        config, max_seq_len = ModelConfig(**model_settings_from_huggingface(content)), context_length(content)
-        state = from_huggingface(tensors, config, vocabulary_rows(tensors))
+        content, tensors = read_json(folder / "config.json"), huggingface.load_model_weights(folder)
+        config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
+        max_seq_len = huggingface.context_length(content)
+        state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
@@ -91,13 +80,14 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     size = sum(tensor.nbytes for tensor in state.values())
 
     def write(folder: Path) -> dict[str, dict]:
-        written = save_model_folder(folder, state, config, tokenizer, max_seq_len)
-        digest = weights_sha256(load_model_weights(folder))
+        written = huggingface.save_model_folder(folder, state, config, tokenizer, max_seq_len)
+        digest = huggingface.weights_sha256(huggingface.load_model_weights(folder))
         write_card(folder, make_card(lambda: imported_card(output.name, source, digest, max_seq_len),
                                      warn_on_console))
         return written
 
-    publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
+    manifest = {"step": 0, "world_size": 1, "val_loss": None}
+    publish(output, write, manifest, size, min(size, huggingface.MAX_SHARD_BYTES))
 
 
 def main() -> None:

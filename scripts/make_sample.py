@@ -34,7 +34,6 @@ SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.json", "scripts/make
 
 
 def made_from(stories: int) -> dict[str, str | int]:
-    """Return the content of the stamp file of an up-to-date sample."""
     hashes = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}
     return {"stories": stories, **hashes}
 

@@ -58,7 +58,6 @@ def flag(name: str) -> str:
 
 
 def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
-    """Return the number of ranks to start on this machine."""
     if launching.nproc_per_node or launching.gpus:
         return launching.nproc_per_node or launching.gpus.count
     if asked := os.environ.get("NPROC"):
@@ -103,8 +102,7 @@ def main() -> None:
         exit_with(error)
     unused = [name for name, value in vars(preparing).items() if value != parser.get_default(name)]
     if unused and not to_prepare:
-        raise SettingsError(f"command line: {flag(unused[0])} has no effect without data to prepare; add "
-                            "--source, or remove it")
+        raise SettingsError(f"command line: {flag(unused[0])} needs data to prepare; add --source")
     if launching.gpus:
         process.choose_gpus(launching.gpus)
 

@@ -22,8 +22,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N",
-                        help=f"vocabulary size, including the 256 bytes but not the {len(SPECIALS)} special "
-                             "tokens")
+                        help=f"vocabulary size, including 256 bytes but not {len(SPECIALS)} special tokens")
     parser.add_argument("--output", required=True, type=local_path, metavar="FILE", help="file to write")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--column", default="text", metavar="NAME",

@@ -100,7 +100,6 @@ def card_metadata(folder: Path) -> dict[str, str]:
 
 
 def description(manifest: dict[str, Any], folder: Path) -> str:
-    """Describe a checkpoint by its manifest and card, on one line."""
     card, loss = card_metadata(folder), manifest.get("val_loss")
     entries = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
                "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
@@ -127,7 +126,6 @@ def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
 
 
 def step_of(line: bytes) -> float:
-    """Return the step in a line of the ledger; infinity if the line is invalid or incomplete."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except (ValueError, TypeError, KeyError, RecursionError):

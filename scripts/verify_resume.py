@@ -49,18 +49,13 @@ ALLOWED = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 
 
 class Verdict(NamedTuple):
-    """One line of the table."""
-
     name: str
     same: bool
     text: str
 
 
 def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
-    """Return the settings that make a new run start from the given checkpoint, and that checkpoint's step.
-
-    `load` reads the settings again with additional flags.
-    """
+    """Return the settings that start a new run from the given checkpoint, and that checkpoint's step."""
     from checkpoint import store
     from parallel.ranks import Ranks
     from run.start import find_start
@@ -82,15 +77,12 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
 
 
 class TrialRun(NamedTuple):
-    """A run that this script starts."""
-
     folder: Path
     flags: list[str]
     ranks: int
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """The lines of ledger.jsonl, one per step."""
         return list(read_entries(self.folder / "ledger.jsonl"))
 
     @property
@@ -100,7 +92,6 @@ class TrialRun(NamedTuple):
 
     @property
     def output(self) -> Path:
-        """The file with its output."""
         return self.folder.with_suffix(".txt")
 
 
@@ -221,11 +212,10 @@ def tensors_in(checkpoint: Path, optimizer: bool) -> dict[str, Callable]:
 
 
 def compare_tensors(title: str, one: Mapping[str, Callable], other: Mapping[str, Callable]) -> Verdict:
-    """Compare two sets of tensors bit by bit."""
     import torch
 
-    if one.keys() != other.keys():
-        return Verdict(title, False, f"only in one run: {', '.join(sorted(one.keys() ^ other.keys())[:3])}")
+    if alone := sorted(one.keys() ^ other.keys()):
+        return Verdict(title, False, f"only in one run: {', '.join(alone[:3])}")
     differing = []
     for name in one:
         a, b = one[name](), other[name]()
@@ -245,8 +235,8 @@ def compare_lines(title: str, one: list[dict], other: list[dict], names: tuple[s
             return Verdict(title, False, f"step {a['step']} in one run, step {b['step']} in the other")
         for name in names or sorted(filterfalse(CLOCKS.fullmatch, a.keys() | b.keys())):
             if a.get(name) != b.get(name):
-                return Verdict(title, False, f"step {a['step']}: {name} is {a.get(name)} in one run, "
-                                             f"{b.get(name)} in the other")
+                values = f"{a.get(name)} in one run, {b.get(name)} in the other"
+                return Verdict(title, False, f"step {a['step']}: {name} is {values}")
     if len(one) != len(other):
         return Verdict(title, False, f"{len(one)} lines in one run, {len(other)} in the other")
     return Verdict(title, bool(one), f"{len(one)} lines" if one else "there are no lines to compare")
@@ -257,8 +247,7 @@ def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Verdict]:
 
     folders = [run.folder / "checkpoints" / f"step-{last:08d}" for run in (one, other)]
     metrics = [list(read_entries(run.folder / "metrics.jsonl")) for run in (one, other)]
-    states = [store.read_state(folder)["progress"] | {"wandb_run_id": None}
-              for folder in folders]
+    states = [store.read_state(folder)["progress"] | {"wandb_run_id": None} for folder in folders]
     differing = [name for name in states[0] if states[0][name] != states[1].get(name)]
     return [*(compare_tensors(title, *(tensors_in(folder, title != "weights") for folder in folders))
               for title in ("weights", "optimizer state")),
@@ -305,11 +294,9 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
 
 
 def parse_layouts(text: str) -> list[tuple[int, int]]:
-    """Return (ranks, rows of a micro-batch) of each layout."""
     matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", layout.strip()) for layout in text.split(",")]
     if not all(matches) or len(matches) < 2:
-        raise SettingsError(f"command line: --layouts {text}: expected two or more RANKSxMICRO_BATCH_SIZE, "
-                            "such as 1x4,1x2,2x2")
+        raise argparse.ArgumentTypeError(f"expected two or more, such as 1x4,1x2,2x2, not {text}")
     return [(int(match[1]), int(match[2])) for match in matches]
 
 
@@ -356,11 +343,10 @@ def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterat
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Return this script's flags and train.py's flags."""
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=8, metavar="N",
                         help="number of steps; 0 = only --layouts (default: %(default)s)")
-    parser.add_argument("--layouts", metavar="RxM,...",
+    parser.add_argument("--layouts", metavar="RxM,...", type=parse_layouts, default=[],
                         help="numbers of ranks and MICRO_BATCH_SIZE to compare, such as 1x4,1x2,2x2")
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N",
                         help="number of ranks (default: %(default)s)")
@@ -381,8 +367,7 @@ def main() -> None:
     try:
         loaded = load([])
         config = loaded.config
-        layouts = parse_layouts(args.layouts) if args.layouts else []
-        for ranks, rows in layouts:  # check all of them before starting any
+        for ranks, rows in args.layouts:  # check all of them before starting any
             load([f"--micro-batch-size={rows}"], ranks)
     except SettingsError as error:
         exit_with(error)
@@ -402,7 +387,7 @@ def main() -> None:
     try:
         show(f"Training ({config.training_stage}, ranks: {args.nproc_per_node}) in {folder}")
         verdicts = check_resume(check, args.steps, info) if args.steps else []
-        same = [report(verdict) for verdict in chain(verdicts, check_layouts(check, layouts))]
+        same = [report(verdict) for verdict in chain(verdicts, check_layouts(check, args.layouts))]
         keep = not all(same)
     except KeyboardInterrupt:
         keep = False

@@ -66,7 +66,6 @@ def starts(run: TinyRun) -> list[dict]:
 
 
 def ranks_of(command: Command) -> list[int]:
-    """Return the process ids of a launcher's ranks."""
     found = []
     for pid in command.alive():
         with contextlib.suppress(OSError):

@@ -14,19 +14,16 @@ def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
-    """Return the median and its 95 % interval."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return statistics.median(ratios), medians[50], medians[-51]
 
 
 def ratio(ratios: list[float], interval: Callable = bootstrap) -> str:
-    """Return "median [low, high]"."""
     return "{:.2f} [{:.2f}, {:.2f}]".format(*interval(ratios))
 
 
 def extremes(ratios: list[float]) -> tuple[float, float, float]:
-    """Return the median, the lowest and the highest."""
     return statistics.median(ratios), min(ratios), max(ratios)
 
 

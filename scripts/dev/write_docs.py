@@ -24,7 +24,6 @@ from settings.load import describe_settings  # noqa: E402
 
 
 def env_example() -> str:
-    """Return the text of .env.example: every setting, commented out, with its default and meaning."""
     lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
              "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS is",
              "# --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
@@ -37,13 +36,11 @@ def env_example() -> str:
 
 
 def table(*heading: str, rows: Iterable[Iterable[Any]]) -> list[str]:
-    """The lines of a table, between empty lines."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in (heading, *rows)]
     return ["", lines[0], "|" + "---|" * len(heading), *lines[1:], ""]
 
 
 def settings_tables() -> Iterator[str]:
-    """The lines of a table of settings for each section."""
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume)
                 for _, name, default, meaning, on_resume in settings)

@@ -63,7 +63,6 @@ class Task:
         self.note(figure={name: value})
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures recorded so far, including those of this part's subprocesses."""
         lines = self.notes.read_text(encoding="utf-8").splitlines() if self.notes.exists() else []
         return {name: value for line in lines for name, value in json.loads(line).get("figure", {}).items()}
 
@@ -84,7 +83,6 @@ class Task:
             self.note(fault=f"{name}: {type(error).__name__}: {reason}")
 
     def run_part(self, part: str, *flags: str) -> tuple[int, str]:
-        """Run a part in a new process; see `run`."""
         return self.run(__file__, part, "--device", self.device, "--output", self.folder, "--seconds",
                         f"{self.seconds:.0f}", *(["--tiny"] if self.tiny else []), *flags)
 
@@ -107,7 +105,6 @@ class Task:
 
 
 def header(task: Task) -> None:
-    """Record the machine, the versions and the commit."""
     def output_of(*command: str) -> str:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
@@ -394,7 +391,6 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
 
 
 def generate(task: Task) -> None:
-    """Run scripts/dev/benchmark_generate.py."""
     size = ("--shape", "1b", "--weights", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
     if task.tiny:
         size = ("--shape", "tiny", "--pairs", 1, "--prompt-tokens", 16, "--new-tokens", 8, "--threads", 1)
@@ -408,8 +404,7 @@ def generate(task: Task) -> None:
 
 
 def from_probe(task: Task, name: str) -> None:
-    """Run a part of probe.py, which imports torch at the top."""
-    from scripts.gpu import probe
+    from scripts.gpu import probe  # imports torch at the top
 
     getattr(probe, name)(task)
 

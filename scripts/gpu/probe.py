@@ -36,7 +36,6 @@ def wait_for_device(task) -> None:
 
 
 def seconds_per_call(task, function: Callable[[], object]) -> float:
-    """Return the mean time of a call after a warm-up."""
     repeats, warmup = (10, 3) if task.cuda else (2, 1)
     for _ in range(warmup):
         function()
@@ -95,7 +94,6 @@ def make_cu_seqlens(rows: int, length: int, documents: int, empty: int, device: 
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
-    """Return the TFLOP/s of forward and backward of a function of q, k and v."""
     seconds = seconds_per_call(task, lambda: torch.autograd.grad(attend(*inputs).sum(), inputs))
     return round(flops / seconds / 1e12, 3)
 
@@ -208,10 +206,7 @@ FORECAST = {"default": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"c
 
 
 def memory(task) -> None:
-    """Compare --check's forecast with the memory of a step on a GPU, for each layout in a new process.
-
-    In the same process, memory left over by earlier layouts would be counted.
-    """
+    """Compare --check's forecast with the memory of a step on a GPU, for each layout in a new process."""
     if task.layout:
         return measure_layout(task, task.layout)
     for layout in [*FORECAST][::4] if task.tiny else FORECAST:
@@ -245,9 +240,10 @@ def measure_layout(task, layout: str) -> None:
             gpu, reserved = torch.cuda.get_device_properties(0), torch.cuda.memory_reserved()
             uuid = f"GPU-{gpu.uuid}"
             context = used_memory()[uuid] - before[uuid] - reserved
+            # What torch reserves grows with the forecast; CUDA's context does not.
+            usable = (gpu.total_memory - context) / gpu.total_memory * forecast / reserved
             figures |= {"allocated GiB": allocated / GIB, "reserved GiB": reserved / GIB,
-                        "context GiB": context / GIB,
-                        "USABLE": usable_share(forecast, reserved, context, gpu.total_memory)}
+                        "context GiB": context / GIB, "USABLE": usable}
     finally:
         task.figure(layout, {name: round(value, 3) for name, value in figures.items()})
     if task.cuda:
@@ -256,56 +252,41 @@ def measure_layout(task, layout: str) -> None:
 
 
 def used_memory() -> dict[str, int]:
-    """Return the bytes in use on each GPU, by UUID, from NVML."""
     from parallel.process import read_gpus
 
     return {gpu.uuid: gpu.used for gpu in read_gpus()}
 
 
-def usable_share(forecast: float, reserved: float, context: float, total: float) -> float:
-    """Return the share of a GPU's memory that a forecast may fill, so that reserved + context fit.
-
-    The memory that torch reserves grows with the forecast; CUDA's context does not.
-    """
-    return (total - context) / total * forecast / reserved
-
-
 def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     """Return the peak memory of the second of two steps; 0 on a CPU."""
     import lora
+    import model_utils
     from dataloaders import Batch
     from learn.objectives import NextToken
     from learn.optim import Optimizer
-    from model_utils import (
-        allocate_model,
-        clip_scale,
-        compile_where_possible,
-        gradient_norm,
-        gradient_sync,
-        model_on_meta,
-    )
     from parallel.fsdp import local_rows
     from parallel.ranks import Ranks
 
     device = torch.device(task.device, 0) if task.cuda else torch.device("cpu")
-    model = model_on_meta(config, vocab, dtype)
+    model = model_utils.model_on_meta(config, vocab, dtype)
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())
         lora.cast_base(model, dtype)
-    allocate_model(model, config, Ranks(device=device))
+    model_utils.allocate_model(model, config, Ranks(device=device))
     for parameter in model.parameters():
         local_rows(parameter).detach().zero_()
     optimizer = Optimizer(model, config)
-    compile_where_possible(model, config, task.device)
+    model_utils.compile_where_possible(model, config, task.device)
     tokens = torch.zeros(config.micro_batch_size, config.max_seq_len, dtype=torch.int64, device=device)
     for _ in range(2):
         if task.cuda:
             torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         for number in range(1, config.accumulation_steps + 1):
-            with gradient_sync(model, is_last=number == config.accumulation_steps):
+            with model_utils.gradient_sync(model, is_last=number == config.accumulation_steps):
                 NextToken().loss_sum(model, Batch(tokens, tokens)).total.backward()
-        optimizer.step(0.0, clip_scale(gradient_norm(model), 1.0), torch.zeros((), device=device))
+        scale = model_utils.clip_scale(model_utils.gradient_norm(model), 1.0)
+        optimizer.step(0.0, scale, torch.zeros((), device=device))
     return torch.cuda.max_memory_allocated() if task.cuda else 0
 
 
@@ -372,7 +353,7 @@ def hellaswag(task) -> None:
     model, config, vocab, ranks = random_model(task)
     rng = random.Random(0)
 
-    def random_item() -> Task:
+    def random_item(_: int) -> Task:
         context, endings = rng.randint(20, 90), [rng.randint(8, 45) for _ in range(4)]
         tokens = [rng.randrange(vocab) for _ in range(context + sum(endings))]
         targets, documents = [IGNORE_INDEX] * context, [SHARED_PREFIX] * context
@@ -382,7 +363,7 @@ def hellaswag(task) -> None:
         tensors = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
         return Task(*tensors, endings, [4 * length for length in endings], rng.randrange(4))
 
-    items = [random_item() for _ in range(20 if task.tiny else 500)]
+    items = [*map(random_item, range(20 if task.tiny else 500))]
     task.figure("items", len(items))
 
     def score() -> list[int]:

@@ -203,7 +203,6 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def summary(figures: dict[str, Any], width: int = 110) -> str:
-    """Return as many figures as fit into a line."""
     text = ""
     for name, value in figures.items():
         if isinstance(value, dict) and "tokens_per_second" in value:
@@ -218,7 +217,6 @@ def summary(figures: dict[str, Any], width: int = 110) -> str:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a table of all parts, and how many succeeded."""
     lines = ["| part | | s | figures or errors |", "|---|---|---|---|"]
     for result in results:
         text = (result["error"] or summary(result["figures"])).replace("|", "/")
@@ -242,7 +240,6 @@ def select_parts(text: str) -> list[Part]:
 
 
 def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace, list[Part]]:
-    """Return the options and the parts to run."""
     parser = CommandParser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="device to test (default: %(default)s)")

@@ -56,7 +56,6 @@ class Facts:
 
     @property
     def held_out(self) -> bool:
-        """Whether these facts are held out, determined by hero, colour, thing and place."""
         key = " ".join((self.hero, self.colour, self.thing, self.place))
         return zlib.crc32(key.encode()) % HELD_OUT_MODULUS == 0
 
@@ -77,12 +76,10 @@ class Story:
 
     @property
     def body(self) -> str:
-        """The sentences between title and ending."""
         return " ".join(self.sentences)
 
     @property
     def text(self) -> str:
-        """The whole text, in the format of HellaSwag's label, context and ending."""
         return f"{self.title}: {self.body} {self.ending}"
 
 
@@ -106,7 +103,6 @@ class Dice:
         return values[int(self.random() * len(values))]
 
     def several(self, values: Sequence, count: int) -> list:
-        """Draw `count` different values."""
         left = list(values)
         return [left.pop(int(self.random() * len(left))) for _ in range(count)]
 
@@ -120,7 +116,6 @@ def tell(template: str, facts: Facts) -> str:
 
 
 def draw_facts(dice: Dice, held_out: bool) -> Facts:
-    """Draw facts that are held out, or facts that are not."""
     while True:
         hero, friend = dice.several(PEOPLE, 2)
         colour, other_colour = dice.several(POOLS["colour"], 2)
@@ -133,7 +128,6 @@ def draw_facts(dice: Dice, held_out: bool) -> Facts:
 
 
 def draw_story(dice: Dice, held_out: bool) -> Story:
-    """Draw a story: facts, a plot, and its sentences."""
     facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
     title = tell(dice.choose(plot.titles), facts)
     templates = [dice.choose(beat) for beat in plot.beats]
@@ -159,10 +153,7 @@ def documents(count: int, seed: int) -> Iterator[str]:
 
 
 def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
-    """Return three endings, each with a different wrong value of one slot.
-
-    One uses the rival if the story mentions it and the ending does not: knowing the names is not enough.
-    """
+    """Return three endings, each with another wrong value of one slot, if possible the rival's."""
     mentioned = {getattr(story.facts, other) for other in slots_of(story.ending_template)
              if POOLS[other] is POOLS[slot]}
     others = [value for value in POOLS[slot] if value not in mentioned]
@@ -223,11 +214,7 @@ def texts() -> Iterator[str]:
 
 
 def parts(stories: int) -> dict[str, Iterable[dict]]:
-    """Return the records of each file of the sample by name. Training uses no `held-out` file.
-
-    Args:
-        stories: number of training texts, which determines the other counts.
-    """
+    """Return the records of each file of the sample by name. Training uses no `held-out` file."""
     chats, held_out = stories // 5, min(500, stories // 8)
     # Most epilogues are unkind, so that DPO has something to change.
     question_chats = questions(chats, 3, held_out=False)

@@ -19,7 +19,9 @@ from config import Config, LoraConfig, ModelConfig
 from fused import matmul
 from inference.engine import RowCache, Sampling
 from inference.generate import TextGenerator
+from inference.text import text_prompt
 from model import Transformer
+from model_utils import find_model
 from run import adapters
 from run.adapters import load_model
 from scripts import generate as script
@@ -62,22 +64,30 @@ def texts_of(parts) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
+def load(name: str, base: str | None = None):
+    return adapters.load_to_generate(find_model(name), base)
+
+
+def continuations(generator: TextGenerator, texts: list[str]):
+    return generator.stream([text_prompt(generator.tokenizer, text) for text in texts])
+
+
 def continued(model, tokenizer, *options) -> list[str]:
-    return texts_of(script.continuations(TextGenerator(model, tokenizer, *options[1:]), options[0]))
+    return texts_of(continuations(TextGenerator(model, tokenizer, *options[1:]), options[0]))
 
 
 def test_greedy_text_is_that_of_transformers(folder, tokenizer):
-    ours = continued(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    ours = continued(*load(str(folder)), PROMPTS, 24, Sampling())
     assert ours == [by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(ours) and len(set(ours)) == 3
 
 
 def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    alone = continued(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    alone = continued(*load(str(folder)), PROMPTS, 24, Sampling())
     assert capsys.readouterr().err == ""
     for name in ("adapted", "runs/adapted", str(adapter)):
-        ours = continued(*script.load(name), PROMPTS, 24, Sampling())
+        ours = continued(*load(name), PROMPTS, 24, Sampling())
         assert ours == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
@@ -133,7 +143,7 @@ def test_a_base_that_was_quantised_in_training_is_quantised_again(folder, adapte
     original = store.read_state
     monkeypatch.setattr(store, "read_state", lambda folder: original(folder) | {
         "settings": original(folder)["settings"] | {"LORA_BASE_QUANTIZATION": "int8"}})
-    model, tokenizer = script.load(str(adapter))
+    model, tokenizer = load(str(adapter))
     assert model.layers[0].attention.wq.weight.dtype == torch.int8
     assert all(continued(model, tokenizer, PROMPTS, 8, Sampling()))
 
@@ -144,18 +154,18 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_pat
     moved = folder.rename(folder.with_name("moved"))
     try:
         with pytest.raises(CheckpointError, match=f"no checkpoint 'gone'.*{folder} does not exist.* --base"):
-            script.load(str(adapter))
-        assert script.load(str(adapter), str(copy))
+            load(str(adapter))
+        assert load(str(adapter), str(copy))
         with pytest.raises(CheckpointError, match="belong to another base"):
             tensors = huggingface.load_model_weights(copy)
             write_files(copy, huggingface.weight_files({name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()}))
-            script.load(str(adapter), str(copy))
+            load(str(adapter), str(copy))
     finally:
         moved.rename(folder)
 
 
 def test_the_command_prints_prompt_and_continuation(folder):
-    texts = continued(*script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+    texts = continued(*load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
     done = python(SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8", "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
     assert "\x1b" in whole  # which only a terminal would obey, and this is a pipe
@@ -171,7 +181,7 @@ def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path, temp
             "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = texts_of(script.answers(TextGenerator(*script.load(str(tmp_path / "folder")), 24), [turn], system))
+        answer, = texts_of(script.answers(TextGenerator(*load(str(tmp_path / "folder")), 24), [turn], system))
         assert answer == by_transformers(tmp_path / "folder", tokenizer, messages, 24) != ""
 
 
@@ -183,7 +193,7 @@ def called(monkeypatch, capsys, *arguments) -> str:
 
 
 def test_the_command_prints_the_turns_of_a_chat(folder, monkeypatch, capsys):
-    replies = texts_of(script.answers(TextGenerator(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
+    replies = texts_of(script.answers(TextGenerator(*load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
     assert called(monkeypatch, capsys, folder, "--chat", "--system", "Be kind.", "--temperature", 0, "--max-new-tokens", 6,
                   "--prompt", "The cat", "Why?") == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
 
@@ -207,13 +217,13 @@ def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, 
 
 
 def test_a_stop_text_ends_a_continuation(folder):
-    model, tokenizer = script.load(str(folder))
-    whole, = texts_of(script.continuations(TextGenerator(model, tokenizer, 24), PROMPTS[:1]))
+    model, tokenizer = load(str(folder))
+    whole, = texts_of(continuations(TextGenerator(model, tokenizer, 24), PROMPTS[:1]))
     stop = whole[5:8]
-    parts = [*script.continuations(TextGenerator(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
+    parts = [*continuations(TextGenerator(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
     assert texts_of(parts) == [whole[:whole.index(stop)]]
     assert parts[-1].finish_reason == "stop" and parts[-1].tokens < 24
-    assert [part.finish_reason for part in script.continuations(TextGenerator(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
+    assert [part.finish_reason for part in continuations(TextGenerator(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
 
 
 def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):

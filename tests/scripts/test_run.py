@@ -109,7 +109,7 @@ def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
-    (["--column", "body"], "--column has no effect without data to prepare"),
+    (["--column", "body"], "--column needs data to prepare"),
     (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
     (["--source", "corpus", "--mix", "m.json"], "--mix contains its sources")])
 def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
