@@ -235,7 +235,6 @@ class OptimConfig(Section):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows in one step, over all ranks."""
         return self.total_batch_size // self.max_seq_len
 
 
@@ -453,7 +452,6 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def row_seed(self) -> int:
-        """The seed of the row order."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
@@ -482,7 +480,6 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def named_checkpoint(self) -> Optional[str]:
-        """The start checkpoint in the settings, if any."""
         names = self.start_settings if self.resume in ("auto", "never") else ["resume"]
         return next((getattr(self, name) for name in names), None)
 
@@ -690,8 +687,7 @@ def stage_rules(c: Config) -> Iterator[str]:
     if c.training_stage in ("dpo", "grpo") and has_none:
         yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
-        yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
-               "DPO_CHECKPOINT")
+        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
     if c.keep_layers and has_none:
         yield (f"KEEP_LAYERS={c.keep_layers} needs a checkpoint to take layers from; set "
                "PRETRAIN_CHECKPOINT, or remove it")
@@ -747,8 +743,7 @@ def measurement_rules(c: Config) -> Iterator[str]:
         try:
             step_window(getattr(c, name))
         except ValueError:
-            yield (f"{name.upper()}={getattr(c, name)} must be the first and the last step, counted from 1, "
-                   "such as 3:7")
+            yield f"{name.upper()}={getattr(c, name)} must be the first and the last step from 1, such as 3:7"
     if c.power_steps and not c.power_hz:
         yield f"POWER_STEPS={c.power_steps} needs samples; set POWER_HZ above 0, such as 50, or remove it"
     if c.memory_snapshot and c.device == "cpu":

@@ -41,8 +41,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def choose_device(config: RunConfig) -> str:
     """Return "cuda" or "cpu"."""
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("DEVICE=cuda, but torch sees no GPU here; set DEVICE=cpu or auto, or install the "
-                            "CUDA build of torch")
+        raise SettingsError("DEVICE=cuda, but torch sees no GPU; set it to cpu, or install torch for CUDA")
     return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 

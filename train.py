@@ -176,10 +176,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
     The host waits for the GPU only once, after everything is enqueued. So the device decides whether to skip
     the update (it is not finite, or LOSS_SPIKE_POLICY excludes it), and the host reads the decision later.
-
-    Args:
-        batches: this rank's micro-batches.
-        count: number of units (targets or pairs) in them.
+    `count` is the number of units (targets or pairs) in this rank's micro-batches.
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
@@ -239,11 +236,9 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
                          scale: Tensor | float) -> dict[str, Tensor]:
     """Run this rank's micro-batches forward and backward; ranks exchange gradients in the last backward.
 
-    Args:
-        scale: world_size / units. Losses are sums, and DDP averages over ranks.
-    Returns:
-        The sums over the micro-batches, on the device: "loss" first, then the objective's metrics. With
-        REPRODUCIBLE, the values of all micro-batches of the step, and 0 for those of other ranks.
+    The scale is world_size / units, as losses are sums, and DDP averages over ranks. Return the sums over the
+    micro-batches, on the device: "loss" first, then the objective's metrics. With REPRODUCIBLE, return the
+    values of all micro-batches of the step, and 0 for those of other ranks.
     """
     # DDP's buckets keep the gradients of several ranks.
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
@@ -268,10 +263,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
 
 
 def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
-    """Recompute this rank's part of a step of `count` units; return whether loss and gradients are finite.
-
-    Collective if the model is sharded.
-    """
+    """Recompute this rank's part of a step; return if it is finite. Collective if the model is sharded."""
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
     scale = run.ranks.world_size / count
     if not is_sharded(run.model):

@@ -27,11 +27,7 @@ PREFILL_TOKENS = 256  # default prefill budget of a step; a larger one delays re
 
 
 class RowCache(KVCache):
-    """A KV cache in one block of memory, in which each row has a separate length.
-
-    Args:
-        length: capacity of a row in tokens, prompt included.
-    """
+    """A KV cache in one block of memory, in which each row holds up to `length` tokens, prompt included."""
 
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
         # The extra column absorbs writes of padding past a row's capacity; no token attends to it.
@@ -124,11 +120,7 @@ def penalize(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
 
 
 def choose(logits_BV: Tensor, draws_B: Tensor, samplings: SamplingTensors) -> Tensor:
-    """Return (B,) ids: the most likely, or one sampled by inverting the CDF at the draw.
-
-    Args:
-        draws_B: uniform random numbers in [0, 1).
-    """
+    """Return (B,) ids: the most likely, or one sampled by inverting the CDF at the draw, from [0, 1)."""
     sampled_R = samplings.sampled_R
     if sampled_R is not None and len(sampled_R) == len(logits_BV):
         return sample(logits_BV, draws_B, samplings)
@@ -139,10 +131,7 @@ def choose(logits_BV: Tensor, draws_B: Tensor, samplings: SamplingTensors) -> Te
 
 
 def running_sum(probability_RW: Tensor) -> Tensor:
-    """Return the cumulative sums of each row, added in fixed point.
-
-    A GPU adds floats in a varying order, which DETERMINISTIC=true does not allow.
-    """
+    """Return each row's cumulative sums, in fixed point: a GPU adds floats in a varying order."""
     return (probability_RW * FIXED_POINT).long().cumsum(dim=-1) / FIXED_POINT
 
 
@@ -228,13 +217,9 @@ class Row:
 
 
 class Batch:
-    """Rows that share a forward pass, with their state on the device.
+    """Rows that share a forward pass of up to `width` tokens each, with their state on the device.
 
     A decoding batch needs no further data from the host until a request joins or ends.
-
-    Args:
-        width: the most tokens of a row in one step.
-        cache: the cache of all rows.
     """
 
     def __init__(self, model: Transformer, rows: Sequence[Row], width: int, cache: RowCache):
@@ -306,16 +291,12 @@ class Batch:
 
 
 class Engine:
-    """Completes many prompts with one model. Not thread-safe.
+    """Completes up to `rows` prompts at a time with a model, switched to evaluation mode. Not thread-safe.
 
     A free row keeps its keys and values, which prompts with the same prefix reuse. If the model is sharded,
     every rank must add the same requests and call `step` equally often.
 
-    Args:
-        model: switched to evaluation mode.
-        rows: number of requests that run concurrently; the others wait.
-        length: the most tokens of a request, prompt and completion together.
-        prefill_tokens: the most prompt tokens in one step.
+    `length` is the most tokens of a request, prompt and completion together; `prefill_tokens` of a step.
     """
 
     def __init__(self, model: Transformer, rows: int, length: int, prefill_tokens: int = PREFILL_TOKENS):
@@ -341,7 +322,6 @@ class Engine:
         self._waiting.append(request)
 
     def cancel(self, request: Request) -> None:
-        """End a request, unless it is finished."""
         if request.finish_reason is None:
             request.finish_reason = "cancelled"
             if request in self._waiting:
@@ -351,8 +331,7 @@ class Engine:
     def step(self) -> list[Request]:
         """Advance each running request by one token, or by a piece of its prompt; return those that changed.
 
-        A changed request has one more token in `output_ids`, a `finish_reason`, or both. A request in prefill
-        does not change.
+        A changed request has one more token in `output_ids`, a `finish_reason`, or both.
         """
         self.steps += 1
         for row in self._rows:

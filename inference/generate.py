@@ -15,13 +15,10 @@ from model import Transformer
 
 def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int,
              sampling: Sampling = Sampling(), stop_ids: Collection[int] = ()) -> list[list[int]]:
-    """Return the completion of each prompt, without its stop token.
+    """Return the completion of each prompt (at least one token id), without its stop token.
 
     A completion does not depend on the other prompts, apart from the index that selects its random numbers.
     If the model is sharded, every rank must call this.
-
-    Args:
-        prompts: token ids, at least one each.
     """
     if not prompts or max_new_tokens == 0:
         return [[] for _ in prompts]

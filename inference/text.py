@@ -22,16 +22,11 @@ UNKNOWN = "\ufffd"  # replaces invalid or incomplete UTF-8
 
 
 class TextStream:
-    """Decodes a stream of tokens, up to the first stop string.
+    """Decodes a stream of tokens, up to the stop string that is complete first.
 
     The pieces add up to `tokenizer.decode` of all tokens, cut before the stop string. Text that may still
-    change is held back: incomplete UTF-8, and a possible beginning of a stop string. The cost of a token does
-    not grow with the text.
-
-    Args:
-        stop: strings that end the text and are not part of it; the first to be complete wins.
-        prefix: the tokens before the stream. Without them, some tokenizers drop the space before the first
-            word.
+    change is held back: incomplete UTF-8, and a possible beginning of a stop string. A token always costs
+    the same. Without the tokens before the stream, `prefix`, some tokenizers drop the first word's space.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), prefix: Sequence[int] = ()):
@@ -61,7 +56,6 @@ class TextStream:
         return self._until_stop(piece)
 
     def finish(self) -> str:
-        """Return the remaining text after the last token."""
         text = self._until_stop(self._tokenizer.decode(self._window)[self._returned:])
         rest, self._held_back = self._held_back, ""
         return text + rest
@@ -139,11 +133,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """A chat with a model.
-
-    With a model that cannot chat, the turns form one text. After the model ends the text, the next turn
-    starts a new one.
-    """
+    """A chat with a model. With a model that cannot chat, the turns form texts, which the model ends."""
 
     model: LanguageModel
     system: str = ""  # system prompt; used only if the model can chat
@@ -151,10 +141,9 @@ class Conversation:
     dropped: int = 0  # oldest turns, or tokens of a text, that do not fit into the context
 
     def prompt(self, room: int) -> Prompt:
-        """Return the prompt for the last turn.
+        """Return the prompt for the last turn, which leaves room for so many new tokens in the context.
 
-        To fit the prompt and `room` new tokens into the context, a chat drops its oldest turns but not its
-        system prompt, and a text drops its beginning.
+        A chat drops its oldest turns but not its system prompt, and a text drops its beginning.
         """
         most, last = self.model.context_length - room, len(self.turns) - 1
         if self.model.chat_format is None:
@@ -211,11 +200,7 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     """Return the prompts of a file, or of stdin if its name is `-`. Empty lines are skipped.
 
     A .jsonl file, or input on stdin that begins with `{`, has a JSON object per line: {"prompt": text} or
-    {"messages": [...]}. Any other file has a text per line.
-
-    Args:
-        chat: treat each text as the user's message in a separate chat.
-        system_prompt: system prompt for chats without one.
+    {"messages": [...]}. Any other file has a text per line. With `chat`, each text is a user's message.
     """
     try:
         if name == "-":

@@ -27,11 +27,7 @@ class Int8Linear(nn.Module):
 
 
 def pack_weights(model: Transformer, int8: bool = False) -> None:
-    """Lay out the matrices of a frozen model on a CPU for `fused.matmul.linear`.
-
-    Args:
-        int8: quantize the matrices of the blocks; embedding and head keep their dtype.
-    """
+    """Lay out a frozen model's matrices for `fused.matmul.linear`; with `int8`, quantize the blocks'."""
     for name, layer in [*model.named_modules()]:
         if type(layer) is Linear and int8:
             parent, _, last = name.rpartition(".")

@@ -66,8 +66,7 @@ def check_alignment(model: nn.Module, ranks: int) -> None:
         if -(-rows // ranks) * width % ALIGNMENT:
             raise SettingsError(f"REPRODUCIBLE=true cannot divide {name}, which has {rows} rows of {width} "
                                 f"numbers, over {ranks} ranks: the rows of a rank must have a multiple of "
-                                f"{ALIGNMENT} numbers; use another number of ranks, another SHARD_DEGREE, or "
-                                "SHARDING=none")
+                                f"{ALIGNMENT} numbers; set another SHARD_DEGREE, or SHARDING=none")
 
 
 class ShardedSum:
@@ -93,15 +92,12 @@ class ShardedSum:
 
 
 class ExactGradients(nn.Module):
-    """Wraps a model as DDP does, and sums gradients over micro-batches and ranks as integers.
+    """Wraps a model as DDP does, and sums a step's gradients over micro-batches and ranks as integers.
 
     One scale serves all tensors, because all-reduces and FSDP's buffers hold several of them. The integers
     leave 2^-42 of the largest gradient times the number of micro-batches; an element that rounds to zero is
     far below ADAM_EPS. If the largest gradient does not fit, the step is repeated with another scale, so that
     the scale is a function of settings and data.
-
-    Args:
-        micro_batches: number in a step, over all ranks.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, micro_batches: int):
@@ -167,9 +163,7 @@ class ExactGradients(nn.Module):
     def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
         """Add the sums of all ranks; set the gradients to these sums divided by `units`.
 
-        Returns:
-            Whether all gradients fitted, and the largest of a micro-batch. A tensor with a gradient that was
-            not finite becomes NaN.
+        Return whether all gradients fitted, and the largest of a micro-batch. Non-finite tensors become NaN.
         """
         self.ranks.all_reduce(self.integers)
         divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()

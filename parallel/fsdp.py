@@ -44,36 +44,28 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     """Divide a model's matrices over the ranks of the mesh, preferably while the model is on the meta device.
 
     Ranks gather weights in `compute_dtype`: a block for its forward and again for its backward, the embedding
-    for its look-up, the head from its forward to its backward. Gradients of embedding and head are float32,
-    so that sums over tokens and chunks are as precise as without sharding.
-
-    Args:
-        gradient_dtype: dtype in which ranks exchange gradients.
-        offload: keep parameters, gradients and optimizer state in the host's memory.
-        exact: let ExactGradients, not FSDP, add the gradients of the copies, over the group `model.copies`.
+    for its look-up, the head from its forward to its backward. They exchange gradients in `gradient_dtype`,
+    but those of embedding and head in float32, so that sums are as precise as without sharding. `offload`
+    keeps everything in the host's memory. With `exact`, ExactGradients, not FSDP, adds the gradients of the
+    copies, over the group `model.copies`.
     """
     # Imported here: it takes half a second, and most runs shard nothing.
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
+    from torch.distributed import fsdp
 
     if exact:
         model.copies, mesh = mesh.get_group("replicate") if mesh.ndim > 1 else None, mesh[SHARD]
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     # Inputs are not cast: cosines and sines stay float32.
-    policy = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
-    place = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, ignored_params=vectors, mp_policy=policy, offload_policy=place)
+    policy = fsdp.MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
+    place = fsdp.CPUOffloadPolicy(torch.cuda.is_available()) if offload else fsdp.OffloadPolicy()
+    shard = partial(fsdp.fully_shard, mesh=mesh, ignored_params=vectors, mp_policy=policy,
+                    offload_policy=place)
     head = model.head_matrix
     has_backward = any(parameter.requires_grad for parameter in model.parameters())
     for module in (model.tok_embeddings, *model.layers, head):
         if not is_sharded(module):  # the head may be the embedding
             shard(module, reshard_after_forward=module is not head or not has_backward)
-    register_fsdp_forward_method(head, "use_as_head")
+    fsdp.register_fsdp_forward_method(head, "use_as_head")
     model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
     shard(model)  # nothing else is left in it
     # Hide the arguments from fully_shard: it would copy the document ids, which the host reads, to the GPU.
@@ -81,7 +73,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
     # Methods that are called outside of forward
     model.call = lambda method: method()
-    register_fsdp_forward_method(model, "call")
+    fsdp.register_fsdp_forward_method(model, "call")
     for method in (model.hidden, model.logits):
         setattr(model, method.__name__,
                 lambda *args, method=method, **options: model.call(partial(method, *args, **options)))
@@ -117,33 +109,26 @@ def local_span(tensor: Tensor, rank: Optional[int] = None) -> tuple[int, int]:
 
 @torch.no_grad()
 def load_rows(parameter: Tensor, read: ReadRows) -> None:
-    """Read only this rank's rows of a parameter."""
     start, end = local_span(parameter)
     if start < end:
         local_rows(parameter).copy_(read(start, end))
 
 
 def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy this rank's rows of a whole tensor into a parameter."""
     load_rows(parameter, lambda start, end: whole[start:end])
 
 
 def ranks_per_copy(model: nn.Module) -> int:
-    """Return the number of ranks that hold one copy of the model together."""
     return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
 
 
 @collective
 def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
               most_rows: int) -> Iterator[Tensor]:
-    """Yield the rows of a tensor that this rank wants, from those of the ranks of its shard group.
+    """Yield the rows of a tensor that this rank wants, `most_rows` at a time, from its shard group's ranks.
 
+    Each rank of the group wants the rows between two numbers. This rank's rows are divided like `like`.
     Collective within a shard group, if a rank wants rows that it does not hold.
-
-    Args:
-        rows: this rank's rows, divided like the parameter `like`.
-        wanted: start and end of the rows that each rank of the group wants.
-        most_rows: number of rows that a rank gets at a time.
     """
     held = [local_span(like, rank) for rank in range(len(wanted))]
     group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
@@ -197,10 +182,9 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
 
     Args:
         shapes: shape (P, R, C) of each batch of P whole matrices.
-        stack: returns the batch with this index on the ranks' device, (P, local rows, C).
+        stack: returns the batch with this index on the ranks' device, (P, local rows, C), in `dtype`.
         compute: a function that keeps shape and dtype.
         like: one of the parameters; either all or none are divided, over the same ranks.
-        dtype: dtype of the batches.
     """
     in_rows = is_divided(like) and like.device_mesh[SHARD].size() > 1
     group = like.device_mesh.get_group(SHARD) if in_rows else None
@@ -299,10 +283,7 @@ def add_shards(values: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """A `with` block around a backward; yields a function: whether this rank's gradients were finite.
-
-    It checks them before the exchange, which mixes those of all ranks.
-    """
+    """Yield to a backward a function: whether this rank's gradients were finite, before their exchange."""
     finite: list[Tensor] = []
     with ExitStack() as stack:
         for module in filter(is_sharded, model.modules()):

@@ -35,12 +35,8 @@ class HangWatchdog:
 
     A rank hangs if it makes no progress for too long. While it waits, progress of any rank counts, because a
     save may take long. A rank also exits if it waits in a GPU kernel for an exited rank of the same machine.
-    The threads are separate because the store can hang as well.
-
-    Args:
-        store: like torch's TCPStore; a client for the watchdog only.
-        world: this rank, and the number of ranks.
-        store_on_rank0: whether the store lives in rank 0's process and not in a launcher.
+    The threads are separate because the store, which may be in rank 0's process or a launcher, can hang too.
+    `world` is this rank and the number of ranks.
     """
 
     def __init__(self, heartbeat: Heartbeat, store: Any, world: tuple[int, int], timeout_seconds: float,

@@ -65,7 +65,6 @@ def exit_with_launcher() -> None:
 
 
 def end_with_parent() -> None:
-    """Ask Linux to send this process SIGTERM when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -83,13 +82,7 @@ def leave_note(name: str, text: str = "") -> None:
 
 
 def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:
-    """Report why this process ends, in torch's format; return whether Paddock's launcher will print it.
-
-    Args:
-        sentence: the error message.
-        trace: details, such as a traceback or a table.
-        is_secondary: whether the cause is on another rank.
-    """
+    """Report why this process ends, in torch's format; return whether Paddock's launcher will print it."""
     if not os.environ.get(ERROR_FILE):
         return False
     path, now = Path(os.environ[ERROR_FILE]), time.time()
@@ -108,8 +101,7 @@ def first_on_machine() -> Iterator[bool]:
     """A `with` block for output that every rank of this machine would print; yields True in the first rank.
 
     The others wait until the first has printed, because torchrun ends all ranks when one exits. They share a
-    lock file in the folder that torch's launchers create for each attempt; without such a launcher,
-    LOCAL_RANK 0 is the first.
+    lock file in the folder of torch's launchers; without such a launcher, LOCAL_RANK 0 is the first.
     """
     first, file = os.environ.get("LOCAL_RANK", "0") == "0", None
     with ExitStack() as stack:
@@ -134,10 +126,7 @@ SIOCGIFADDR = 0x8915  # from linux/sockios.h
 
 
 def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:
-    """Return a socket that listens at the first available of these addresses; port 0 means any free one.
-
-    Waits up to `resolve_seconds` for unknown host names. Raises OSError if no address is available.
-    """
+    """Return a socket that listens at the first available address. Waits for unknown hosts; port 0 = any."""
     deadline = time.monotonic() + resolve_seconds
     while True:
         try:
@@ -158,10 +147,7 @@ def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_
 
 
 def restrict_interface(master_addr: str, one_machine: bool) -> None:
-    """Restrict gloo and NCCL to one interface, unless the user has chosen some.
-
-    It is loopback if all ranks are on one machine, otherwise the interface that leads to MASTER_ADDR.
-    """
+    """Restrict gloo and NCCL, unless the user did, to loopback or to the interface towards MASTER_ADDR."""
     if one_machine or master_addr in LOOPBACK:
         interface = loopback_interface()
     else:
@@ -205,10 +191,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def configure_allocator() -> None:
-    """Use expandable segments in torch's CUDA allocator, against fragmentation; call it before CUDA starts.
-
-    The user's setting takes precedence. Child processes inherit it.
-    """
+    """Against fragmentation, use expandable segments in torch's CUDA allocator, unless the user chose."""
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
@@ -227,8 +210,7 @@ class GpuRequest(NamedTuple):
             return cls(int(count))
         numbers = text.split(",")
         if not all(number.isdecimal() for number in numbers) or len({*map(int, numbers)}) < len(numbers):
-            raise ArgumentTypeError(f"{text:.40}: expected different GPU numbers from nvidia-smi, such as "
-                                    "3,5, or idle:2")
+            raise ArgumentTypeError(f"{text:.40}: expected different GPU numbers, such as 3,5, or idle:2")
         return cls(len(numbers), tuple(map(int, numbers)))
 
 
@@ -252,9 +234,8 @@ class Gpu(NamedTuple):
     def __str__(self) -> str:
         if self.is_partitioned:
             return f"GPU {self.number} is partitioned (MIG)"
-        return (f"GPU {self.number} has {self.processes} processes, "
-                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use, and is {self.percent} % "
-                "busy")
+        return (f"GPU {self.number} has {self.processes} processes, is {self.percent} % busy, and has "
+                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use")
 
 
 def read_gpus() -> list[Gpu]:
@@ -310,16 +291,12 @@ def choose_gpus(wanted: GpuRequest) -> list[int]:
 
 
 def take_gpus(wanted: GpuRequest) -> None:
-    """Restrict this process and its children to the chosen GPUs."""
     numbers = ",".join(map(str, choose_gpus(wanted)))
     os.environ |= {VISIBLE: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's order
 
 
 def number_of(rank: int) -> int:
-    """Return nvidia-smi's number of this rank's GPU, if CUDA_VISIBLE_DEVICES has it, else the rank.
-
-    On several machines, where GPU numbers are not unique, it is always the rank.
-    """
+    """Return nvidia-smi's number of this rank's GPU, if it is known on one machine, else the rank."""
     names = os.environ.get(VISIBLE, "").split(",")
     name = names[rank].strip() if rank < len(names) else ""
     on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

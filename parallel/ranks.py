@@ -41,10 +41,9 @@ def collective(function: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank and device, and the trainer's collectives.
+    """This process's rank and device, and the trainer's collectives. The default is a single process.
 
-    The default is a single process, in which every collective returns its argument. Objects are sent as JSON,
-    because torch's object collectives use pickle.
+    Objects are sent as JSON, because torch's object collectives use pickle.
     """
 
     rank: int = 0
@@ -75,7 +74,6 @@ class Ranks:
 
     @collective
     def all_reduce_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise sum over all ranks, in float64."""
         if self.world_size == 1:
             return [float(value) for value in values]
         return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
@@ -87,12 +85,10 @@ class Ranks:
 
     @collective
     def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is true on every rank."""
         return self.all_reduce_floats([float(not ok)])[0] == 0
 
     @collective
     def broadcast(self, value):
-        """Return rank 0's JSON-like value on every rank."""
         return self.all_gather_json(value, senders=1)[0]
 
     @collective
@@ -137,10 +133,7 @@ class Ranks:
     @collective
     def on_rank0_with_help(self, make: Callable[[Callable[[Any], list]], T],
                            help_with: Callable[[Any], Any]) -> Optional[T]:
-        """Like `on_rank0`, but make(ask) may call ask(request): help_with(request) of all ranks, in order.
-
-        Requests and answers are JSON-like values.
-        """
+        """Like `on_rank0`, but make(ask) may call ask(request): help_with(request) of all ranks, as JSON."""
         def ask(request) -> list:
             return self.all_gather_json(help_with(self.broadcast([request])[0]))
 
@@ -157,7 +150,6 @@ class Ranks:
 
     @collective
     def barrier(self) -> None:
-        """Wait for every rank."""
         self.all_reduce_floats([0])
 
 
@@ -166,8 +158,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
-        raise SettingsError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}; "
-                            "a launcher sets both")
+        raise SettingsError(f"RANK={rank} must be from 0 to below WORLD_SIZE={world_size}; use a launcher")
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
@@ -387,10 +378,7 @@ class RunContext:
             raise Interrupted
 
     def progress(self, parts: Iterable[T], count: int, title: str) -> Iterator[T]:
-        """Yield the parts of a long computation, log its progress, and raise Interrupted at a stop signal.
-
-        Collective: every rank must call it, with equally many parts.
-        """
+        """Yield as many parts as on every rank, log progress, and raise Interrupted at a stop signal."""
         started = logged = time.perf_counter()
         for done, part in enumerate(parts):
             self.leave_if_stopped()

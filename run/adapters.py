@@ -47,13 +47,8 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
                quantization: str = "none") -> tuple[Transformer, Any]:
     """Return the model in a folder, which computes in `dtype`, and its tokenizer.
 
-    The weights keep their stored dtypes; `load_for_use` casts them to `dtype`.
-
-    Args:
-        device, dtype: None = the choice of `device_and_dtype`.
-        tokenizer: replaces the folder's.
-        base: base of the adapters in the folder; None = the folder holds a whole model.
-        quantization: LORA_BASE_QUANTIZATION for the base.
+    The weights keep their stored dtypes. The folder may hold adapters of a `base` with this
+    LORA_BASE_QUANTIZATION. Without device and dtype, `device_and_dtype` chooses them.
     """
     source = base or folder
     peft.refuse_adapters(source)
@@ -81,14 +76,10 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
 
 def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
                  dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
-    """Return the model in a folder, including adapters, and its tokenizer, for inference.
+    """Return the model in a folder, including adapters on `base`, and its tokenizer, for inference.
 
-    The base is quantized as in training. All parameters are frozen, and matrices have the compute dtype. Use
-    `load_model` for weights to save.
-
-    Args:
-        base: base of the adapters; None = the one used in training.
-        device, dtype, tokenizer: as in `load_model`.
+    The base is that of training if it is not given, and quantized as in training. All parameters are frozen,
+    and matrices have the compute dtype. Use `load_model` for weights to save.
     """
     source, quantization = None, "none"
     if (folder / peft.CONFIG_FILE).exists():
@@ -101,11 +92,7 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
 
 def load_to_generate(folder: Path, base: Optional[str] = None,
                      weights: Optional[str] = None) -> tuple[Transformer, Any]:
-    """Return the model of `load_for_use` with its weights laid out for generation, and its tokenizer.
-
-    Args:
-        weights: "fp32", "bf16" or "int8"; None = the device's default.
-    """
+    """Return the model of `load_for_use`, laid out to generate in fp32, bf16 or int8, and its tokenizer."""
     dtype = DTYPES.get("bf16" if weights == "int8" else weights)
     if weights == "int8" and device_and_dtype(None, dtype)[0].type != "cpu":
         raise SettingsError("--weights int8 is for a CPU; choose bf16 on a GPU")

@@ -54,7 +54,6 @@ INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the number of CPU threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
@@ -208,8 +207,7 @@ def derived_card(output: str, base: Path, source: Path, introduction: str) -> st
                      inherited=inherited(source))
 
 
-def inherited(folder: Path) -> dict[str, str]:
-    """Return the sections of a folder's card that also apply to models derived from it."""
+def inherited(folder: Path) -> dict[str, str]:  # sections that also apply to models derived from it
     return {heading: text for heading, text in sections_of(read_card(folder)).items() if heading in INHERITED}
 
 
@@ -351,10 +349,7 @@ LOWEST_PRIORITY = 19
 
 
 class BackgroundReport:
-    """A process that writes a run's report, at the lowest priority until the run ends, so that no step waits.
-
-    The first failure causes a warning, and another one at the end of the run.
-    """
+    """A process that writes a run's report, at the lowest priority until the run ends. It may fail."""
 
     def __init__(self) -> None:
         self.process: Optional[subprocess.Popen] = None

@@ -146,10 +146,7 @@ def new_folder(path: Path) -> Path:
 
 @contextmanager
 def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
-    """A `with` block in which no other job can use the run's folder. Rank 0 holds the lock for its job.
-
-    The operating system releases the lock when the process dies.
-    """
+    """A `with` block in which no other job can use the run's folder. Rank 0 holds the lock for its job."""
     path = run_dir / LOCK
     for _ in range(LOCK_ATTEMPTS):
         with disk_errors(path):
@@ -159,8 +156,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
             try:
                 holder = lock.take()
             except OSError as error:
-                warn(f"{path} cannot be locked on this file system ({error}); do not use this RUN_NAME in "
-                     "another job")
+                warn(f"{path} cannot be locked ({error}); do not use this RUN_NAME in another job")
                 holder = ""
             if holder:
                 raise CheckpointError(f"{run_dir} is in use by {holder}; wait for that job, stop it, or set "

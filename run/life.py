@@ -56,7 +56,6 @@ class Inputs:
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
-        """Return the order in which this rank reads rows."""
         mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
         micro_batch_size = config.micro_batch_size // config.answers_per_prompt
         return RowOrder(len(self.rows), config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
@@ -86,12 +85,10 @@ class Inputs:
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int):
-        """Load this rank's micro-batches of each step from `first_step` on, with their number of units."""
         return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
                           config.prefetch_steps)
 
     def validation_batches(self, config: Config, ranks: Ranks):
-        """Yield this rank's batches of the fixed validation rows."""
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
@@ -175,7 +172,6 @@ class Run:
 
     @property
     def stops_here(self) -> bool:
-        """Whether STOP_STEP has been reached."""
         return self.config.stop_step is not None and self.progress.step >= self.config.stop_step
 
     def why_early(self) -> str:

@@ -141,17 +141,13 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
         warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with null in place of NaN and infinity, which JSON does not have."""
+def finite(values: dict[str, Any]) -> dict[str, Any]:  # JSON has no NaN and infinity
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()}
 
 
 class LineFile:
-    """A file to which lines are appended. What a full disk refuses is kept in memory and written later.
-
-    The first failure causes one warning; losing log lines must not end a run.
-    """
+    """A file for lines. What a full disk refuses is written later: with one warning, the run continues."""
 
     def __init__(self, warn: Callable[[str], None]):
         self.warn, self.file, self.unwritten = once(warn), None, b""
@@ -216,10 +212,8 @@ class RunLog:
              measured: Collection[str] = ()) -> None:
         """Write into the run's folder from now on, and what was logged before.
 
-        Args:
-            step: the last one whose metrics are complete.
-            steps_taken: may be one more, if a signal interrupted what follows the last step.
-            measured: the metrics of that step which are complete already.
+        The metrics of `step` are complete. `steps_taken` may be one more, if a signal interrupted what
+        follows the last step, of which the `measured` metrics are complete.
         """
         self.file.open(run_dir / "log" / f"rank-{self.rank}.txt")
         if self.rank > 0:
@@ -284,8 +278,7 @@ class RunLog:
         error = print_safely(lines, console, True) if self.on_console and lines else None
         self.file.write(line)
         if error:
-            self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
-                      "folder has every line")
+            self.warn(f"the console cannot be written: {error.strerror}; the log folder has every line")
 
     def append(self, name: str, entry: dict[str, Any]) -> None:
         """Append a line to `name`.jsonl once the run's folder is open; NaN and infinity become null."""
@@ -319,7 +312,6 @@ class RunLog:
         self.append("events", {"time": time.time(), "step": step, "event": event, **facts, **texts})
 
     def progress(self, step: int, metrics: Mapping[str, Any], seconds_left: float) -> None:
-        """Print the line of a logged step."""
         facts = (step, self.config.max_steps, metrics, seconds_left)
         self.info(console_line(*facts), step_columns(*facts, WIDTH - len(self.shown_prefix)))
 

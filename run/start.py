@@ -102,8 +102,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
                 run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
             context.leave_if_stopped()
         except Interrupted:
-            log.info("Stopped by a signal before the first step; nothing was changed. To start, run the same "
-                     "command again.")
+            log.info("Stopped by a signal before the first step; nothing was changed.")
             raise
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run
@@ -113,8 +112,7 @@ def prepare_device(config: Config) -> torch.device:
     """Return the compute device, after applying DETERMINISTIC to torch's kernels."""
     device = torch.device(model_utils.choose_device(config))
     if config.memory_snapshot and device.type != "cuda":
-        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, but torch "
-                            "sees no GPU here; remove it")
+        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} is for CUDA, without a GPU; remove it")
     model_utils.make_deterministic(config, device.type)
     return device
 
@@ -191,11 +189,9 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 @collective
 def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
                located: Optional[Located] = None) -> Start:
-    """Return the start that the settings ask for.
+    """Return the start that the settings ask for, from `located` if the checkpoint is known.
 
-    Args:
-        inputs: inputs that must equal those of the checkpoint; None = do not compare.
-        located: the checkpoint, if it is already known.
+    `inputs` must equal those of the checkpoint; None skips the comparison.
     """
     if located is None:
         located = Located(*ranks.broadcast(locate_together(loaded.config, run_dir, ranks)))
@@ -473,11 +469,7 @@ def find_on_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
 @collective
 def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFolder,
               for_replay: bool = False) -> Run:
-    """Build a run in memory: model, optimizer, progress and objective.
-
-    Args:
-        for_replay: the run is never saved, and its weights may be non-finite.
-    """
+    """Build a run in memory. A run for a replay is never saved, and its weights may be non-finite."""
     config, ranks = start.config, context.ranks
     dtype = model_utils.choose_dtype(config, ranks.device.type)
     if config.lora_enabled:  # new adapters, or those of the start
@@ -564,11 +556,8 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
                      base_sha256: Optional[str], context: RunContext) -> tuple[objectives.Objective, Inputs]:
     """Return the objective, and the inputs with the precomputed outputs that it needs.
 
+    Rank 0 calls `locate_base` for the model that the run started from, whose weights may have a known hash.
     Raises Interrupted if a rank received a stop signal.
-
-    Args:
-        locate_base: called on rank 0, returns the model that the run started from.
-        base_sha256: hash of its weights; None if it was not stored.
     """
     outputs = OutputStore(cache_of(config), context)
     if config.training_stage == "dpo":

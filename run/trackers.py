@@ -18,11 +18,7 @@ Rows = Sequence[Sequence[Any]]
 
 
 class Tracker:
-    """Runs a tracker in a thread, where it may be slow, fail or hang. Its first error switches it off.
-
-    Args:
-        start: returns an object with the methods of `Wandb`.
-    """
+    """Runs a service like `Wandb` in a thread, where it may hang. Its first error switches it off."""
 
     broken: set[str] = set()  # the names of trackers that failed or did not finish
 
@@ -54,8 +50,7 @@ class Tracker:
         self.send("finish", run_dir)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():
-            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is abandoned; "
-                          "metrics.jsonl is complete")
+            self._give_up(f"{self.name} did not finish in {timeout_seconds:.0f} s; metrics.jsonl is complete")
 
     def _give_up(self, why: str) -> None:
         Tracker.broken.add(self.name)
@@ -64,10 +59,7 @@ class Tracker:
 
 @contextmanager
 def abandoning_trackers() -> Iterator[None]:
-    """A `with` block around a program that ends the process immediately if a tracker is broken.
-
-    Otherwise wandb's exit handlers would wait forever.
-    """
+    """A `with` block around a program that ends at once if a tracker is broken: wandb would wait forever."""
     try:
         yield
     finally:

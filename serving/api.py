@@ -258,12 +258,7 @@ MIN_TEMPERATURE = 1e-6  # below this, decoding is greedy; logits would overflow
 
 
 class Api:
-    """The endpoints.
-
-    Args:
-        max_tokens: the longest completion.
-        seconds: time limit of a request.
-    """
+    """The endpoints, with the limits of a completion and of a request's time."""
 
     def __init__(self, batchers: Mapping[str, Batcher], max_tokens: int, seconds: float):
         self.batchers, self.max_tokens, self.seconds = batchers, max_tokens, seconds
@@ -300,8 +295,8 @@ class Api:
         body = await read(request, ChatBody)
         batcher = self.batchers[name := self.find(body.model)]
         if batcher.model.chat_format is None:
-            raise ApiError(400, f"{name} cannot chat: {batcher.model.no_chat_reason}; use "
-                                "/v1/completions", "model")
+            reason = batcher.model.no_chat_reason
+            raise ApiError(400, f"{name} cannot chat: {reason}; use /v1/completions", "model")
         batcher.check_room(body.n)
         try:
             messages = [message.model_dump() for message in body.messages]

@@ -133,11 +133,7 @@ class Server(uvicorn.Server):
 
 
 def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
-    """Print the address and serve models until Ctrl-C.
-
-    Args:
-        models: opened after the address is claimed, because opening can take minutes.
-    """
+    """Print the address and serve models until Ctrl-C. Opening them can take minutes."""
     key = options.api_key
     if not key and not is_loopback(options.host):
         raise SettingsError(f"--host {options.host} accepts other machines and requires an API key; set "

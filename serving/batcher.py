@@ -36,10 +36,7 @@ class Job:
 
 
 class Answer:
-    """The chunks of all completions of one HTTP request. For use in the event loop only.
-
-    The end of the `with` block cancels unfinished completions.
-    """
+    """The chunks of all completions of one HTTP request, cancelled at the end of the `with` block."""
 
     def __init__(self, batcher: "Batcher", jobs: Sequence[Job]):
         self.batcher, self.jobs, self.unfinished = batcher, jobs, len(jobs)
@@ -47,7 +44,6 @@ class Answer:
         self._queue: asyncio.Queue[TextChunk | ApiError] = asyncio.Queue()
 
     def put(self, chunk: TextChunk | ApiError) -> None:
-        """Queue a chunk, or an error that ends an unfinished answer."""
         self.unfinished -= isinstance(chunk, TextChunk) and chunk.finish_reason is not None
         self._queue.put_nowait(chunk)
 
@@ -76,12 +72,9 @@ class Answer:
 
 
 class Batcher:
-    """A model in a thread, which serves several requests concurrently. Raises if a first token fails.
+    """A model in a thread, which serves `rows` prompts at a time. Raises if a first token fails.
 
-    Args:
-        rows: number of prompts that run concurrently.
-        waiting: number of further prompts that may wait.
-        length: the most tokens of a prompt and its completion together.
+    So many further prompts may wait. A prompt and its completion have at most `length` tokens.
     """
 
     def __init__(self, model: LanguageModel, rows: int, waiting: int, length: int):
@@ -113,11 +106,7 @@ class Batcher:
                            code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
 
     def submit(self, jobs: Sequence[Job], seconds: float) -> Answer:
-        """Queue the jobs of a request.
-
-        Args:
-            seconds: time limit of the request.
-        """
+        """Queue the jobs of a request, which has this time limit."""
         def time_out() -> None:
             self._inbox.put(lambda: self._cancel(answer))
             answer.put(ApiError(504, f"the answer took longer than {seconds:g} s"))
@@ -130,7 +119,6 @@ class Batcher:
         return answer
 
     def close(self, answer: Answer) -> None:
-        """Cancel unfinished completions. The answer calls this once."""
         self._answers.pop(answer).cancel()
         self._inbox.put(lambda: self._cancel(answer))
 

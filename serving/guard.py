@@ -16,13 +16,7 @@ PUBLIC_PATHS = ("/", "/health")  # no API key required
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's format.
-
-    Args:
-        param: the request field at fault.
-        code: machine-readable reason.
-        headers: additional response headers.
-    """
+    """An error response in OpenAI's format: the request field at fault, and a machine-readable reason."""
 
     def __init__(self, status: int, message: str, param: Optional[str] = None, code: Optional[str] = None,
                  headers: Optional[Mapping[str, str]] = None):

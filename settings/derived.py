@@ -57,10 +57,7 @@ def saved_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and its values for settings not in `given`.
-
-    As a result, a default that changes in a later version never changes or stops a run.
-    """
+    """Return the newest checkpoint of the run to resume, and its settings; new defaults do not apply."""
     if config.resume == "never" or config.resume == "auto" and config.run_name is None:
         return Path(), {}
     named = config.resume != "auto"
@@ -129,10 +126,7 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
 
 
 def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]:
-    """Return the tokenizer of the prepared data or the start, and the start's row length if it is shorter.
-
-    Rows longer than those the model was trained on must be requested explicitly.
-    """
+    """Return the tokenizer of the prepared data or the start, and the start's row length if it is shorter."""
     start, tokenizer, length = config.named_checkpoint, config.tokenizer_path, config.max_seq_len
     places = [] if start is None else [Path(start), Path(config.output_dir) / start]
     folders = [folder for place in places for folder in checkpoints_of(place)]

@@ -203,7 +203,6 @@ def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
-    """Return the library variables in all layers."""
     return {name: value for layer in layers for name, value in layer.exports.items()}
 
 
@@ -237,11 +236,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
                 own_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
     """Read all layers, choose values for unset settings, and return the configuration.
 
-    Args:
-        argv: flags, without the program's name.
-        environ: the process environment; None = os.environ.
-        own_flags: a script's flags, which are also suggested for unknown flags.
-        complete: also check the rules between settings; scripts that need only a few settings pass False.
+    A script's `own_flags` are suggested for unknown flags. Without `complete`, the rules between settings are
+    not checked, for scripts that need only a few settings.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
@@ -445,8 +441,7 @@ def load_or_exit(argv: Sequence[str], usage: str,
                  forecasts: Mapping[str, Callable[[Sequence[str]], None]] = {}) -> Loaded:
     """Return the configuration and export `.env`'s variables; exits after --help, --version and errors.
 
-    Args:
-        forecasts: functions that print each of FORECASTS, given the other flags. The process then exits.
+    Exits also after a forecast, which a function prints, given the other flags.
     """
     name, others = split_forecast(argv)
     if name in forecasts:

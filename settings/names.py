@@ -83,7 +83,6 @@ def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[s
 
 
 def unknown(where: str, name: str) -> str:
-    """Return the message for an unknown name in a file."""
     guess = nearest(name)
     advice = f"did you mean {guess.upper()}?" if guess else "--help lists every setting"
     return f"{where}: unknown setting {shortened(name)}; {advice}"

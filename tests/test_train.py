@@ -327,7 +327,7 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, math.nan, 4.0, math.nan])))
     run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6)
     assert run.train() == 0
-    assert capsys.readouterr().err.count("is not finite, so it cannot be the best") == 2
+    assert capsys.readouterr().err.count("is not finite") == 2
     assert run.steps_saved() == [4, 6]
     progress = store.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)

@@ -157,7 +157,7 @@ def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monke
     monkeypatch.setattr(store, "check_room",
                         lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
     assert finished.train(RESUME="never") == 143
-    assert "nothing was changed. To start, run the same command again" in capsys.readouterr().out
+    assert "nothing was changed" in capsys.readouterr().out
     assert contents(finished.output_dir) == before
 
 
