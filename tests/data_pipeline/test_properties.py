@@ -16,14 +16,7 @@ from safetensors.torch import save_file
 
 from checkpoint import store
 from common.errors import CheckpointError, DataError
-from data_pipeline.shards import (
-    MANIFEST,
-    ShardWriter,
-    TokenizerInfo,
-    Verification,
-    dtype_for,
-    open_token_set,
-)
+from data_pipeline import shards
 from data_pipeline.sources import Reading, Source, flaw_of, read_texts
 from dataloaders import RowOrder, pack
 
@@ -204,14 +197,14 @@ def test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step(n_rows, micro
 def write_set(folder: Path, chunks: list[list[int]], shard_tokens: int, vocab_size: int) -> Path:
     for path in folder.glob("*"):
         path.unlink()
-    dtype = dtype_for(vocab_size)
-    writer = ShardWriter(folder, "train", shard_tokens, dtype)
+    dtype = shards.dtype_for(vocab_size)
+    writer = shards.ShardWriter(folder, "train", shard_tokens, dtype)
     for chunk in chunks:
         writer.write(np.array(chunk, np.int64))
     stream = writer.sync(finish=True)
     manifest = {"format": 1, "dtype": dtype, "vocab_size": vocab_size, "tokenizer_sha256": "", "document_start_id": 0,
                 "splits": {"train": stream}}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / shards.MANIFEST).write_text(json.dumps(manifest))
     return folder
 
 
@@ -230,7 +223,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     chunks, vocab_size = token_set
     ids = sum(chunks, [])
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
-    opened = open_token_set(folder, "train", TokenizerInfo(vocab_size), verification=Verification("always"))
+    opened = shards.open_token_set(folder, "train", shards.TokenizerInfo(vocab_size), verification=shards.Verification("always"))
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
     assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
@@ -246,7 +239,7 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     path = dice.choice(sorted(folder.glob("*.bin")))
     flip_bit(path, dice)
     with pytest.raises(DataError, match=path.name):
-        open_token_set(folder, "train", TokenizerInfo(token_set[1]), verification=Verification("always"))
+        shards.open_token_set(folder, "train", shards.TokenizerInfo(token_set[1]), verification=shards.Verification("always"))
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,

@@ -10,23 +10,13 @@ from factories import flip_bit
 
 from common.errors import DataError
 from data_pipeline import shards as shard_reader
-from data_pipeline.shards import (
-    HEADER_BYTES,
-    MANIFEST,
-    VERIFIED,
-    TokenizerInfo,
-    Verification,
-    dtype_for,
-    header_bytes,
-    open_token_set,
-)
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
 
 
 def write_llmc(path, ids, dtype="uint16"):
-    path.write_bytes(header_bytes(len(ids), dtype) + np.asarray(ids, dtype).tobytes())
+    path.write_bytes(shard_reader.header_bytes(len(ids), dtype) + np.asarray(ids, dtype).tobytes())
 
 
 def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
@@ -42,13 +32,13 @@ def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
             entries.append({"file": path.name, "tokens": len(ids),
                             "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
         manifest["splits"][split] = {"tokens": sum(map(len, parts)), "documents": 1, "shards": entries}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+    (folder / shard_reader.MANIFEST).write_text(json.dumps(manifest))
     return folder
 
 
 def open_train(path, verify="auto", **changes):
-    tokenizer = TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
-    return open_token_set(path, "train", tokenizer, verification=Verification(verify))
+    tokenizer = shard_reader.TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
+    return shard_reader.open_token_set(path, "train", tokenizer, verification=shard_reader.Verification(verify))
 
 
 @pytest.fixture
@@ -60,7 +50,7 @@ def prepared(tmp_path):
 
 @pytest.mark.parametrize("vocab_size, dtype", [(1, "uint16"), (65536, "uint16"), (65537, "uint32"), (128256, "uint32")])
 def test_dtype_is_the_narrowest_that_holds_every_id(vocab_size, dtype):
-    assert dtype_for(vocab_size) == dtype and vocab_size - 1 <= np.iinfo(dtype).max
+    assert shard_reader.dtype_for(vocab_size) == dtype and vocab_size - 1 <= np.iinfo(dtype).max
 
 
 def test_every_range_is_read_across_the_borders_of_shards(prepared):
@@ -69,13 +59,13 @@ def test_every_range_is_read_across_the_borders_of_shards(prepared):
     for start in range(52):
         for count in range(1, 53 - start):
             assert tokens.read(start, count).tolist() == list(range(start, start + count))
-    assert open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
+    assert shard_reader.open_token_set(prepared, "validation", shard_reader.TokenizerInfo(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
 
 
 def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
     unfinished = prepared.parent / "tmp-other"
     unfinished.mkdir()
-    (unfinished / MANIFEST).write_text("{}")
+    (unfinished / shard_reader.MANIFEST).write_text("{}")
     assert open_train(prepared.parent).tokens == 52
     prepare(prepared.parent / "second", train=[range(9)])
     with pytest.raises(DataError, match=r"(?s)several prepared sets.*second.*set"):
@@ -96,9 +86,9 @@ def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     (lambda data: bytes(data + b"x"), "is too long"),
     (lambda data: b"", "is empty"),
     (0, "wrong magic"), (4, "version 0"), (8, "is cut short|is too long"),  # a flipped bit
-    (lambda data: header_bytes(0, "uint16"), "is empty, but its header gives 0 tokens"),
-    (lambda data: header_bytes(4, "uint16") + bytes(8), "its header gives 4 tokens of uint16, but manifest.json lists 5"),
-    (lambda data: header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json lists 5 of uint16"),
+    (lambda data: shard_reader.header_bytes(0, "uint16"), "is empty, but its header gives 0 tokens"),
+    (lambda data: shard_reader.header_bytes(4, "uint16") + bytes(8), "its header gives 4 tokens of uint16, but manifest.json lists 5"),
+    (lambda data: shard_reader.header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json lists 5 of uint16"),
 ])
 def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
     path = prepared / "train-00001.bin"
@@ -124,19 +114,19 @@ def scanned_files(monkeypatch):
 def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
     open_train(prepared, verify="never")
-    assert not names and not (prepared / VERIFIED).exists()
+    assert not names and not (prepared / shard_reader.VERIFIED).exists()
     open_train(prepared)
-    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
+    shard_reader.open_token_set(prepared, "validation", shard_reader.TokenizerInfo(VOCABULARY))
     assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
     names.clear()
     open_train(prepared)
-    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
+    shard_reader.open_token_set(prepared, "validation", shard_reader.TokenizerInfo(VOCABULARY))
     assert names == []
     os.utime(prepared / "train-00001.bin", ns=(1, 1))
     open_train(prepared)
     assert names == ["train-00001.bin"]
     open_train(prepared, verify="always")
-    open_token_set(prepared, "validation", TokenizerInfo(VOCABULARY))
+    shard_reader.open_token_set(prepared, "validation", shard_reader.TokenizerInfo(VOCABULARY))
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
@@ -160,17 +150,17 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
-    (prepared / VERIFIED).mkdir()  # like a read-only folder, which root could write to
+    (prepared / shard_reader.VERIFIED).mkdir()  # like a read-only folder, which root could write to
     for _ in range(2):
         assert open_train(prepared).tokens == 52
-    (prepared / VERIFIED).rmdir()
-    (prepared / VERIFIED).write_text("{")
+    (prepared / shard_reader.VERIFIED).rmdir()
+    (prepared / shard_reader.VERIFIED).write_text("{")
     open_train(prepared)
-    (prepared / VERIFIED).unlink()
-    os.mkfifo(prepared / VERIFIED)
+    (prepared / shard_reader.VERIFIED).unlink()
+    os.mkfifo(prepared / shard_reader.VERIFIED)
     open_train(prepared)
     assert len(names) == 12
-    assert not list(prepared.glob(f"{VERIFIED}.*"))
+    assert not list(prepared.glob(f"{shard_reader.VERIFIED}.*"))
 
 
 def swap(path):
@@ -182,8 +172,8 @@ def swap(path):
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("change, how", [
-    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and now has 1,030; restore the file"),
-    (lambda path: flip_bit(path, HEADER_BYTES + 7), "it was written to; restore the file"),
+    (lambda path: os.truncate(path, shard_reader.HEADER_BYTES + 6), r"it had 1,084 bytes and now has 1,030; restore the file"),
+    (lambda path: flip_bit(path, shard_reader.HEADER_BYTES + 7), "it was written to; restore the file"),
     (swap, "another file has its name"),
     (lambda path: os.utime(path, ns=(1, 1)), None),
     (lambda path: shutil.copy(path, path.with_name("same")) and path.with_name("same").replace(path), None)])
@@ -203,7 +193,7 @@ def test_a_shard_that_changes_while_it_is_read_is_refused_and_one_that_is_touche
 def test_an_id_beyond_the_vocabulary_indexes_nothing_where_no_change_is_seen(prepared):
     path, tokens = prepared / "train-00000.bin", open_train(prepared, vocab_size=52)
     before = path.stat()
-    flip_bit(path, HEADER_BYTES + 7)
+    flip_bit(path, shard_reader.HEADER_BYTES + 7)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     for read in (lambda: tokens.read(2, 9), lambda: list(tokens.blocks())):
         with pytest.raises(DataError, match=r"train-00000\.bin: token 3 \(byte 1030\) has id 259, beyond the vocab"):
@@ -253,7 +243,7 @@ def test_foreign_files_are_read(foreign, kind, monkeypatch):
     folder = foreign(kind)
     train = open_train(folder, document_start_id=3)
     assert train.read(0, 40).tolist() == list(range(40)) and train.tokens == 40 and train.document_start_id == 3
-    assert open_token_set(folder, "validation", TokenizerInfo(10)).read(0, 10).tolist() == list(range(10))
+    assert shard_reader.open_token_set(folder, "validation", shard_reader.TokenizerInfo(10)).read(0, 10).tolist() == list(range(10))
     assert open_train(folder / "*train*.[bn]*").read(0, 40).tolist() == list(range(40))
     first = sorted(folder.glob("*train*"))[0]
     assert open_train(first).tokens == (40 if kind == "nanogpt" else 25)
@@ -277,7 +267,7 @@ def test_a_foreign_file_may_have_any_name_where_it_is_pointed_at(tmp_path):
     assert open_train(tmp_path / "constraint.bin").tokens == 20
     for path, split in ((tmp_path, "train"), (tmp_path / "constraint.bin", "validation")):
         with pytest.raises(DataError, match=f"no token file for {split}"):
-            open_token_set(path, split, TokenizerInfo(VOCABULARY))
+            shard_reader.open_token_set(path, split, shard_reader.TokenizerInfo(VOCABULARY))
 
 
 def test_two_kinds_of_files_are_refused(foreign):

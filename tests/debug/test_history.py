@@ -22,7 +22,6 @@ PRINTED: list[str] = []
 
 @pytest.fixture(autouse=True)
 def lines(monkeypatch) -> list[str]:
-    """What is printed."""
     PRINTED.clear()
     monkeypatch.setattr(debug.history, "show", PRINTED.append)
     return PRINTED

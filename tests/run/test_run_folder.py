@@ -20,7 +20,6 @@ from run import start as run_start
 
 @pytest.fixture(scope="module")
 def whole(prepared, tmp_path_factory) -> TinyRun:
-    """A finished run that nothing interrupted."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), **UNMEASURED)
     assert run.train() == 0
     return run
@@ -28,7 +27,6 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 
 @pytest.fixture
 def finished(whole, tmp_path) -> TinyRun:
-    """A copy of it, which tests may change."""
     return whole.copy(tmp_path / "finished")
 
 

@@ -64,8 +64,8 @@ def texts_of(parts) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-def load(name: str, base: str | None = None):
-    return adapters.load_to_generate(find_model(name), base)
+def load(name: str, *base: str):
+    return adapters.load_to_generate(find_model(name), *base)
 
 
 def continuations(generator: TextGenerator, texts: list[str]):
