@@ -417,10 +417,10 @@ START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
 LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
                "grpo_data_path", "hellaswag_path")
 NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
-# By scripts/load_*_dataset.py.
+# The kind of data of each stage, and the script that prepares it: scripts/load_*_dataset.py.
+KIND_OF_STAGE = {"pretrain": "documents", "sft": "chats", "dpo": "pairs", "grpo": "prompts"}
+STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo", "grpo": "prompts"}
-
-
 BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "length")
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
-from config import Config
+from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from fused.head import IGNORE_INDEX
@@ -627,7 +627,7 @@ def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: st
         tokens = shards.open_token_set(path, split, tokenizer, verification=verification)
         document_start_id = tokens.document_start_id if config.document_mask else None
         return TokenRows(tokens, config.max_seq_len, document_start_id)
-    kind = {"sft": "chats", "dpo": "pairs", "grpo": "prompts"}[config.training_stage]
+    kind = KIND_OF_STAGE[config.training_stage]
     example_set = open_example_set(path, split, kind, tokenizer, verification)
     if kind == "prompts":
         return PromptRows(example_set, config.max_seq_len, config.answer_tokens)

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
 from common.text import command, printable
-from config import Config
+from config import STAGE_OF_KIND, Config
 from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
@@ -30,7 +30,6 @@ LONGEST = 1 << 20  # tokens; longer documents are counted together
 MOST_HASHES = 1 << 24  # for detecting repeated documents: 128 MiB
 COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
-STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo", "prompts": "grpo"}
 
 
 class RepeatCounter:
@@ -255,7 +254,7 @@ def open_data(folder: Path, config: Config) -> DataReport:
         raise DataError(f"{folder}: no such folder; "
                         f"{command('scripts/inspect_data.py', '--list')} lists those below data/")
     # Steps of one row, so that no set is too small for a step.
-    changes = {"training_stage": STAGES[manifest.get("kind", "documents")], "micro_batch_size": 1,
+    changes = {"training_stage": STAGE_OF_KIND[manifest.get("kind", "documents")], "micro_batch_size": 1,
                "total_batch_size": config.max_seq_len, "world_size": 1}
     tokenizer = find_tokenizer(manifest, config)
     if not manifest and tokenizer is None:

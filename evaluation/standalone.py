@@ -12,7 +12,7 @@ import torch
 
 from checkpoint import peft, store
 from common.errors import DataError, SettingsError, requires_package
-from config import Config, evaluation_rules
+from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from dataloaders import open_rows
@@ -63,7 +63,7 @@ def stage_of(data: Path) -> str:
         kind = read_manifest(folder).kind if folder else ""
     except OSError as error:
         raise DataError(f"--data {data} cannot be read: {error.strerror}; check its permissions") from error
-    return {"chats": "sft", "pairs": "dpo", "prompts": "grpo"}.get(kind, "pretrain")
+    return STAGE_OF_KIND.get(kind, "pretrain")
 
 
 @collective
