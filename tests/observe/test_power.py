@@ -180,7 +180,7 @@ def test_what_a_full_disk_refuses_is_dropped_with_one_warning_and_no_half_line(t
     file.append("fourth\n")
     file.close()
     assert (tmp_path / "power.csv").read_text() == f"{HEADER}\nfirst\nfourth\n"
-    assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "the run continues" in warnings[0]
+    assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "measurements are lost" in warnings[0]
 
 
 class Meter:
