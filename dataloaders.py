@@ -361,7 +361,8 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: shards.
     valid = (targets > 0) & ((counts == 3) | (kind != "pairs"))
     valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
     if not valid.all():
-        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} is not of {kind}; prepare it again")
+        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
+                        f"{kind}; prepare the data again")
     # Find the tokens of each example, and its first target.
     borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if borders[-1] != tokens.tokens:

@@ -558,8 +558,9 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
         raise _unprepared(path, "holds text or records, not tokens")
     else:
-        raise DataError(f"{path}: wrong magic {head[:4].hex(' ')}, not of llm.c "
-                        f"({' or '.join(map(str, known))}) or .npy; call files without it train.bin, val.bin")
+        raise DataError(f"{path}: wrong magic: starts with {head[:4].hex(' ')}, which is not a header of "
+                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header must be "
+                        "called train.bin or val.bin")
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
     if size != expected:

@@ -228,13 +228,13 @@ def test_damaged_segments_are_found(tmp_path, verify):
 
 @pytest.mark.parametrize("kind, segments, complaint", [
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1], "example 1 has no end"),
-    ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 is not of"),  # no target
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 is not of"),  # begins with a target
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 is not of"),  # an empty segment
+    ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 does not have the segments"),  # no target
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 does not have the segments"),  # begins with a target
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 does not have the segments"),  # an empty segment
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in total, but the shards have 10"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 is not of"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 is not of"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 is not of"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 does not have the segments"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 does not have the segments"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 does not have the segments"),
 ])
 def test_segments_that_do_not_fit_are_refused(kind, segments, complaint, tmp_path):
     folder = write(tmp_path, kind, [chat(2, 3), chat(2, 3)], segments)

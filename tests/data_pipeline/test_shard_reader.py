@@ -293,7 +293,7 @@ def npy(array) -> bytes:
 @pytest.mark.parametrize("name, data, message", [
     ("train.bin", b"\1\0\2", "odd size \\(3 bytes\\)"),
     ("train.bin", b"", "is empty"),
-    ("x_train.bin", np.arange(800, dtype="<u2").tobytes(), "wrong magic 00 00 01 00"),
+    ("x_train.bin", np.arange(800, dtype="<u2").tobytes(), "wrong magic: starts with 00 00 01 00"),
     ("train.bin", b"\1\2\3\4\1\0\0\0\4\0\0\0" + bytes(1020), "wrong magic"),
     ("x_train.npy", b"\0" * 200, "wrong magic"),
     ("x_train.npy", b"\x93NUMPY\1\0\x10\0{'descr': ", "header cannot be read"),

@@ -67,7 +67,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
     ("raw", lambda: (np.arange(999, dtype="<u2") % 256).tofile("t.bin") or env(PRETRAIN_DATA_PATH="t.bin")(), CHECK,
      "must be called (train.bin) or", lambda: Path("t.bin").rename("train.bin"),
      CHECK + " --pretrain-data-path {0} --validate-every 0"),
-    ("several-sets", env(PRETRAIN_DATA_PATH="."), CHECK, "name one of them: .*(set)$", nothing,
+    ("several-sets", env(PRETRAIN_DATA_PATH="."), CHECK, "name one: .*(set)$", nothing,
      CHECK + " --pretrain-data-path {0}"),
     ("all-held-out", nothing, f"{PREPARING} y.jsonl --column prompt --validation-fraction 0.99999",
      r"lower VALIDATION_FRACTION \(0 ", nothing, f"{PREPARING} y.jsonl --column prompt --validation-fraction 0"),

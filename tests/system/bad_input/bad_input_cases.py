@@ -288,7 +288,7 @@ SHARDS = group(
     sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "expected 5")) + group(
     "segments", SFT, 3,
     sum=(segments(8, 15), "tokens long in total, but the shards have"), no_end=(segments(8, 13), "has no end"),
-    no_target=(segments(8, 14), "is not of chats"),
+    no_target=(segments(8, 14), "does not have the segments of chats"),
     none=(lambda: json_of("chats/manifest.json", lambda m: m["splits"][
         "train"].pop("segments") and None)(), "lists no segments of train"),
         cut=(cut("chats/train-segments-00000.bin", -2), "is cut short"),
