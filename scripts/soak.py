@@ -2,15 +2,17 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
+    python scripts/soak.py --stage sharded --kills 200           # also sft, dpo, lora, grpo
     python scripts/soak.py --elastic --kills 0 --points 0 --flips 0 \\
         --truncations 0                                      # only elastic
 
 Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
-during a save: while the state is copied, or while a thread writes it. The run is resumed, perhaps killed
-again, and must end identically: SHA-256 of the weights and the optimizer state, metrics, ledger and samples.
+during a save: while the state is copied, or while threads write it. The run is resumed, perhaps killed again,
+and must end identically: SHA-256 of the weights and the optimizer state, metrics, ledger, samples,
+evaluations and rollouts.
 
-Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving in a thread, and of
-pruning.
+Crash points: a process, or either of two ranks, dies at each open, write, fsync, rename, unlink and rmdir of
+saving in a thread, and of pruning.
 
 Flips and truncations: a bit flips in a file of the newest checkpoint or in a shard, or the file is truncated
 or deleted. The run must warn, resume from the previous checkpoint, and end identically. For a damaged shard,
@@ -77,6 +79,9 @@ from debug.history import diff
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 4, **UNMEASURED}
+# The mode of a stage in the factories, and the numbers of ranks on which it is killed.
+STAGES = {"pretrain": ("", (1, 2)), "sharded": ("", (2,)), "sft": ("sft", (1, 2)), "dpo": ("dpo-live", (1, 2)),
+          "lora": ("lora-sft", (1, 2)), "grpo": ("grpo", (1, 2))}
 # Twelve rows a step; a rank's rows of an adapter must have a multiple of 16 numbers.
 ROWS = 12
 ELASTIC = {"TOTAL_BATCH_SIZE": ROWS * 96, "MAX_STEPS": 6, "SAVE_EVERY": 1, "KEEP_LAST": 2, "LORA_RANK": 16}
@@ -90,11 +95,11 @@ PROCESSES = threading.Lock()
 
 def results_of(run: TinyRun) -> dict[str, Any]:
     """Everything that must be the same at the end of two runs."""
-    names, samples = os.listdir(run.folder / "checkpoints"), run.folder / "samples.jsonl"
+    names, logs = os.listdir(run.folder / "checkpoints"), ("samples", "evaluations", "rollouts")
     return {"weights and optimizer": run.hashes(run.settings["MAX_STEPS"]),
             "temporary files": [name for name in names if not name.startswith("step-")],
             "metrics": without_clocks(run.metrics()), "ledger": (run.folder / "ledger.jsonl").read_text(),
-            "samples": samples.read_text() if samples.exists() else ""}
+            **{log: without_clocks(run.lines(log)) for log in logs}}
 
 
 def newest_step(run: TinyRun) -> int:
@@ -119,41 +124,66 @@ class Reference(NamedTuple):
 
 
 class Setup:
-    """The data, undisturbed runs, and a template: a run killed at the start of its third save."""
+    """The data, and runs that are trained only once: undisturbed ones, and templates."""
 
-    def __init__(self, folder: Path, kills: bool, elastic: bool):
+    def __init__(self, folder: Path, stage: str, elastic: bool):
         self.folder = folder
         self.prepared: Prepared = prepare(folder / "data")
         # Below the ports that the system assigns to connections, so that no other run takes them.
         self.ports = count(10_000 + os.getpid() % 10_000)
-        self.short = self.measured(TinyRun(self.prepared, folder / "short", **SHORT), 1)
-        self.template = TinyRun(self.prepared, folder / "template", **SHORT)
-        self.finish(self.template, 1, partial(faults.die_in_save, 3, 1), [KILLED])
-        list_calls = partial(faults.list_calls_of_save, 1, folder / "calls.txt")
-        self.finish(self.copied(folder / "counted"), 1, list_calls)
-        self.calls = (folder / "calls.txt").read_text().split()
-        self.files = sorted({path.name for path in self.template.checkpoint(2).iterdir()} - {store.CARD})
-        self.shards = sorted(path.name for path in self.prepared.shards.glob("*.bin"))
-        self.long = {ranks: self.measured(TinyRun(self.prepared, folder / f"long-{ranks}", **LONG), ranks)
-                     for ranks in (1, 2)} if kills else {}
-        self.whole_runs: dict[tuple, tuple[TinyRun, Reference]] = {}
-        self.one_at_a_time = threading.Lock()
-        if elastic:
+        mode, self.worlds = STAGES[stage]
+        if elastic or mode:
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 self.stages = prepare_stages(self.prepared, folder)
+        self.settings = self.stages.settings(mode) if mode else self.prepared.settings()
+        self.settings |= {"SHARDING": "full"} if stage == "sharded" else {}
+        self.data = f"{self.settings.get('TRAINING_STAGE', 'pretrain').upper()}_DATA_PATH"
+        self.shards = sorted(path.name for path in self.settings[self.data].glob("*.bin"))
+        self.made: dict[tuple, Any] = {}
+        self.one_at_a_time = threading.RLock()
+
+    def once(self, key: tuple, make: Callable[[Path], Any]) -> Any:
+        with self.one_at_a_time:
+            if key not in self.made:
+                self.made[key] = make(self.folder / "-".join(map(str, key)))
+            return self.made[key]
+
+    def run(self, folder: Path, changes: dict[str, Any]) -> TinyRun:
+        return TinyRun(self.prepared, folder, **self.settings | changes)
+
+    def reference(self, ranks: int, changes: dict[str, Any]) -> Reference:
+        """Return an undisturbed run on so many ranks."""
+        key = "undisturbed", ranks, changes["MAX_STEPS"]
+        return self.once(key, lambda folder: self.measured(self.run(folder, changes), ranks))
+
+    def template(self, ranks: int) -> TinyRun:
+        """Return a run that was killed at the start of its third save."""
+        def make(folder: Path) -> TinyRun:
+            self.crash(run := self.run(folder, SHORT), ranks, 0, 3, 1)
+            return run
+
+        return self.once(("template", ranks), make)
+
+    def copied(self, ranks: int, folder: Path) -> TinyRun:
+        shutil.copytree(self.template(ranks).output_dir, folder, dirs_exist_ok=True)
+        return self.run(folder, SHORT)
+
+    def calls(self, ranks: int) -> list[tuple[int, int, int, str]]:
+        """Return the calls of a save, each with the number of ranks, the rank, and its number from 1."""
+        def make(folder: Path) -> list[tuple[int, int, int, str]]:
+            self.finish(self.copied(ranks, folder), ranks, partial(faults.list_calls_of_save, 1, folder / "calls"))
+            return [(ranks, rank, number, name) for rank in range(ranks) for number, name
+                    in enumerate((folder / "calls" / str(rank)).read_text().split(), 1)]
+
+        return self.once(("calls", ranks), make)
 
     def whole_run(self, feature: str, precision: str, rows: int) -> tuple[TinyRun, Reference]:
-        """Return an undisturbed run in one process, which is trained only once."""
-        key = feature, precision, rows
-        with self.one_at_a_time:
-            if key not in self.whole_runs:
-                run = elastic_run(self, *key, self.folder / f"whole-{feature}-{precision}-{rows}")
-                self.whole_runs[key] = run, self.measured(run, 1)
-            return self.whole_runs[key]
+        """Return an undisturbed run in one process, for elastic kills."""
+        def make(folder: Path) -> tuple[TinyRun, Reference]:
+            run = elastic_run(self, feature, precision, rows, folder)
+            return run, self.measured(run, 1)
 
-    def copied(self, folder: Path) -> TinyRun:
-        shutil.copytree(self.template.output_dir, folder, dirs_exist_ok=True)
-        return TinyRun(self.prepared, folder, **SHORT)
+        return self.once((feature, precision, rows), make)
 
     def measured(self, run: TinyRun, world_size: int) -> Reference:
         marks, started = run.output_dir / "marks", time.monotonic()
@@ -184,6 +214,15 @@ class Setup:
             actual = wait_for_exit(job, PATIENCE)
             assert actual == expected, f"exit codes {actual}, expected {expected}:\n{job.text()}"
             return job.text()
+
+    def crash(self, run: TinyRun, world_size: int, rank: int, save: int, call: int) -> None:
+        """Let a rank die at a call of a save; the others leave, or are killed some seconds later."""
+        with self.started(run, world_size, partial(faults.die_in_save, save, call, rank)) as job:
+            deadline = time.monotonic() + PATIENCE
+            while is_alive(job.processes[rank]) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            codes = wait_for_exit(job, GRACE_SECONDS)
+            assert codes[rank] == KILLED and 0 not in codes, f"exit codes {codes}:\n{job.text()}"
 
 
 def is_alive(process) -> bool:
@@ -249,48 +288,49 @@ def kill_once(setup: Setup, run: TinyRun, reference: Reference, aimed: bool, mar
 
 def kill_trial(setup: Setup, number: int, kills: int, rng: Random, folder: Path) -> Counter:
     """Kill runs this many times in total, resume each until it ends, and compare it."""
-    done, world_size = Counter(), 1 + number // 2 % 2
+    done, world_size = Counter(), setup.worlds[number // 2 % len(setup.worlds)]
+    reference = setup.reference(world_size, LONG)
     for attempt in count():
-        run = TinyRun(setup.prepared, folder / str(attempt), **LONG)
+        run = setup.run(folder / str(attempt), LONG)
         while done["kills"] < kills:
             aimed = (number + done["kills"]) % 2 == 0
             marks = folder / f"marks-{attempt}-{done['kills']}"
-            if (killed := kill_once(setup, run, setup.long[world_size], aimed, marks, rng)) is None:
+            if (killed := kill_once(setup, run, reference, aimed, marks, rng)) is None:
                 break
             done += killed
         setup.finish(run, world_size)
-        setup.long[world_size].compare(run)
+        reference.compare(run)
         if done["kills"] == kills:
             return done
 
 
-def crash_trial(setup: Setup, call: int, rng: Random, folder: Path) -> Counter:
-    """Let a run die at the given call of its save (counted from 1), and resume it."""
-    run = setup.copied(folder)
-    setup.finish(run, 1, partial(faults.die_in_save, 1, call), [KILLED])
+def crash_trial(setup: Setup, ranks: int, rank: int, call: int, rng: Random, folder: Path) -> Counter:
+    """Let a rank die at the given call of its save (counted from 1), and resume the run."""
+    run = setup.copied(ranks, folder)
+    setup.crash(run, ranks, rank, 1, call)
     assert newest_step(run) >= 2, "a checkpoint is lost"
-    setup.finish(run, 1)
-    setup.short.compare(run)
+    setup.finish(run, ranks)
+    setup.reference(ranks, SHORT).compare(run)
     return Counter({"crash points": 1})
 
 
-def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Random], str], rng: Random,
-                 folder: Path) -> Counter:
+def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Random], str], ranks: int,
+                 rng: Random, folder: Path) -> Counter:
     """Damage a file of the newest checkpoint, which must be skipped, or a shard, which must be an error."""
     if name in setup.shards:
-        shards = Path(shutil.copytree(setup.prepared.shards, folder / "shards"))
+        shards = Path(shutil.copytree(setup.settings[setup.data], folder / "shards"))
         done = damage(shards / name, rng)
-        changes = {"PRETRAIN_DATA_PATH": shards, "VERIFY_DATA": "always", "VALIDATE_EVERY": 1}
-        output = setup.finish(TinyRun(setup.prepared, folder, **SHORT | changes), 1, codes=[3])
+        changes = {setup.data: shards, "VERIFY_DATA": "always", "VALIDATE_EVERY": 1}
+        output = setup.finish(setup.run(folder, SHORT | changes), ranks, codes=[3] * ranks)
         assert f"error: {shards / name}: " in output, f"{done}, but the error does not name it:\n{output}"
         return Counter({kind: 1})
-    run = setup.copied(folder)
+    run = setup.copied(ranks, folder)
     done = damage(run.checkpoint(2) / name, rng)
-    output = setup.finish(run, 1)
+    output = setup.finish(run, ranks)
     # One warning names the checkpoint and the file.
     warnings = [line for line in output.splitlines() if "warning: " in line and "step-00000002" in line]
     assert len(warnings) == 1 and name in warnings[0], f"{done}, but the output is:\n{output}"
-    setup.short.compare(run)
+    setup.reference(ranks, SHORT).compare(run)
     return Counter({kind: 1})
 
 
@@ -357,20 +397,24 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
         work = partial(kill_trial, setup, number, kills)
         trials.append(Trial(f"kill {number}", work, Counter(kills=kills)))
         left -= kills
-    points = range(1, len(setup.calls) + 1)
+    points = [point for ranks in setup.worlds if args.points != "0" for point in setup.calls(ranks)]
     if args.points == "borders":
-        points = [call for call in points
-                  if len({*setup.calls[max(0, call - 2):call + 1]}) > 1 or call in (1, len(setup.calls))]
+        names = [None, *(name for *_, name in points), None]
+        points = [point for number, point in enumerate(points) if len({*names[number:number + 3]}) > 1]
     elif args.points != "all":
         points = sorted(Random(args.seed).sample(points, min(int(args.points), len(points))))
-    trials += [Trial(f"point {call} ({setup.calls[call - 1]})", partial(crash_trial, setup, call),
-                     Counter({"crash points": 1})) for call in points]
-    files = [*setup.files, *setup.shards]
+    trials += [Trial(f"point {call} of rank {rank} of {ranks} ({name})",
+                     partial(crash_trial, setup, ranks, rank, call), Counter({"crash points": 1}))
+               for ranks, rank, call, name in points]
+    damaged = setup.template(setup.worlds[0]).checkpoint(2) if args.flips + args.truncations else None
+    files = sorted({path.name for path in damaged.iterdir()} - {store.CARD}) if damaged else []
+    files += setup.shards
     for kind, count_of_kind, ways in (("bit flips", args.flips, [faults.flip_bit]),
                                       ("truncations", args.truncations, [faults.cut, faults.delete])):
         for number in range(count_of_kind):  # every file in turn, and in every way
             name, damage = files[number % len(files)], ways[(number + number // len(files)) % len(ways)]
-            work = partial(damage_trial, setup, kind, name, damage)
+            ranks = setup.worlds[(number + number // len(files)) % len(setup.worlds)]
+            work = partial(damage_trial, setup, kind, name, damage, ranks)
             trials.append(Trial(f"{kind} {number} ({name})", work, Counter({kind: 1})))
     left = args.elastic
     while left:
@@ -386,7 +430,7 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
 def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tuple[Counter, int]:
     """Return what passed and the number of failures; print each failure with a command to repeat it."""
     passed, failed = Counter(), 0
-    names = "kills", "points", "flips", "truncations", "elastic", "seed"
+    names = "stage", "kills", "points", "flips", "truncations", "elastic", "seed"
     flags = " ".join(f"--{name} {getattr(args, name)}" for name in names)
 
     def run_trial(trial: Trial, folder: Path) -> Counter:
@@ -433,10 +477,12 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--points", default="all", metavar="N",
                         help="number of crash points, all, or borders: the first and the last of equal calls "
                              "in a row (default: all)")
+    parser.add_argument("--stage", choices=STAGES, default="pretrain", help="what is trained, except by "
+                        "--elastic; sharded is pretraining with SHARDING=full (default: %(default)s)")
     parser.add_argument("--only", metavar="TRIAL", help="run one trial, named as in a failure's message")
     args, started = parser.parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
-        setup = Setup(Path(folder), args.kills > 0, args.elastic > 0)
+        setup = Setup(Path(folder), args.stage, args.elastic > 0)
         trials = plan(setup, args)
         passed, failed = run_all(trials, args, Path(folder))
     total, seconds = sum((trial.worth for trial in trials), Counter()), time.monotonic() - started
@@ -447,7 +493,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(f"soak: {share('kills')} identical ({passed['inside saves']} inside saves, "
           f"{passed['of two ranks']} of two ranks), {share('crash points')} recovered, "
           f"{share('bit flips')} found, {share('truncations')} found, {share('elastic kills')} identical; "
-          f"seed {args.seed}; {duration(seconds)}", flush=True)
+          f"{args.stage}, seed {args.seed}; {duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 

@@ -112,6 +112,8 @@ def around_saves(begin: Callable[[int], Any], end: Callable[[int], Any]) -> Call
         is_saving = run.saving is not None
         inside.append(1)
         finish(run)
+        if is_saving and run.pruning:
+            run.pruning.join()
         inside.pop()
         if is_saving:
             end(len(numbers))
@@ -128,21 +130,24 @@ def around_saves(begin: Callable[[int], Any], end: Callable[[int], Any]) -> Call
     return lambda: bool(inside)
 
 
-def die_in_save(save: int, deadly_call: int) -> None:
+def die_in_save(save: int, deadly_call: int, rank: int = 0) -> None:
     """In a rank: kill it at the n-th such call of its k-th save, including the deletion of old checkpoints."""
-    inside = around_saves(lambda number: number == save and die_at(deadly_call, inside), lambda number: None)
+    if is_rank(rank):
+        inside = around_saves(lambda number: number == save and die_at(deadly_call, inside), lambda number: None)
 
 
 def list_calls_of_save(save: int, into: Path) -> None:
-    """In a rank: write the names of the calls of its k-th save to a file."""
+    """In a rank: write the names of the calls of its k-th save to a file in a folder, named by the rank."""
     calls: list[str] = []
+    into.mkdir(parents=True, exist_ok=True)
 
     def begin(number: int) -> None:
         nonlocal calls
         if number == save:
             calls = die_at(0, inside)
 
-    inside = around_saves(begin, lambda number: number == save and into.write_text("\n".join([*calls])))
+    inside = around_saves(begin, lambda number: number == save and
+                          (into / os.environ.get("RANK", "0")).write_text("\n".join([*calls])))
 
 
 def mark_saves(folder: Path) -> None:
