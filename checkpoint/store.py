@@ -60,7 +60,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
     def attempt() -> None:
         begin(folder, {}, needed_bytes, largest_file_bytes)
         with disk_errors(folder, needed_bytes):
-            _seal(temporary, details, write_files(temporary) or {})
+            seal(temporary, details, write_files(temporary) or {})
 
     try:
         retrying(attempt, warn)
@@ -98,7 +98,7 @@ def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Ma
     """Write the manifest of a complete temporary folder, and give it its name."""
     def attempt() -> None:
         with disk_errors(folder):
-            _seal(temporary, details, hashed)
+            seal(temporary, details, hashed)
 
     retrying(attempt, warn)
     put_in_place(temporary, folder, warn)
@@ -125,8 +125,11 @@ def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) ->
         _remove(replaced, warn)
 
 
-def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
-    """Sync a folder's files to the disk, then its manifest; hash the other files."""
+def seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
+    """Sync a folder's files to the disk, then its manifest; hash the other files.
+
+    A manifest that is there is overwritten in place, so that a disk that has filled since does not matter.
+    """
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
@@ -135,10 +138,12 @@ def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[st
         if name not in (CARD, *hashed):
             with open(path, "rb") as file:
                 files[name]["sha256"] = sha256(file)
-    files.pop(CARD, None)
+    files = {name: entry for name, entry in files.items() if name not in (CARD, MANIFEST)}
     written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
     manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
-    (folder / MANIFEST).write_bytes(sealed(manifest))
+    with open(os.open(folder / MANIFEST, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+        file.write(sealed(manifest))
+        file.truncate()
     sync(folder / MANIFEST)
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_folder(inner)

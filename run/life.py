@@ -394,7 +394,7 @@ def copy_state(run: Run) -> bool:
         run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
         run.share.is_told = True
     if not shortage:
-        run.share.copy_all()
+        run.share.copy(*run.share.tensors)
     return not shortage
 
 

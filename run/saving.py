@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,9 +77,9 @@ class Share:
 
     def allocate(self) -> str:
         """Allocate memory for copies; if there is too little, return how much is missing. Rank 0 decides."""
-        new = [name for name in self.tensors if name not in self.kept]
-        needed, free = sum(like.numel() * rows.itemsize for rows, like, _ in
-                           (self.tensors[name] for name in new)), free_host_memory()
+        new = self.tensors.keys() - self.kept.keys()
+        needed = sum(like.numel() * rows.itemsize for rows, like, _ in map(self.tensors.get, new))
+        free = free_host_memory()
         fits = self.ranks.broadcast(not new or needed + SPARE_MEMORY <= free)
         try:
             for name in new if fits else ():
@@ -94,42 +94,30 @@ class Share:
 
     def _empty(self, name: str, pinned: bool = False) -> Tensor:
         start, stop = self.span(name, self.part)
-        shape = self.tensors[name][1].shape
-        return torch.empty((stop - start, *shape[1:]) if shape else (), dtype=self.tensors[name][0].dtype,
-                           pin_memory=pinned)
+        rows, like, _ = self.tensors[name]
+        shape = (stop - start, *like.shape[1:]) if like.ndim else ()
+        return torch.empty(shape, dtype=rows.dtype, pin_memory=pinned)
 
     @collective
-    def copy(self, name: str) -> None:
-        """Copy this rank's share of one tensor alone, as far as memory is not kept for all."""
+    def copy(self, *names: str) -> None:
+        """Copy this rank's share of these tensors, and forget the copies of others."""
         self.copied = {}
-        self._start_copy(name)
-        self._wait()
-
-    @collective
-    def copy_all(self) -> None:
-        for name in self.tensors:
-            self._start_copy(name)
-        self._wait()
-
-    def _wait(self) -> None:
+        for name in names:
+            rows, like, count = self.tensors[name]
+            copied = self.kept[name] if name in self.kept else self._empty(name)
+            if rows.ndim:
+                most_rows = max(1, BLOCK_BYTES * count // max(1, like.numel() * rows.itemsize))
+                # If every rank holds all rows, each only takes its own.
+                parts, place = [self.part] if rows is like else self.parts_of_group, 0
+                for piece in send_rows(rows, like, [self.span(name, part) for part in parts], most_rows):
+                    copied[place:place + len(piece)].copy_(piece, non_blocking=True)
+                    place += len(piece)
+            else:
+                copied.copy_(rows, non_blocking=True)
+            self.copied[name] = copied
+            HEARTBEAT.beat()
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
-
-    def _start_copy(self, name: str) -> None:
-        rows, like, count = self.tensors[name]
-        copied = self.kept[name] if name in self.kept else self._empty(name)
-        if rows.ndim:
-            most_rows = max(1, BLOCK_BYTES * count // max(1, like.numel() * rows.itemsize))
-            spans, place = [self.span(name, part) for part in self.parts_of_group], 0
-            if rows is like:  # every rank holds all of it
-                spans = [self.span(name, self.part)]
-            for piece in send_rows(rows, like, spans, most_rows):
-                copied[place:place + len(piece)].copy_(piece, non_blocking=True)
-                place += len(piece)
-        else:
-            copied.copy_(rows, non_blocking=True)
-        self.copied[name] = copied
-        HEARTBEAT.beat()
 
 
 @dataclass
@@ -186,11 +174,18 @@ class Saving:
         with store.disk_errors(folder, sum(file.nbytes for file in self.files.values())):
             if error:
                 raise error
-            if part == 0:
-                self.write_others(self.temporary)
             for name in self.files if part >= 0 else ():
                 sync(self.temporary / name)
+            if part == 0:
+                self.write_others(self.temporary)
+                # With hashes of the same length, so that completing it takes no more of the disk.
+                store.seal(self.temporary, self.details, self.entries([]))
         return hashes
+
+    def entries(self, written: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, Any]]:
+        """Return the files' fields in the manifest from what `write` returned for each part."""
+        written = [*written]
+        return {name: file.entry(hashes[name] for hashes in written) for name, file in self.files.items()}
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
@@ -209,8 +204,7 @@ class Saving:
                 self.begin(folder, warn)
                 written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
             parts = sorted(each for each in ranks.all_gather_json([self.share.part, written]) if each[0] >= 0)
-            hashed = {name: file.entry(hashes[name] for _, hashes in parts)
-                      for name, file in self.files.items()}
+            hashed = self.entries(hashes for _, hashes in parts)
             ranks.on_rank0(lambda: store.finish(self.temporary, folder, self.details, hashed, warn))
         except Exception:
             self.remove()

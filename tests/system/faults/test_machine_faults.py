@@ -95,11 +95,6 @@ def fill_the_disk_in_step_3() -> None:
     act(0, 3, lambda: fill(Path(os.environ["SMALL_DISK"])))
 
 
-def fill_the_disk_in_step_4() -> None:
-    """When the checkpoint of step 2 has its name, which it gets after step 3."""
-    act(0, 4, lambda: fill(Path(os.environ["SMALL_DISK"])))
-
-
 @needs_mounts
 @pytest.mark.parametrize("fault, words", [
     ("small", ("run/checkpoints", "bytes needed", "free")), ("full", ("/run", "too little space", "0 free")),
@@ -127,7 +122,7 @@ def test_a_finished_run_needs_no_room(tiny_run, mount):
 @needs_mounts
 @pytest.mark.parametrize("world_size", [1, WORLD])
 def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, on_small_disk):
-    run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_4)
+    run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_3)
     assert_one_sentence(text, str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
     assert store.verify(run.checkpoint(2))
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
@@ -212,7 +207,7 @@ def test_a_non_finite_step_on_a_full_disk_is_told_as_such(on_small_disk):
 
 
 def console_on_the_full_disk() -> None:
-    fill_the_disk_in_step_4()
+    fill_the_disk_in_step_3()
     file = os.open(f"{os.environ['SMALL_DISK']}/console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
