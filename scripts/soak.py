@@ -80,8 +80,8 @@ from debug.history import diff
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 4, **UNMEASURED}
 # The mode of a stage in the factories, and the numbers of ranks on which it is killed.
-STAGES = {"pretrain": ("", (1, 2)), "sharded": ("", (2,)), "sft": ("sft", (1, 2)), "dpo": ("dpo-live", (1, 2)),
-          "lora": ("lora-sft", (1, 2)), "grpo": ("grpo", (1, 2))}
+STAGES = {"pretrain": ("", (1, 2)), "sharded": ("", (2,)), "sft": ("sft", (1, 2)),
+          "dpo": ("dpo-live", (1, 2)), "lora": ("lora-sft", (1, 2)), "grpo": ("grpo", (1, 2))}
 # Twelve rows a step; a rank's rows of an adapter must have a multiple of 16 numbers.
 ROWS = 12
 ELASTIC = {"TOTAL_BATCH_SIZE": ROWS * 96, "MAX_STEPS": 6, "SAVE_EVERY": 1, "KEEP_LAST": 2, "LORA_RANK": 16}
@@ -171,9 +171,10 @@ class Setup:
     def calls(self, ranks: int) -> list[tuple[int, int, int, str]]:
         """Return the calls of a save, each with the number of ranks, the rank, and its number from 1."""
         def make(folder: Path) -> list[tuple[int, int, int, str]]:
-            self.finish(self.copied(ranks, folder), ranks, partial(faults.list_calls_of_save, 1, folder / "calls"))
+            into = folder / "calls"
+            self.finish(self.copied(ranks, folder), ranks, partial(faults.list_calls_of_save, 1, into))
             return [(ranks, rank, number, name) for rank in range(ranks) for number, name
-                    in enumerate((folder / "calls" / str(rank)).read_text().split(), 1)]
+                    in enumerate((into / str(rank)).read_text().split(), 1)]
 
         return self.once(("calls", ranks), make)
 
@@ -304,26 +305,26 @@ def kill_trial(setup: Setup, number: int, kills: int, rng: Random, folder: Path)
             return done
 
 
-def crash_trial(setup: Setup, ranks: int, rank: int, call: int, rng: Random, folder: Path) -> Counter:
+def crash_trial(setup: Setup, ranks: int, rank: int, call: int, rng: Random, folder: Path) -> None:
     """Let a rank die at the given call of its save (counted from 1), and resume the run."""
     run = setup.copied(ranks, folder)
     setup.crash(run, ranks, rank, 1, call)
     assert newest_step(run) >= 2, "a checkpoint is lost"
     setup.finish(run, ranks)
     setup.reference(ranks, SHORT).compare(run)
-    return Counter({"crash points": 1})
 
 
-def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Random], str], ranks: int,
-                 rng: Random, folder: Path) -> Counter:
+def damage_trial(setup: Setup, number: int, name: str, damage: Callable[[Path, Random], str],
+                 rng: Random, folder: Path) -> None:
     """Damage a file of the newest checkpoint, which must be skipped, or a shard, which must be an error."""
+    ranks = setup.worlds[number % len(setup.worlds)]
     if name in setup.shards:
         shards = Path(shutil.copytree(setup.settings[setup.data], folder / "shards"))
         done = damage(shards / name, rng)
         changes = {setup.data: shards, "VERIFY_DATA": "always", "VALIDATE_EVERY": 1}
         output = setup.finish(setup.run(folder, SHORT | changes), ranks, codes=[3] * ranks)
         assert f"error: {shards / name}: " in output, f"{done}, but the error does not name it:\n{output}"
-        return Counter({kind: 1})
+        return
     run = setup.copied(ranks, folder)
     done = damage(run.checkpoint(2) / name, rng)
     output = setup.finish(run, ranks)
@@ -331,7 +332,6 @@ def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Ran
     warnings = [line for line in output.splitlines() if "warning: " in line and "step-00000002" in line]
     assert len(warnings) == 1 and name in warnings[0], f"{done}, but the output is:\n{output}"
     setup.reference(ranks, SHORT).compare(run)
-    return Counter({kind: 1})
 
 
 def elastic_run(setup: Setup, feature: str, precision: str, rows: int, folder: Path) -> TinyRun:
@@ -385,7 +385,7 @@ class Trial(NamedTuple):
     """A trial, its name, and what it counts as if it passes."""
 
     name: str
-    work: Callable[[Random, Path], Counter]
+    work: Callable[[Random, Path], Optional[Counter]]  # returns what it counts, if that is more
     worth: Counter
 
 
@@ -413,8 +413,7 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
                                       ("truncations", args.truncations, [faults.cut, faults.delete])):
         for number in range(count_of_kind):  # every file in turn, and in every way
             name, damage = files[number % len(files)], ways[(number + number // len(files)) % len(ways)]
-            ranks = setup.worlds[(number + number // len(files)) % len(setup.worlds)]
-            work = partial(damage_trial, setup, kind, name, damage, ranks)
+            work = partial(damage_trial, setup, number + number // len(files), name, damage)
             trials.append(Trial(f"{kind} {number} ({name})", work, Counter({kind: 1})))
     left = args.elastic
     while left:
@@ -436,7 +435,7 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
     def run_trial(trial: Trial, folder: Path) -> Counter:
         folder.mkdir()
         try:
-            return trial.work(Random(f"{args.seed} {trial.name}"), folder)
+            return trial.work(Random(f"{args.seed} {trial.name}"), folder) or trial.worth
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

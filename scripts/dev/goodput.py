@@ -1,7 +1,8 @@
-"""Kill ranks of tiny runs at random under the launcher, and measure the goodput.
+"""Kill ranks of runs at random under the launcher, and measure the goodput.
 
     python scripts/dev/goodput.py --minutes 30 --seed 1
     python scripts/dev/goodput.py --minutes 4 --stages pretrain,sft
+    python scripts/dev/goodput.py --sample --save-every 10       # the sample's presets and data
 
 Each stage trains undisturbed for half of its share of the time. The same steps are then repeated under
 `scripts/launch.py --max-restarts`, while a random rank gets kill -9 at random times, on one and on two ranks
@@ -29,11 +30,12 @@ import contextlib
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
 from commands import Command
-from factories import MODES, UNMEASURED, Stages, TinyRun, prepare, prepare_stages
+from factories import MODES, UNMEASURED, TinyRun, prepare, prepare_stages
 
 from common.command_line import CommandParser
 from common.errors import run_script
@@ -43,6 +45,9 @@ from report.data import RunReader
 SHARE = 0.97  # of the goodput that the kills allow
 RESTART_SECONDS = 10.0  # beyond the start-up
 STAGES = ("pretrain", "sft", "dpo-stored", "lora-sft", "distilled-sft")
+# The presets of the sample's stages, and what they start from: the undisturbed pretraining.
+SAMPLE = {"pretrain": "sample", "sft": "sample,sample-sft", "dpo-stored": "sample,sample-dpo",
+          "lora-sft": "sample,sample-sft,sample-lora", "distilled": "sample,sample-student"}
 # The weights of a step do not depend on how many follow.
 SETTINGS = {**UNMEASURED, "LR_SCHEDULE": "constant", "MAX_STEPS": 10**6, "KEEP_BEST": 0, "KEEP_LAST": 2}
 
@@ -54,6 +59,18 @@ class Measured(NamedTuple):
     lost: float  # repeated steps, away and start-up
     allowed: float  # what the kills may cost
     kills: int
+
+
+class SampleRun(TinyRun):
+    """A run of a stage with the sample's presets, in a folder within that of all stages."""
+
+    def __init__(self, mode: str, output_dir: Path, **settings):
+        base, self.output_dir = output_dir.parents[1] / "pretrain" / "whole" / "run", output_dir
+        start = {} if mode == "pretrain" else {"PRETRAIN_CHECKPOINT": base}
+        if mode == "distilled":
+            start = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": base}
+        self.settings = {"PRESET": SAMPLE[mode], "RUN_NAME": "run", "OUTPUT_DIR": output_dir,
+                         "LOG_EVERY": 1, **start, **settings}
 
 
 def launched(run: TinyRun, ranks: int, **changes) -> Command:
@@ -129,13 +146,12 @@ def measure(run: TinyRun, save_every: int) -> Measured:
     return Measured(useful, lost, allowed + kills * save_every / 2 * step, kills)
 
 
-def try_stage(stages: Stages, mode: str, ranks: int, folder: Path, args, rng: Random) -> Measured:
+def try_stage(make: Callable[..., TinyRun], mode: str, ranks: int, folder: Path, args,
+              rng: Random) -> Measured:
     """Train a stage with and without kills, compare the ends, and print a row of the table."""
-    settings = {**SETTINGS, "SAVE_EVERY": args.save_every}
-    modes = {**MODES, "pretrain": {"TRAINING_STAGE": "pretrain"}}
-    whole, run = (TinyRun(stages.prepared, folder / name, **stages.settings(mode, modes) | settings)
+    whole, run = (make(mode, folder / name, **SETTINGS, SAVE_EVERY=args.save_every)
                   for name in ("whole", "killed"))
-    seconds, started = 60 * args.minutes / len(args.stages) / 2, time.monotonic()
+    seconds, started = 60 * args.minutes / len(args.stages or STAGES) / 2, time.monotonic()
     steps = train_undisturbed(whole, ranks, seconds)
     train_under_kills(run, ranks, steps, args.kill_every, rng)
     assert run.hashes(steps) == whole.hashes(steps), f"{mode}: the weights differ at the end"
@@ -158,8 +174,11 @@ def main() -> int:
     parser = CommandParser(__doc__)
     parser.add_argument("--minutes", type=float, default=30, metavar="M",
                         help="minutes of training, without restarts (default: %(default)s)")
-    parser.add_argument("--stages", type=lambda text: text.split(","), default=[*STAGES], metavar="NAMES",
+    parser.add_argument("--stages", type=lambda text: text.split(","), metavar="NAMES",
                         help=f"stages, separated by commas (default: {','.join(STAGES)})")
+    parser.add_argument("--sample", action="store_true",
+                        help="train with the sample's presets on its data, which must exist, instead of "
+                             "with tiny models")
     parser.add_argument("--kill-every", type=float, default=30, metavar="S",
                         help="mean seconds from a start to its kill (default: %(default)s)")
     parser.add_argument("--save-every", type=int, default=50, metavar="N",
@@ -168,12 +187,19 @@ def main() -> int:
     args, started = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-goodput-") as name:
         folder = Path(name)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            stages = prepare_stages(prepare(folder / "data"), folder)
+        make = SampleRun
+        if not args.sample:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                stages = prepare_stages(prepare(folder / "data"), folder)
+            modes = {**MODES, "pretrain": {"TRAINING_STAGE": "pretrain"}}
+
+            def make(mode: str, folder: Path, **changes) -> TinyRun:
+                return TinyRun(stages.prepared, folder, **stages.settings(mode, modes) | changes)
+
         print("| stage | ranks | steps | kills | useful | lost per kill | goodput | allowed | ratio | time |")
         print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-        found = [try_stage(stages, mode, 1 + number % 2, folder / mode, args, Random(f"{args.seed} {mode}"))
-                 for number, mode in enumerate(args.stages)]
+        found = [try_stage(make, mode, 1 + number % 2, folder / mode, args, Random(f"{args.seed} {mode}"))
+                 for number, mode in enumerate(args.stages or (SAMPLE if args.sample else STAGES))]
     ratio = report("all", "", "", Measured(*map(sum, zip(*found))), time.monotonic() - started)
     return 0 if ratio >= SHARE else 1
 
