@@ -20,7 +20,7 @@ from checkpoint.huggingface import (
     to_theirs,
     write_json,
 )
-from checkpoint.tensors import LazyTensor, TensorFile, open_tensors, write_files
+from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common.errors import CheckpointError
 from common.text import command
 from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
@@ -177,13 +177,6 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
                                   "are one matrix in the base")
         token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
     return token_ids
-
-
-def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
-                        tokenizer) -> dict[str, dict[str, Any]]:
-    """Write an adapter folder for PEFT; return the weight file's fields in a manifest."""
-    save_settings(folder, adapter, model_config, tokenizer)
-    return write_files(folder, adapter_files(adapter, model_config, tokenizer.vocab_size))
 
 
 def adapter_files(adapter: Adapter, model_config: ModelConfig, vocab_size: int) -> dict[str, TensorFile]:

@@ -57,14 +57,15 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
     """
     temporary = temporary_of(folder)
 
-    def attempt() -> None:
+    def attempt() -> Mapping[str, dict[str, Any]]:
         begin(folder, {}, needed_bytes, largest_file_bytes)
         with disk_errors(folder, needed_bytes):
-            seal(temporary, details, write_files(temporary) or {})
+            hashed = write_files(temporary) or {}
+            seal(temporary, details, hashed)
+        return hashed
 
     try:
-        retrying(attempt, warn)
-        put_in_place(temporary, folder, warn)
+        finish(temporary, folder, details, retrying(attempt, warn), warn)
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -75,8 +76,7 @@ def temporary_of(folder: Path) -> Path:
     return folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
 
 
-def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int = 0,
-          largest_file_bytes: int = 0) -> Path:
+def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int, largest_file_bytes: int) -> Path:
     """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
     temporary = temporary_of(folder)
     check_room(folder.parent, needed_bytes, largest_file_bytes)
@@ -84,28 +84,14 @@ def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int = 0,
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        try:
-            for name, file in files.items():
-                file.create(temporary / name)
-        except OSError:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+        for name, file in files.items():
+            file.create(temporary / name)
     return temporary
 
 
 def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]],
            warn: Warn = warn_on_console) -> None:
-    """Write the manifest of a complete temporary folder, and give it its name."""
-    def attempt() -> None:
-        with disk_errors(folder):
-            seal(temporary, details, hashed)
-
-    retrying(attempt, warn)
-    put_in_place(temporary, folder, warn)
-
-
-def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) -> None:
-    """Give a folder that is completely on the disk its name, replacing one of the same name."""
+    """Write the manifest of a complete temporary folder and rename it, replacing a folder of that name."""
     folder = Path(folder).absolute()
     replaced = folder.with_name(f"replaced-{folder.name}")
 
@@ -113,6 +99,7 @@ def put_in_place(temporary: Path, folder: Path, warn: Warn = warn_on_console) ->
         # A crash between the two renames leaves the old checkpoint under `replaced-`.
         with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
+                seal(temporary, details, hashed)
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
                         _remove(replaced, warn)

@@ -379,8 +379,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     if not config.async_save or wait or is_lost or not copy_state(run):
         run.saving = saving
         return finish_saving(run)
-    saving.folder = checkpoint
-    saving.start(run.log.warn)
+    saving.start(checkpoint, run.log.warn)
     run.saving = saving
     saving.blocked = time.perf_counter() - started
     run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)

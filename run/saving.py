@@ -148,11 +148,12 @@ class Saving:
             lambda: store.begin(folder, self.files, sum(sizes), max(sizes)), warn)))))
 
     @collective
-    def start(self, warn: Warn) -> None:
+    def start(self, folder: Path, warn: Warn) -> None:
         """Write the copies in threads, which call no collective."""
-        self.begin(self.folder, warn)
+        self.folder = folder
+        self.begin(folder, warn)
         if self.share.part >= 0:
-            self.thread = Background(lambda warn: store.retrying(partial(self.write, self.folder), warn))
+            self.thread = Background(lambda warn: store.retrying(partial(self.write, folder), warn))
 
     def write(self, folder: Path, copy: Callable[[str], object] = lambda name: None) -> dict[str, list[str]]:
         """Write and sync this rank's part; return the hashes of its blocks of each tensor, by file.

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 import train
-from checkpoint import huggingface, store
+from checkpoint import huggingface, peft, store
 from checkpoint.schema import METRICS
-from checkpoint.tensors import read_all
+from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
@@ -431,6 +431,11 @@ def tiny_model_folder(folder: Path, tokenizer, silenced: Sequence[int] = (), con
         model.tok_embeddings.weight[[*silenced]] = 0
     huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, context)
     return folder
+
+
+def save_adapter_folder(folder: Path, adapter: peft.Adapter, model_config: ModelConfig, tokenizer) -> None:
+    peft.save_settings(folder, adapter, model_config, tokenizer)
+    write_files(folder, peft.adapter_files(adapter, model_config, tokenizer.vocab_size))
 
 
 def by_transformers(folder: Path, tokenizer, asked: Any, max_new_tokens: int, adapter: Optional[Path] = None) -> str:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from commands import python
-from factories import furthest, in_transformers, new_model, run_ranks
+from factories import furthest, in_transformers, new_model, run_ranks, save_adapter_folder
 from torch import nn
 
 import lora
@@ -328,7 +328,7 @@ def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer)
     (folder / "adapter").mkdir()
     adapter = peft_format.Adapter(lora.adapter_state_dict(model), settings(**changes), str(base), sha256,
                                   lora.trained_token_ids(model))
-    peft_format.save_adapter_folder(folder / "adapter", adapter, model.config, tokenizer)
+    save_adapter_folder(folder / "adapter", adapter, model.config, tokenizer)
     return folder / "adapter", base
 
 

@@ -95,10 +95,9 @@ def main() -> None:
             share.copy(*state)
             ranks.barrier()
             tell(f"copy ({attempt}): {time.perf_counter() - started:.2f} s")
-        saving.folder = folder
     before, started = measured_dd(), time.perf_counter()
-    if saving.folder:
-        saving.start(tell)
+    if not shortage:
+        saving.start(folder, tell)
         tell(f"starting the threads: {time.perf_counter() - started:.2f} s")
         if saving.thread:
             saving.thread.join()
@@ -106,7 +105,7 @@ def main() -> None:
         waited = time.perf_counter()
     saving.complete(folder, tell)
     seconds = time.perf_counter() - started
-    if saving.folder:
+    if not shortage:
         tell(f"completing it: {time.perf_counter() - waited:.2f} s")
     tell(f"written, hashed and synced: {seconds:.2f} s, {size / seconds / GB:.2f} GB/s")
     ranks.on_rank0(lambda: shutil.rmtree(folder))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import python
-from factories import by_transformers, tiny_model_folder, wait_until
+from factories import by_transformers, save_adapter_folder, tiny_model_folder, wait_until
 
 import lora
 from checkpoint import huggingface, peft, store
@@ -50,7 +50,7 @@ def adapter(tmp_path, folder, tokenizer) -> Path:
              "settings": settings}
 
     def write(place: Path) -> None:
-        peft.save_adapter_folder(place, contents, model.config, tokenizer)
+        save_adapter_folder(place, contents, model.config, tokenizer)
         (place / store.STATE).write_text(json.dumps(saved))
 
     store.publish(path, write, {"step": 1})

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from factories import TINY, prepare
+from factories import TINY, prepare, save_adapter_folder
 from safetensors.torch import load_file, save_file
 
 import lora
@@ -74,7 +74,7 @@ def make_farm(folder: Path) -> None:
     base_sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder / "model"))
     lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
     adapter = peft.Adapter(lora.adapter_state_dict(model), adapters, "model", base_sha256, {})
-    peft.save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
+    save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
     (folder / ".env").write_text(lines(*[f"{name}={value}" for name, value in {
         **TINY, "OUTPUT_DIR": "runs", "PRETRAIN_DATA_PATH": "set", "SFT_DATA_PATH": "chats", "DPO_DATA_PATH": "pairs",
         "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl", "MAX_STEPS": 1}.items()]))
