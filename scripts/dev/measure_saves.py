@@ -2,20 +2,23 @@
 
     python scripts/dev/measure_saves.py --preset 1.3b --folder /disk --ranks 4
 
-The ranks of one machine write together, as with SHARDING=none. Prints the seconds in which training would
-stop (for the copy in host memory, if there is room), the seconds until the checkpoint is complete, and the
-disk's own time for as many bytes, before and after. All tensors of a rank share one buffer, so the memory
-needed is that of the largest tensor for each rank, besides the copy. Everything is deleted.
+The ranks of one machine write together, as with SHARDING=none. Prints for each save the seconds in which
+training would stop (for the copy in host memory, if there is room, and to start and complete the save), the
+seconds in all, and the disk's own time for as many bytes, before and after; then the medians, and by how much
+each rank's resident memory grew at most. All tensors of a rank share one buffer, so the memory needed is that
+of the largest tensor for each rank, besides the copy. Everything is deleted.
 """
 
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -42,6 +45,11 @@ def dd_seconds(folder: Path, count: int) -> float:
     return time.perf_counter() - started
 
 
+def peak_memory() -> int:
+    """Return the largest resident memory of this process, in bytes, since it was last reset."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
 def start_others(ranks: int) -> list[subprocess.Popen]:
     """Start this command again for each other rank, and become rank 0."""
     with socket.socket() as probe:
@@ -60,6 +68,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder on the disk to measure")
     parser.add_argument("--vocab-size", type=int, default=128_256, help="vocabulary size (default: 128256)")
     parser.add_argument("--weights-only", action="store_true", help="without the optimizer's state")
+    parser.add_argument("--repeats", type=int, default=3, help="number of saves (default: 3)")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes that write (default: 1)")
     args, flags = parser.parse_known_args()
     others = start_others(args.ranks) if "RANK" not in os.environ and args.ranks > 1 else []
@@ -75,8 +84,6 @@ def main() -> None:
     files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments}, None, config.head_dim)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
     manifest = {"step": 1, "world_size": args.ranks, "val_loss": None}
-    saving = Saving(1, 0, share, files, lambda folder: None, manifest)
-
     def tell(*lines: str) -> None:
         if ranks.is_rank0:
             show(*lines)
@@ -86,32 +93,39 @@ def main() -> None:
 
     ranks.on_rank0(lambda: args.folder.mkdir(parents=True, exist_ok=True))
     tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    rss, rows = peak_memory(), []
     if shortage := share.allocate():
         tell(f"copy: none, because {shortage}")
-    else:
-        for attempt in ("first, which allocates", "second"):
-            ranks.barrier()
-            started = time.perf_counter()
+    for repeat in range(args.repeats + 1):  # the first copy touches new memory, and does not count
+        saving = Saving(1, 0, share, files, lambda folder: None, manifest)
+        before, started = measured_dd(), time.perf_counter()
+        if not shortage:
             share.copy(*state)
             ranks.barrier()
-            tell(f"copy ({attempt}): {time.perf_counter() - started:.2f} s")
-    before, started = measured_dd(), time.perf_counter()
-    if not shortage:
-        saving.start(folder, tell)
-        tell(f"starting the threads: {time.perf_counter() - started:.2f} s")
-        if saving.thread:
-            saving.thread.join()
-        ranks.barrier()
+            copy = time.perf_counter() - started
+            saving.start(folder, tell)
+            blocked = time.perf_counter() - started
+            if saving.thread:
+                saving.thread.join()
+            ranks.barrier()
         waited = time.perf_counter()
-    saving.complete(folder, tell)
-    seconds = time.perf_counter() - started
-    if not shortage:
-        tell(f"completing it: {time.perf_counter() - waited:.2f} s")
-    tell(f"written, hashed and synced: {seconds:.2f} s, {size / seconds / GB:.2f} GB/s")
-    ranks.on_rank0(lambda: shutil.rmtree(folder))
-    after = measured_dd()
-    tell(f"dd: {before:.2f} s before and {after:.2f} s after, {2 * size / (before + after) / GB:.2f} GB/s; "
-         f"the save took {2 * seconds / (before + after):.2f} times as long")
+        saving.complete(folder, tell)
+        seconds = time.perf_counter() - started
+        if shortage:
+            copy, blocked, waited = 0.0, 0.0, started
+        blocked += time.perf_counter() - waited
+        ranks.on_rank0(lambda: shutil.rmtree(folder))
+        disk = (before + measured_dd()) / 2
+        rows.append((copy, blocked, seconds, disk, (blocked - copy) / seconds, seconds / disk))
+        tell(f"copy {copy:.2f} s, stopped {blocked:.2f} s, in all {seconds:.2f} s, "
+             f"{size / seconds / GB:.2f} GB/s; dd {disk:.2f} s" + " (not counted)" * (repeat == 0))
+    names = "copy s", "stopped s", "in all s", "dd s", "(stopped - copy) / in all", "in all / dd"
+    for name, values in zip(names, zip(*rows[1:])):
+        tell(f"{name}: {median(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
+    growth = ranks.all_gather_json((peak_memory() - rss) / GB)
+    tell(f"memory: a share is {size / args.ranks / GB:.3f} GB, and the ranks grew by at most "
+         f"{', '.join(f'{each:.3f}' for each in growth)} GB")
     stop_ranks()
     for other in others:
         other.wait()
