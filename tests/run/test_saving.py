@@ -3,9 +3,12 @@
 import errno
 import math
 import os
+import re
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import train
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
+from common.files import BLOCK_BYTES
 from common.heartbeat import HEARTBEAT, Background, Cancelled
 from parallel.ranks import start_ranks, stop_ranks
 from run import saving
@@ -237,3 +241,28 @@ def test_a_wait_for_a_thread_that_moves_is_progress(monkeypatch):
 
     Background(work).result(print)
     assert HEARTBEAT.last_beat > before
+
+
+def note_memory(folder: Path) -> None:
+    """In a rank: write the largest resident memory until step 6 to a file, counted from step 2 on."""
+    place = folder / os.environ.get("RANK", "0")
+    do_in_step(2, lambda: Path("/proc/self/clear_refs").write_text("5"))
+    do_in_step(6, lambda: place.write_text(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, sharding", [(1, "none"), (2, "none"), (4, "none"), (2, "full"), (4, "full")])
+def test_no_rank_s_resident_memory_grows_by_more_than_its_share_and_a_block(ranks, sharding, tiny_run, tmp_path):
+    """Compared with the same run without saves, of 29 million parameters."""
+    peaks = {}
+    for save_every in (2, 100):
+        folder = tmp_path / f"memory-{save_every}"
+        folder.mkdir()
+        run = tiny_run(**UNMEASURED, DIM=512, N_LAYERS=8, N_HEADS=8, N_KV_HEADS=8, MULTIPLE_OF=64, SHARDING=sharding,
+                       SAVE_EVERY=save_every, RUN_NAME=f"run-{save_every}", KEEP_BEST=0)
+        run.ends([0] * ranks, partial(note_memory, folder))
+        peaks[save_every] = [1024 * int((folder / str(rank)).read_text()) for rank in range(ranks)]
+    share = sum(path.stat().st_size for path in run.checkpoint(6).glob("*.safetensors")) / ranks
+    grown = [with_saves - without for with_saves, without in zip(peaks[2], peaks[100])]
+    print(f"{ranks} ranks, {sharding}: a share has {share / 1e6:.0f} MB, grown by", [f"{each / 1e6:.0f} MB" for each in grown])
+    assert max(grown) < share + BLOCK_BYTES
