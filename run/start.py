@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import dataloaders
 import lora
 import model_utils
 from checkpoint import huggingface, peft, store
@@ -23,17 +24,6 @@ from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules, shape_rules
-from dataloaders import (
-    MixedRows,
-    Rows,
-    cache_of,
-    count_rows,
-    map_sources,
-    open_rows,
-    read_held_out,
-    rows_at,
-    rows_by_source,
-)
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.cost import with_head_chunk
@@ -124,7 +114,7 @@ def decide_by_data(loaded: Loaded) -> Loaded:
     """Return the settings, completed by those that depend on the hardware and the size of the data."""
     config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile", "learning_rate"}, []
     if undecided and config.data_path and config.tokenizer_path:
-        rows = count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+        rows = dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
         chosen = settings_of_data(config, rows, undecided)
         config = config.model_copy(update=chosen)
         if conflicts := [*numeric_rules(config)]:
@@ -149,12 +139,12 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     """Open the tokenizer, the data and the evaluation sets; one rank verifies the data for all."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
     if verify:
-        cache_of(config).check()
+        dataloaders.cache_of(config).check()
     mode = config.verify_data if verify else "never"
-    train = open_rows(config, "train", tokenizer, mode)
+    train = dataloaders.open_rows(config, "train", tokenizer, mode)
     is_kto = config.preference_objective == "kto"
     if config.training_stage == "dpo" and any(
-            is_kto == (rows.example_set.labels is None) for rows in rows_by_source(train)):
+            is_kto == (rows.example_set.labels is None) for rows in dataloaders.rows_by_source(train)):
         content = "pairs" if is_kto else "unpaired answers, which PREFERENCE_OBJECTIVE=kto trains on"
         raise DataError(f"{config.data_path} has {content}, but PREFERENCE_OBJECTIVE="
                         f"{config.preference_objective} needs {'unpaired answers' if is_kto else 'pairs'}")
@@ -169,14 +159,14 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
     """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
     rows, held_out = None, []
     if config.validate_every or config.generation_eval_every:
-        rows = open_rows(config, "validation", tokenizer, verify)
+        rows = dataloaders.open_rows(config, "validation", tokenizer, verify)
     if config.generation_eval_every:
         if verify != "never":  # one rank scores for all
             with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
                 import rouge_score.rouge_scorer  # noqa: F401
             with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
                 import sacrebleu  # noqa: F401
-        held_out = read_held_out(rows, config.generation_eval_examples)
+        held_out = dataloaders.read_held_out(rows, config.generation_eval_examples)
     choice_sets = config.choice_sets if config.hellaswag_every else ()
     return {"validation_rows": rows if config.validate_every else None,
             "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,
@@ -559,7 +549,7 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     Rank 0 calls `locate_base` for the model that the run started from, whose weights may have a known hash.
     Raises Interrupted if a rank received a stop signal.
     """
-    outputs = OutputStore(cache_of(config), context)
+    outputs = OutputStore(dataloaders.cache_of(config), context)
     if config.training_stage == "dpo":
         objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
         if objective.needs_reference:
@@ -595,31 +585,31 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     provenance = ranks.broadcast(ranks.on_rank0(lambda: teacher_provenance(folder, config)))
     provenance["vocab_size"] = tokenizer.vocab_size
 
-    def attach(split: str, rows: Optional[Rows]) -> Optional[Rows]:
+    def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:
         def attach_to_source(source_rows, source: int):
-            data = {"data": rows_by_source(inputs.rows)[source].fingerprint, "split": split}
+            data = {"data": dataloaders.rows_by_source(inputs.rows)[source].fingerprint, "split": split}
             indices = rows_read(config, rows, split, source)
             return with_teacher(outputs, source_rows, {**provenance, **data}, load, config, indices)
 
-        return rows and map_sources(rows, attach_to_source)
+        return rows and dataloaders.map_sources(rows, attach_to_source)
 
     rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)
     return objectives.Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
 
 
-def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray:
+def rows_read(config: Config, rows: dataloaders.Rows, split: str, source: int) -> np.ndarray:
     """Return the ascending indices of the rows of one source that a whole run reads from a split."""
     if split == "validation":
-        if not isinstance(rows, MixedRows):
+        if not isinstance(rows, dataloaders.MixedRows):
             return np.arange(min(config.validation_rows, len(rows)))
         sources, within = rows.locate(np.arange(len(rows)))
         return np.unique(within[sources == source])
-    count, size = config.max_steps * config.rows_read, len(rows_by_source(rows)[source])
-    if isinstance(rows, MixedRows):
+    count, size = config.max_steps * config.rows_read, len(dataloaders.rows_by_source(rows)[source])
+    if isinstance(rows, dataloaders.MixedRows):
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
     if count >= size:
         return np.arange(size)
-    return np.sort(rows_at(np.arange(count), size, config.row_seed, source))
+    return np.sort(dataloaders.rows_at(np.arange(count), size, config.row_seed, source))
 
 
 @collective
@@ -653,8 +643,8 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
     provenance = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
-    def attach(split: str, rows: Optional[Rows]) -> Optional[Rows]:
-        return rows and map_sources(rows, lambda source_rows, _: with_reference(
+    def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:
+        return rows and dataloaders.map_sources(rows, lambda source_rows, _: with_reference(
             outputs, source_rows, split, provenance, frozen, config.micro_batch_size))
 
     rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)

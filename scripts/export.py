@@ -20,15 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
+from common import errors  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import (  # noqa: E402
-    CheckpointError,
-    PaddockError,
-    SettingsError,
-    local_path,
-    requires_package,
-    run_script,
-)
+from common.errors import run_script  # noqa: E402
 from common.text import show  # noqa: E402
 
 SCRIPTS = {"merged": "merge_lora.py", "gguf": "convert_to_gguf.py"}
@@ -47,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
     parser.add_argument("--to", choices=("hf", "merged", "gguf", "hub"), required=True, help="format")
-    parser.add_argument("--output", type=local_path, metavar="FOLDER", help="new folder, for --to hf")
+    parser.add_argument("--output", type=errors.local_path, metavar="FOLDER", help="new folder, for --to hf")
     parser.add_argument("--repo", metavar="OWNER/NAME", help="repository, for --to hub")
     parser.add_argument("--public", action="store_true", help="make a new repository public, for --to hub")
     args = parser.parse_args()
@@ -62,7 +56,7 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
     from checkpoint.store import publish
 
     if os.path.lexists(output):
-        raise CheckpointError(f"{output} already exists; choose a new folder")
+        raise errors.CheckpointError(f"{output} already exists; choose a new folder")
 
     def write(folder: Path) -> None:
         for name in files:
@@ -77,25 +71,25 @@ def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
     """Upload the model's files to the hub as one commit; return its URL."""
     from common.remote import first_line, status_of
 
-    with requires_package("huggingface_hub", "--to hub"):
+    with errors.requires_package("huggingface_hub", "--to hub"):
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
     advice = "set HF_TOKEN, in .env or the environment, to a token with write access"
     if not get_token():
-        raise SettingsError(f"--to hub requires a token; {advice}")
+        raise errors.SettingsError(f"--to hub requires a token; {advice}")
     try:
         api = HfApi()
         api.create_repo(repo, private=not public, exist_ok=True)
         commit = api.upload_folder(repo_id=repo, folder_path=source, allow_patterns=files,
                                    commit_message=f"Upload {source.name}")
     except HFValidationError as error:
-        raise SettingsError(f"--repo {repo}: {first_line(error)}") from error
+        raise errors.SettingsError(f"--repo {repo}: {first_line(error)}") from error
     except Exception as error:  # the class depends on huggingface_hub's version
         again = "run the command again; uploaded files are not uploaded twice"
         if code := status_of(error):
-            raise SettingsError(f"the hub refused to upload to {repo} (HTTP {code}); "
+            raise errors.SettingsError(f"the hub refused to upload to {repo} (HTTP {code}); "
                                 f"{advice if code in (401, 403) else again}") from error
-        raise PaddockError(f"cannot reach the hub ({first_line(error)}); {again}") from error
+        raise errors.PaddockError(f"cannot reach the hub ({first_line(error)}); {again}") from error
     return str(commit.commit_url)
 
 

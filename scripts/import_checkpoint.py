@@ -56,7 +56,6 @@ def read_meta(file: Path,
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
                       rope_scaling_factor: Optional[float] = None) -> None:
-    """Write the model in `source` to `output` as a verified checkpoint."""
     if os.path.lexists(output):
         raise CheckpointError(f"{output} already exists; choose a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"

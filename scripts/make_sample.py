@@ -44,7 +44,6 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 
 
 def make(folder: Path, stories: int) -> None:
-    """Write the whole sample into an empty folder."""
     from data_preparation_utils import PreparationOptions, prepare_set
     from scripts.sample.world import parts, texts, write_jsonl
     from tokenizer import train_bpe, write_tiktoken

@@ -185,7 +185,6 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
 
 
 def random_model(task):
-    """Return a random model with Llama 3.2 1B's shape, its settings, vocabulary size and ranks."""
     from config import Config
     from model_utils import build_model, choose_dtype
     from parallel.ranks import Ranks
@@ -291,7 +290,6 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
 
 
 def timed(task, name: str, function: Callable[[], object], size: int = 0):
-    """Call a function, record its seconds (and GB/s for `size` bytes), and return its result."""
     wait_for_device(task)
     started = time.perf_counter()
     result = function()

@@ -179,13 +179,11 @@ class Suite:
 
 def result_of(part: Part, ok: Optional[bool], seconds: float = 0.0, figures: Optional[dict] = None,
               error: Optional[str] = None) -> dict[str, Any]:
-    """Return a part's line in results.jsonl; `ok` is null if it was skipped for the reason `error`."""
     return {"part": part.name, "ok": ok, "seconds": round(seconds, 1), "figures": figures or {},
             "error": error}
 
 
 def read_notes(path: Path) -> tuple[dict[str, Any], list[str], Optional[str]]:
-    """Return the figures and faults in a part's notes, and why it was skipped, if it was."""
     figures: dict[str, Any] = {}
     faults: list[str] = []
     skipped = None
