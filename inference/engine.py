@@ -22,7 +22,7 @@ from parallel.fsdp import is_sharded, same_on_all
 # Attention reads a multiple of this many tokens: few distinct lengths suit a GPU's allocator and kernels.
 LENGTH_MULTIPLE = {"cuda": 128}
 TOP_CANDIDATES = 512  # tokens sorted first; sorting the whole vocabulary takes ten times longer
-FIXED_POINT = 2.0**52  # scale for sums of probabilities
+FIXED_POINT, UNNORMALIZED_POINT = 2.0**52, 2.0**42  # scales for sums of probabilities, and of numbers below 1
 PREFILL_TOKENS = 256  # default prefill budget of a step; a larger one delays requests that are decoding
 
 
@@ -89,6 +89,7 @@ class Sampling:
     seed: int = 0
     presence_penalty: float = 0.0  # subtracted from the logit of each token in the completion
     frequency_penalty: float = 0.0  # the same, once per occurrence
+    by_id: bool = False  # order tokens by id instead of by probability: fast, but no token can be cut
 
 
 class SamplingTensors:
@@ -104,6 +105,7 @@ class SamplingTensors:
         self.presence_B1, self.frequency_B1 = None, column("frequency_penalty", samplings)
         if any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings):
             self.presence_B1 = column("presence_penalty", samplings)
+        self.by_id = all(sampling.by_id for sampling in samplings)  # no batch has both kinds
         rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
         self.sampled_R = torch.tensor(rows, device=device) if rows else None  # None = all greedy
         if rows:
@@ -142,6 +144,11 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: SamplingTensors) -> Te
     """
     # Subtract the maximum first: logits divided by a small temperature would overflow.
     scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / samplings.temperature_R1
+    if samplings.by_id:
+        cumulative_RV = (scaled_RV.exp() * UNNORMALIZED_POINT).long().cumsum(dim=-1)
+        threshold_R1 = (draws_R[:, None].double() * cumulative_RV[:, -1:]).long()
+        chosen_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
+        return chosen_R.clamp(max=scaled_RV.shape[1] - 1)  # NaN logits have no sum
     top_k_R1, top_p_R1, min_p_R1 = samplings.top_k_R1, samplings.top_p_R1, samplings.min_p_R1
     uncut_R1 = (top_k_R1 == 0) & (top_p_R1 == 1) & (min_p_R1 == 0)
     vocabulary = scaled_RV.shape[1]
@@ -339,12 +346,13 @@ class Engine:
                 row.request, row.pending, row.freed_at = None, [], self.steps
         while self._waiting and any(row.request is None for row in self._rows):
             self._admit(self._waiting.popleft())
+        self._move_together()
 
         # In inference mode, FSDP would gather parameters as tensors that training cannot use.
         with nullcontext() if is_sharded(self.model) else torch.inference_mode():
             running = [row for row in self._rows if row.request]
             decoding = [row for row in running if len(row.pending) == 1]
-            prefilling = [row for row in running if row not in decoding]
+            prefilling = [row for row in running if len(row.pending) > 1]
             changed = []
             if prefilling:
                 longest = max(len(row.pending) for row in prefilling)
@@ -358,6 +366,17 @@ class Engine:
                 changed += batch.run()
                 self._decode_batch = batch
             return changed
+
+    def _move_together(self) -> None:
+        """Exchange rows so that the first ones are those with a request: slices of the cache avoid copies."""
+        count = sum(row.request is not None for row in self._rows)
+        free = [row.index for row in self._rows[:count] if row.request is None]
+        for one, other in zip(free, [row.index for row in self._rows[count:] if row.request]):
+            for block in (self.cache.keys, self.cache.values):
+                block[:, [one, other]] = block[:, [other, one]]
+            rows, self._decode_batch = self._rows, None
+            rows[one], rows[other] = rows[other], rows[one]
+            rows[one].index, rows[other].index = one, other
 
     def _admit(self, request: Request) -> None:
         """Assign a row to a request, and reuse the longest cached prefix of its prompt."""

@@ -339,7 +339,7 @@ def muon_bytes(config: Config, device_type: str) -> float:
 
 
 def generation_bytes(config: Config, vocab_size: int, compute_bytes: int) -> float:
-    """Return the bytes for answers: the cache, the prompts' activations, and sorted probabilities."""
+    """Return the bytes for answers: the cache, the prompts' activations, and sampling."""
     rows, heads = config.micro_batch_size, config.n_kv_heads * config.head_dim
     cache = 2 * config.n_layers * rows * (config.max_seq_len + 2) * heads * compute_bytes
     prompts = rows // config.grpo_group * config.max_seq_len

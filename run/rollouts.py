@@ -172,7 +172,7 @@ class Rollouts:
             for index in range(group):
                 seed = np.random.SeedSequence([*key[:2], key[2] + row, index] if key else 0)
                 draws = np.random.default_rng(seed).random(config.answer_tokens, np.float32)
-                sampling = Sampling(temperature=0.0 if key is None else 1.0)
+                sampling = Sampling(temperature=0.0 if key is None else 1.0, by_id=True)
                 requests.append(Request(ids, config.answer_tokens, sampling, draws=torch.from_numpy(draws)))
             groups.append(requests)
         rows, was_training = len(groups) * group, self.model.training

@@ -96,3 +96,19 @@ def test_the_largest_draw_stays_in_the_nucleus():
     ids = choose(logits, torch.ones(200), SamplingTensors([Sampling(1.0, top_p=0.5)] * 200))
     assert torch.equal(ids, ranked.gather(1, nucleus[:, None] - 1)[:, 0])
     assert torch.equal(choose(logits, torch.zeros(200), SamplingTensors([Sampling(1.0, top_p=0.5)] * 200)), ranked[:, 0])
+
+
+def test_by_id_a_draw_inverts_the_sum_of_the_probabilities_in_the_order_of_ids():
+    logits_BV = 3 * torch.randn(200, 700, generator=torch.Generator().manual_seed(0))
+    logits_BV[:, ::7] = -torch.inf
+    draws_B = torch.rand(200, generator=torch.Generator().manual_seed(1))
+    samplings = [Sampling(temperature=0.7, by_id=True)] * 200
+    found = choose(logits_BV, draws_B, SamplingTensors(samplings))
+    cumulative_BV = (logits_BV.double() / 0.7).softmax(-1).cumsum(-1)
+    assert torch.equal(found, (cumulative_BV <= draws_B[:, None].double()).sum(-1))
+    assert not (found % 7 == 0).any()
+    for draw in (0.0, 1 - 2**-24):
+        ends = choose(logits_BV, torch.full((200,), draw), SamplingTensors(samplings))
+        assert (ends % 7 > 0).all() and (draw or (ends == 1).all())
+    nan = choose(torch.full((2, 9), torch.nan), torch.tensor([0.0, 0.9]), SamplingTensors(samplings[:2]))
+    assert ((nan >= 0) & (nan < 9)).all()

@@ -1,0 +1,96 @@
+"""Time the generation of a GRPO step in pairs with that of TRL's GRPOTrainer (transformers' generate), fp32.
+
+    python scripts/dev/benchmark_rollouts.py --shape sample --pairs 7
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parent))
+
+# ruff: noqa: E402
+import numpy as np
+import torch
+from benchmark_generate import SHAPES, huggingface_model
+
+from config import Config
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from model import Transformer
+from parallel.ranks import Ranks, RunContext
+from run.rollouts import Rollouts
+from tokenizer import load_tokenizer
+
+
+def main() -> None:
+    """Print the CPU seconds per pair, and the ratio's median and range."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="sample")
+    parser.add_argument("--tokenizer", default="data/sample/tokenizer.model")
+    for name, default in (("prompts", 8), ("group", 8), ("new-tokens", 64), ("pairs", 7), ("threads", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--stop-share", type=float, default=0.0, help="share of the ids that end an answer")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    vocab, shape = SHAPES[args.shape]
+    config = Config(**shape, init_std=0.04, max_seq_len=32 + args.new_tokens, grpo_max_tokens=args.new_tokens,
+                    grpo_group=args.group, training_stage="grpo", device="cpu")
+    model, tokenizer = Transformer(config, vocab), load_tokenizer(args.tokenizer)
+    model.init_weights(torch.Generator().manual_seed(0))
+    rollouts = Rollouts(model, config, tokenizer, RunContext(Ranks(device=torch.device("cpu")), None, None))
+    dice = random.Random(0)
+    prompts = [[dice.randrange(vocab) for _ in range(dice.randint(8, 32))] for _ in range(args.prompts)]
+    tokens_BT = torch.zeros(args.prompts, config.max_seq_len, dtype=torch.int64)
+    for row, ids in enumerate(prompts):
+        tokens_BT[row, :len(ids)] = torch.tensor(ids)
+    lengths = torch.tensor([[len(ids)] for ids in prompts])
+    batch = Batch(tokens_BT, torch.full_like(tokens_BT, IGNORE_INDEX), stored={"prompt_B1": lengths})
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_huggingface(Path(folder))
+        theirs = AutoTokenizer.from_pretrained(folder)
+        theirs.pad_token_id = theirs.pad_token_id or 0
+        trainer = GRPOTrainer(
+            huggingface_model(model, config, vocab, config.max_seq_len),
+            lambda completions, **_: [0.0] * len(completions),
+            GRPOConfig(folder, per_device_train_batch_size=args.group * args.prompts,
+                       num_generations=args.group, max_completion_length=args.new_tokens, use_cpu=True,
+                       bf16=False, report_to=[]),
+            Dataset.from_list([{"prompt": "a"}] * 64), processing_class=theirs)
+        stops = list(range(round(vocab * args.stop_share)))
+        trainer.generation_config.eos_token_id = trainer.eos_token_ids = stops or [vocab]
+        rollouts.chat_format = SimpleNamespace(stop_ids={*stops})
+        repeated = [ids for ids in prompts for _ in range(args.group)]
+
+        def measure(generate) -> tuple[float, int]:
+            start = time.process_time()
+            answers = generate()
+            return time.process_time() - start, sum(map(len, answers))
+
+        ratios = []
+        for pair in range(-1, args.pairs):
+            ours, n = measure(partial(rollouts.generate, batch, args.group, (0, pair + 1, 0)))
+            their, m = measure(
+                lambda: trainer._generate_single_turn(repeated, None, {}, args.group)[0])
+            if pair >= 0:  # the first pair warms up
+                ratios.append((their / m) / (ours / n))
+                print(f"Paddock {ours:.3f} s for {n} tokens, TRL {their:.3f} s for {m}: "
+                      f"{ratios[-1]:.2f} x a token", flush=True)
+    print(f"{args.shape}: median {statistics.median(ratios):.2f} x, {np.min(ratios):.2f} to "
+          f"{np.max(ratios):.2f}, {args.pairs} pairs, {args.prompts} x {args.group} answers of at most "
+          f"{args.new_tokens} tokens, {args.stop_share:.1%} of ids end one, threads {args.threads}")
+
+
+if __name__ == "__main__":
+    main()
