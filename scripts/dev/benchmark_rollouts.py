@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from benchmark_generate import SHAPES, huggingface_model
 
+from common.errors import run_script
 from config import Config
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
@@ -93,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -24,7 +24,7 @@ BUDGETS = {
     "debug/": 1040,
     "evaluation/": 480,
     "fused/": 840,
-    "inference/": 840,
+    "inference/": 860,
     "learn/": 2110,
     "observe/": 2240,
     "parallel/": 1420,
