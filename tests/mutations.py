@@ -215,7 +215,7 @@ FAULTS = [
           'os.fsync(self.descriptors["rows.bin"])', "pass", STORED),
     fault("stored teacher: of the same tokens with other targets", "learn/stored.py",
           "(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)", "(batch.tokens_BT,)", STORED),
-    fault("LoRA: not scaled", "lora.py", "low, self.lora_B, self.scale)", "low, self.lora_B, 1.0)", "tests/test_lora.py"),
+    fault("LoRA: not scaled", "lora.py", "self.lora_B, self.scale)", "self.lora_B, 1.0)", "tests/test_lora.py"),
     fault("LoRA: merged without scale", "lora.py", "self.scale * (self.lora_B", "(self.lora_B",
           "tests/test_lora.py"),
     fault("LoRA: drawn from a wider range", "lora.py", "a=math.sqrt(5), generator", "a=0, generator",
