@@ -37,7 +37,7 @@ from settings.load import exit_with, load_config, peek, read_flags, split_foreca
 RESTARTS = 3  # unless --max-restarts is given
 SAMPLE_TEXT = """\
 Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. This
-takes four to five minutes on two CPU cores, and less on a GPU. Evaluations during training ask the model
+takes about 80 seconds on one CPU core, and less on a GPU. Evaluations during training ask the model
 which of four endings fits an unseen story (chance is 25 %), and print stories that it writes."""
 
 
