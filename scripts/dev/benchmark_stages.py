@@ -4,7 +4,7 @@
 
 All contenders of a stage share a process and take turns of two steps. The result is the median of paired
 ratios of CPU seconds per token without padding. TRL runs its own `train()`, paused by a callback; tuned, it
-does not recompute activations, and packs chats or stores references. First losses must agree.
+does not recompute activations, and packs chats or stores references. First losses are printed: compare them.
 """
 
 import os
