@@ -118,6 +118,8 @@ class PreparationConfig(Section):
 class ModelConfig(Section):
     """The model's shape and kernels."""
 
+    model_type: Literal["llama", "qwen2", "qwen3", "mistral", "smollm3"] = fixed(
+        "llama", "family; qwen2 adds biases to q, k, v; qwen3 normalizes each head's q, k")
     depth: Optional[int] = safe(
         None, "number of layers; also sets width, heads, batch, steps and rate, unless set explicitly",
         ge=1, le=64)
@@ -127,15 +129,24 @@ class ModelConfig(Section):
         None, "keep only the first N layers of the start checkpoint (also sets N_LAYERS)", ge=1)
     n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
+    head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)
     ffn_dim: Optional[int] = safe(None, "feed-forward width; none = from the next two settings", ge=1)
     multiple_of: int = safe(256, "round the feed-forward width up to a multiple of this", ge=1)
     ffn_dim_multiplier: Optional[float] = safe(None, "multiplier of the feed-forward width, 8/3 DIM", gt=0)
     norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
-    rope_scaling_factor: Optional[float] = fixed(None, "factor of Llama 3.1's RoPE scaling; none = off", ge=1)
-    rope_low_freq_factor: float = fixed(1.0, "low-frequency factor of Llama 3.1's RoPE scaling", gt=0)
-    rope_high_freq_factor: float = fixed(4.0, "high-frequency factor of Llama 3.1's RoPE scaling", gt=0)
-    rope_original_max_len: int = fixed(8192, "context length before Llama 3.1's RoPE scaling", ge=1)
+    no_rope_every: Optional[int] = fixed(
+        None, "every n-th layer has no rotary embedding (smollm3: 4); none = all have it", ge=1)
+    sliding_window: Optional[int] = fixed(
+        None, "number of tokens, with itself, that a token attends to; none = all", ge=1)
+    sliding_every: int = fixed(1, "SLIDING_WINDOW limits every n-th layer; 1 = all layers", ge=1)
+    rope_scaling_type: Literal["llama3", "linear", "yarn"] = fixed("llama3", "kind of RoPE scaling")
+    rope_scaling_factor: Optional[float] = fixed(None, "factor of RoPE scaling; none = off", ge=1)
+    rope_low_freq_factor: float = fixed(
+        1.0, "RoPE scaling stretches pairs with fewer rotations than this", gt=0)
+    rope_high_freq_factor: float = fixed(
+        4.0, "RoPE scaling keeps pairs with more rotations than this; yarn: 32", gt=0)
+    rope_original_max_len: int = fixed(8192, "context length before RoPE scaling", ge=1)
     tie_embeddings: bool = fixed(True, "share one matrix between embedding and head")
     init_std: float = safe(
         0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
@@ -156,7 +167,15 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        return self.head_width or self.dim // self.n_heads
+
+    def slides(self, layer: int) -> bool:
+        """Return whether SLIDING_WINDOW limits this layer, counted from 0."""
+        return self.sliding_window is not None and (layer + 1) % self.sliding_every == 0
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether this layer, counted from 0, has a rotary embedding."""
+        return self.no_rope_every is None or (layer + 1) % self.no_rope_every != 0
 
     @property
     def hidden_dim(self) -> int:
@@ -168,13 +187,16 @@ class ModelConfig(Section):
 
     @property
     def block_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a block's weights: linear layers (outputs, inputs), then norms."""
+        """Shapes of a block's weights in the model's order; of linear layers (outputs, inputs)."""
         heads, kv_heads, wide = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim
-        norms = {"attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
+        biases = {"attention.bq": (heads,), "attention.bk": (kv_heads,), "attention.bv": (kv_heads,)}
+        norms = {"attention.q_norm": (self.head_dim,), "attention.k_norm": (self.head_dim,)}
         return {"attention.wq": (heads, self.dim), "attention.wk": (kv_heads, self.dim),
                 "attention.wv": (kv_heads, self.dim), "attention.wo": (self.dim, heads),
+                **{"qwen2": biases, "qwen3": norms}.get(self.model_type, {}),
                 "feed_forward.w1": (wide, self.dim), "feed_forward.w2": (self.dim, wide),
-                "feed_forward.w3": (wide, self.dim), **norms}
+                "feed_forward.w3": (wide, self.dim),
+                "attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
 
     @property
     def matrix_count(self) -> int:
@@ -194,9 +216,12 @@ KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attent
 
 # Settings that describe a model and come with a checkpoint. Three of them set the feed-forward width.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
-SHAPE_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "tie_embeddings")  # fixed by the weights
-MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "rope_scaling_factor",
-                  "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len", "init_std")
+SHAPE_SETTINGS = ("model_type", "dim", "n_layers", "n_heads", "n_kv_heads", "head_width",
+                  "tie_embeddings")  # fixed by the weights
+SCALING_SETTINGS = ("rope_scaling_factor", "rope_scaling_type", "rope_low_freq_factor",
+                    "rope_high_freq_factor", "rope_original_max_len")
+MODEL_SETTINGS = (*SHAPE_SETTINGS, *FEED_FORWARD, "norm_eps", "rope_theta", "no_rope_every", "sliding_window",
+                  "sliding_every", *SCALING_SETTINGS, "init_std")
 
 
 class OptimConfig(Section):
@@ -559,12 +584,20 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
 
 def shape_rules(c: Config) -> Iterator[str]:
     """Check the shape of the model."""
-    if c.dim % c.n_heads or c.head_dim % 2:
+    if c.head_dim % 2 and c.head_width:
+        yield f"HEAD_WIDTH={c.head_width} must be even; try {c.head_width + 1}"
+    elif not c.head_width and (c.dim % c.n_heads or c.head_dim % 2):
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
     if c.n_heads % c.n_kv_heads:
         divisors = [str(n) for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
         yield f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; try one of {', '.join(divisors)}"
+    if c.sliding_window and c.model_type == "llama":
+        yield "SLIDING_WINDOW needs another MODEL_TYPE than llama; set mistral, which is equal otherwise"
+    if c.sliding_every > 1 and c.model_type == "mistral":
+        yield f"SLIDING_EVERY={c.sliding_every} needs MODEL_TYPE=qwen2, qwen3 or smollm3, or SLIDING_EVERY=1"
+    if c.no_rope_every and c.model_type != "smollm3":
+        yield f"NO_ROPE_EVERY={c.no_rope_every} needs MODEL_TYPE=smollm3, but it is {c.model_type}"
     if c.rope_high_freq_factor <= c.rope_low_freq_factor:
         yield (f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed "
                f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")

@@ -1,4 +1,4 @@
-"""Llama 3, 3.1 and 3.2 in plain PyTorch, with the structure and the parameter names of Meta's llama/model.py.
+"""Llama 3, Qwen 2 and 3, Mistral and SmolLM 3 in plain PyTorch, with the parameter names of Meta's model.py.
 
 Shape suffixes: B rows, T tokens, S tokens that can be attended to (T, plus those in the KV cache), D model,
 N query heads, K key/value heads, H head, F feed-forward, V vocabulary (padded), M flattened positions.
@@ -108,21 +108,35 @@ def attention_mask(document_ids_BS: Tensor) -> Tensor:
     return (causal_TS & ((query_BT1 == key_B1S) | (key_B1S == SHARED_PREFIX)))[:, None]
 
 
+def window_mask(config: ModelConfig, queries_BT: Tensor, keys_BS: Tensor) -> Tensor:
+    """Return a (B, 1, T, S) mask, True for keys at most SLIDING_WINDOW - 1 positions before the query."""
+    distance_BTS = queries_BT[..., None] - keys_BS[:, None]
+    return ((distance_BTS >= 0) & (distance_BTS < config.sliding_window))[:, None]
+
+
 # Rotary position embedding
 
 
 def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and signed sines of AttentionMeta, float32."""
     index = torch.arange(0, config.head_dim, 2, device=positions_BT.device, dtype=torch.float32)
-    freqs = 1.0 / config.rope_theta**(index / config.head_dim)  # radians per position
-    if config.rope_scaling_factor is not None:  # Llama 3.1 stretches long wavelengths and keeps short ones
-        rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
+    freqs, scale = 1.0 / config.rope_theta**(index / config.head_dim), 1.0  # radians per position
+    if config.rope_scaling_factor is not None:  # stretch long wavelengths and keep short ones
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
         smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
+        if config.rope_scaling_type == "linear":  # all. Source: Chen et al. 2023 (arXiv:2306.15595)
+            smooth = torch.zeros_like(freqs)
+        elif config.rope_scaling_type == "yarn":  # Source: Peng et al. 2023 (arXiv:2309.00071)
+            first, last = (math.log(config.rope_original_max_len / (2 * math.pi * rotations))
+                           * config.head_dim / (2 * math.log(config.rope_theta)) for rotations in (high, low))
+            first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)  # pairs
+            smooth = 1 - ((index / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
+            scale = 0.1 * math.log(config.rope_scaling_factor) + 1
         freqs = smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
     angles = positions_BT[:, :, None, None].float() * freqs
-    sin = angles.sin()
-    return angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
 
 
 def apply_rotary_emb(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
@@ -145,6 +159,17 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
+class Bias(nn.Module):
+    """A vector that is added in float32 to the output of a linear layer, which may have an adapter."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() + self.weight).to(x.dtype)
+
+
 def fused_linear(x: Tensor, *layers: nn.Module, decoding: bool = False) -> tuple[Tensor, ...]:
     """Return the outputs of linear layers for one input; one matmul if none of them has an adapter."""
     # While decoding, concatenating the weights costs more than it saves.
@@ -158,8 +183,9 @@ def fused_linear(x: Tensor, *layers: nn.Module, decoding: bool = False) -> tuple
 class KVCache(Protocol):
     """The interface of a cache that keeps the keys and values of earlier tokens."""
 
-    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Make room for this many tokens per row; return their cosines, sines and mask (None = causal)."""
+    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+        """Make room for this many tokens per row; return their cosines, sines, mask (None = causal) and
+        the mask of layers with a sliding window (None = the same)."""
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values to a layer; return all of the layer's keys and values, (B, S, K, H)."""
@@ -170,15 +196,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim = config.head_dim
-        self.wq = Linear(config.dim, config.n_heads * config.head_dim)
-        self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.wo = Linear(config.n_heads * config.head_dim, config.dim)
+        self.head_dim, self.model_type = config.head_dim, config.model_type
+        heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq, self.wk, self.wv = (Linear(config.dim, width) for width in (heads, kv_heads, kv_heads))
+        self.wo = Linear(heads, config.dim)
+        if self.model_type == "qwen2":
+            self.bq, self.bk, self.bv = Bias(heads), Bias(kv_heads), Bias(kv_heads)
+        elif self.model_type == "qwen3":
+            self.q_norm, self.k_norm = (RMSNorm(config.head_dim, config.norm_eps) for _ in range(2))
 
     def forward(self, x_BTD: Tensor, meta: AttentionMeta, store: Optional[Callable]) -> Tensor:
         projected = fused_linear(x_BTD, self.wq, self.wk, self.wv, decoding=store is not None)
+        if self.model_type == "qwen2":
+            projected = tuple(bias(each) for bias, each in zip((self.bq, self.bk, self.bv), projected))
         q_BTNH, k_BTKH, v_BTKH = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
+        if self.model_type == "qwen3":
+            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = meta.rotate(q_BTNH), meta.rotate(k_BTKH)
         if store is not None:
             k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
@@ -240,7 +273,7 @@ class VocabularyMatrix(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Llama 3.
+    """Llama 3, or another family of MODEL_TYPE.
 
     Args:
         vocab_size: the tokenizer's; embedding and head have `padded(vocab_size)` rows.
@@ -263,7 +296,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: Optional[torch.Generator] = None,
                      whole: Callable[[Tensor], AbstractContextManager[Tensor]] = nullcontext) -> None:
-        """Draw all parameters: normal with INIT_STD, scaled down in residual projections; norms are 1.
+        """Draw all parameters: normal with INIT_STD, less in residual projections; norms are 1, biases 0.
 
         With INIT_COPY, WO is WV transposed: a head begins by adding the tokens that it attends to.
         Source: Trockman & Kolter 2023 (arXiv:2305.09828), who start from products near the identity.
@@ -277,7 +310,7 @@ class Transformer(nn.Module):
             scale = 1 / math.sqrt(2 * config.n_layers) if residual else 1.0
             with whole(parameter) as weight:
                 if weight.ndim == 1:
-                    weight.fill_(1.0)
+                    weight.fill_(0.0 if name.endswith(("bq.weight", "bk.weight", "bv.weight")) else 1.0)
                 elif config.init_copy and name.endswith("wo.weight"):
                     heads_KHD = wv.unflatten(0, (config.n_kv_heads, -1))
                     heads_NHD = heads_KHD.repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)
@@ -289,23 +322,20 @@ class Transformer(nn.Module):
                 if name.endswith("wv.weight"):
                     wv = weight
 
-    def attention_meta(self, tokens_BT: Tensor, document_ids: Optional[Tensor],
-                       cache: Optional[KVCache]) -> AttentionMeta:
-        """Return the batch's AttentionMeta. Document ids on the CPU avoid waiting for the GPU."""
-        device, queries = tokens_BT.device, tokens_BT.shape[1]
+    def attention_metas(self, tokens_BT: Tensor, document_ids: Optional[Tensor],
+                        cache: Optional[KVCache]) -> list[AttentionMeta]:
+        """Return each layer's AttentionMeta. Document ids on the CPU avoid waiting for the GPU."""
+        config, device, queries = self.config, tokens_BT.device, tokens_BT.shape[1]
+        choose = partial(choose_kernel, config=config, device=device, dtype=self.compute_dtype)
+        mask = window = cu_seqlens = None
         if cache is not None:
-            cos, sin, mask = cache.begin(queries)
+            cos, sin, mask, window = cache.begin(queries)
             # On a GPU, kernels for causal attention plan every new length.
-            purpose = "causal" if mask is None and queries > 1 and device.type == "cpu" else "mask"
-            kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
-            return AttentionMeta(kernel, cos, sin, mask)
-        purpose, mask, cu_seqlens = "causal", None, None
-        if document_ids is not None:
-            purpose = "mask" if int(document_ids.min()) == SHARED_PREFIX else "documents"
-        kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
-        if document_ids is None:
-            positions = torch.arange(queries, device=device)[None]
+            kernel = choose("causal" if mask is None and queries > 1 and device.type == "cpu" else "mask")
+        elif document_ids is None:
+            kernel, positions = choose("causal"), torch.arange(queries, device=device)[None]
         else:
+            kernel = choose("mask" if int(document_ids.min()) == SHARED_PREFIX else "documents")
             if kernel in VARLEN:
                 cu_seqlens = compute_cu_seqlens(document_ids)
                 if device.type == "cuda":
@@ -316,17 +346,29 @@ class Transformer(nn.Module):
             document_ids = document_ids.to(device, non_blocking=True)
             positions = position_ids(document_ids)
             mask = attention_mask(document_ids) if cu_seqlens is None else None
-        return AttentionMeta(kernel, *precompute_freqs(self.config, positions), mask, cu_seqlens)
+        if cache is None:
+            cos, sin = precompute_freqs(config, positions)
+            if config.sliding_window is not None and queries > config.sliding_window:
+                window = window_mask(config, positions, positions)
+                if document_ids is not None:
+                    window &= attention_mask(document_ids) if mask is None else mask
+        rotation = torch.complex(cos[..., ::2], sin[..., 1::2]) if device.type == "cpu" else None
+        full = windowed = AttentionMeta(kernel, cos, sin, mask, cu_seqlens, rotation)
+        if window is not None:
+            windowed = full._replace(kernel=choose("mask"), mask_B1TS=window, cu_seqlens=None)
+        metas = [windowed if config.slides(layer) else full for layer in range(config.n_layers)]
+        # Ones and zeros rotate nothing, and leave one compilation for all blocks.
+        return [meta if config.rotates(layer) else
+                meta._replace(cos_BT1H=torch.ones_like(cos), sin_BT1H=torch.zeros_like(sin),
+                              rotation_BT1H=None if rotation is None else torch.ones_like(rotation))
+                for layer, meta in enumerate(metas)]
 
     def hidden(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
                cache: Optional[KVCache] = None) -> Tensor:
         """Return the normalised last hidden states, (B, T, D) in the compute dtype."""
-        meta = self.attention_meta(tokens_BT, document_ids_BT, cache)
-        if meta.cos_BT1H.device.type == "cpu":
-            rotation_BT1H = torch.complex(meta.cos_BT1H[..., ::2], meta.sin_BT1H[..., 1::2])
-            meta = meta._replace(rotation_BT1H=rotation_BT1H)
+        metas = self.attention_metas(tokens_BT, document_ids_BT, cache)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
-        for layer, block in enumerate(self.layers):
+        for layer, (block, meta) in enumerate(zip(self.layers, metas)):
             if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, x_BTD, meta, use_reentrant=False)
             else:

@@ -24,7 +24,7 @@ from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
-from config import FEED_FORWARD, Config, ModelConfig, RunConfig
+from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
@@ -332,7 +332,7 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Return the model settings of the Llama in a folder."""
+    """Return the settings of the model in a folder."""
     content = huggingface.read_json(folder / "config.json")
     try:
         return ModelConfig(**huggingface.model_settings_from_huggingface(content))
@@ -367,9 +367,8 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
         raise CheckpointError(f"{folder} contains a different model: {description}. To start from it, remove "
                               f"these settings, or {assignments(saved_values)}")
     # Different values may be intended, for example to learn longer contexts.
-    names = ["NORM_EPS", "ROPE_THETA", "ROPE_SCALING_FACTOR"]
-    if saved.rope_scaling_factor:
-        names += ["ROPE_LOW_FREQ_FACTOR", "ROPE_HIGH_FREQ_FACTOR", "ROPE_ORIGINAL_MAX_LEN"]
+    names = ["NORM_EPS", "ROPE_THETA", "NO_ROPE_EVERY", "SLIDING_WINDOW", "SLIDING_EVERY"]
+    names += map(str.upper, SCALING_SETTINGS if saved.rope_scaling_factor else SCALING_SETTINGS[:1])
     saved_values, description = compare(names)
     return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
 

@@ -34,19 +34,29 @@ VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
 # Ascending ids of trained rows of "tok_embeddings" and "output"; if tied, the first means both.
 TokenIds = Mapping[str, Sequence[int]]
 
+# The families that are read and written, by their model_type and their class in transformers.
+FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+            "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
 # Hugging Face's names of our parameters, whose shapes are in `ModelConfig.block_shapes`.
 HUGGINGFACE_NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", **LINEAR_LAYERS,
+    "attention.bq": "self_attn.q_proj.bias", "attention.bk": "self_attn.k_proj.bias",
+    "attention.bv": "self_attn.v_proj.bias", "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-ROTATED = ("wq", "wk")  # rows are permuted within each head
+ROTATED = ("wq", "wk", "bq", "bk", "q_norm", "k_norm")  # rows are permuted within each head
 # Settings, and the corresponding fields of config.json and of its rope_parameters.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
                  "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
                  "tie_embeddings": "tie_word_embeddings"}
-SCALING_FIELDS = {"rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
-                  "rope_high_freq_factor": "high_freq_factor",
-                  "rope_original_max_len": "original_max_position_embeddings"}
+LENGTH = {"rope_original_max_len": "original_max_position_embeddings"}
+SCALING_FIELDS = {  # by ROPE_SCALING_TYPE
+    "llama3": {"rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
+               "rope_high_freq_factor": "high_freq_factor", **LENGTH},
+    "linear": {"rope_scaling_factor": "factor"},
+    "yarn": {"rope_scaling_factor": "factor", "rope_low_freq_factor": "beta_slow",
+             "rope_high_freq_factor": "beta_fast", **LENGTH}}
 
 # ------------------------------------------------------------------------------- names and layouts
 
@@ -57,7 +67,8 @@ def huggingface_name(name: str) -> str:
     if not stem.startswith("layers."):
         return f"{HUGGINGFACE_NAMES[stem]}.weight"
     _, layer, module = stem.split(".", 2)
-    return f"model.layers.{layer}.{HUGGINGFACE_NAMES[module]}.weight"
+    theirs = HUGGINGFACE_NAMES[module]
+    return f"model.layers.{layer}.{theirs}{'' if theirs.endswith('.bias') else '.weight'}"
 
 
 def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
@@ -256,21 +267,32 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     c = model_config
     scaling = None
     if c.rope_scaling_factor is not None:
-        scaling = {field: getattr(c, name) for name, field in SCALING_FIELDS.items()}
-        scaling = {"rope_type": "llama3", **scaling}
+        fields = SCALING_FIELDS[c.rope_scaling_type]
+        scaling = {"rope_type": c.rope_scaling_type, **{fields[name]: getattr(c, name) for name in fields}}
         # The length that the scaling was made for, even if this run has shorter rows.
-        max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
+        if c.rope_scaling_type != "linear":
+            max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
+    windows = {"sliding_window": c.sliding_window}
+    if c.model_type in ("qwen2", "qwen3", "smollm3"):
+        windows |= {"use_sliding_window": c.sliding_window is not None,
+                    "max_window_layers": c.n_layers if c.sliding_window is None else 0,
+                    "layer_types": ["sliding_attention" if c.slides(layer) else "full_attention"
+                                    for layer in range(c.n_layers)]}
+    if c.model_type == "smollm3":
+        windows |= {"no_rope_layers": [int(c.rotates(layer)) for layer in range(c.n_layers)],
+                    "no_rope_layer_interval": c.no_rope_every or c.n_layers + 1, "pad_token_id": None}
     dtype_name = str(dtype).removeprefix("torch.")
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size,
+        "architectures": [FAMILIES[c.model_type]], "model_type": c.model_type, "vocab_size": vocab_size,
         "hidden_size": c.dim, "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers,
         "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
-        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
-        "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "tie_word_embeddings": c.tie_embeddings,
-        "max_position_embeddings": max_seq_len, "rope_theta": c.rope_theta, "rope_scaling": scaling,
+        "hidden_act": "silu", "attention_bias": c.model_type == "qwen2", "attention_dropout": 0.0,
+        "mlp_bias": False, "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std,
+        "tie_word_embeddings": c.tie_embeddings, "max_position_embeddings": max_seq_len,
+        "rope_theta": c.rope_theta, "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
         "bos_token_id": bos, "eos_token_id": eos, "use_cache": True, "dtype": dtype_name,
-        "torch_dtype": dtype_name,
+        "torch_dtype": dtype_name, **({} if c.model_type == "llama" else windows),
     }
 
 
@@ -301,7 +323,8 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
         places[f"{name}."] = {"rope_type": place.get("type"), **place, "type": None}
     given = {name: {key: value for key, value in place.items() if value is not None}
              for name, place in places.items()}
-    rope = {"rope_theta": 10_000.0, "rope_type": "default", **given[""],
+    theta = 2_000_000.0 if config.get("model_type") == "smollm3" else 10_000.0
+    rope = {"rope_theta": theta, "rope_type": "default", **given[""],
             **(given["rope_scaling."] or given["rope_parameters."])}
     for name, place in given.items():
         for key, value in place.items():
@@ -326,36 +349,80 @@ def context_length(config: Mapping[str, Any]) -> int:
     return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
 
 
+def layer_settings(config: Mapping[str, Any], kind: str, layers: int) -> dict[str, Optional[int]]:
+    """Return the settings of sliding windows, and of layers without a rotary embedding."""
+    def every_nth(field: str, value: Any, other: Any) -> Optional[int]:
+        listed = config.get(field)
+        n = listed.index(value) + 1 if isinstance(listed, list) and value in listed else layers + 1
+        if listed != [other if (layer + 1) % n else value for layer in range(layers)]:
+            raise CheckpointError(f"config.json gives {field}={listed!r:.80}, which is not supported: only "
+                                  f"every n-th layer can be {value!r}; use another model")
+        return n if n <= layers else None
+
+    settings: dict[str, Optional[int]] = {}
+    if kind == "smollm3":
+        every = count_in({"no_rope_layer_interval": 4, **config}, "no_rope_layer_interval")
+        listed = config.get("no_rope_layers") is not None
+        settings["no_rope_every"] = every_nth("no_rope_layers", 0, 1) if listed else every
+    window = count_in({"sliding_window": 4096, **config}, "sliding_window")
+    if kind == "mistral":
+        settings["sliding_window"] = window
+    elif kind != "llama" and window and config.get("use_sliding_window"):
+        every = every_nth("layer_types", "sliding_attention", "full_attention")
+        settings |= {"sliding_window": window, "sliding_every": every} if every else {}
+    return settings
+
+
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ModelConfig that a config.json gives."""
-    if config.get("model_type") != "llama":
-        kind = config.get("model_type")
-        raise CheckpointError(f"config.json describes a {kind!r} model; use a Llama, the only supported type")
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(f"config.json describes a {kind!r} model; the supported types are "
+                              f"{', '.join(FAMILIES)}")
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if config.get(key) is None]
     if missing:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
     rope = rope_parameters_of(config)
-    given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, **config}
+    given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": kind == "smollm3",
+             **config}
     if given.get("num_key_value_heads") is None:
         given["num_key_value_heads"] = config["num_attention_heads"]
     settings = {name: given[field] for name, field in CONFIG_FIELDS.items()}
-    settings |= {"rope_theta": rope["rope_theta"], "rope_scaling_factor": None}
-    if rope["rope_type"] == "llama3":
-        settings |= {name: rope.get(field, "missing") for name, field in SCALING_FIELDS.items()}
-    fields = {**CONFIG_FIELDS, **SCALING_FIELDS, "rope_theta": "rope_theta"}
+    settings |= {"model_type": kind, "rope_theta": rope["rope_theta"], "rope_scaling_factor": None,
+                 "head_width": count_in({"head_dim": 128 if kind == "qwen3" else None, **config}, "head_dim")}
+    scaling = SCALING_FIELDS.get(rope["rope_type"], {})
+    if rope["rope_type"] == "yarn":  # with transformers' defaults
+        rope = {"beta_slow": 1.0, "beta_fast": 32.0, LENGTH["rope_original_max_len"]: context_length(config),
+                **rope}
+    if scaling:
+        settings |= {name: rope.get(field, "missing") for name, field in scaling.items()}
+        settings["rope_scaling_type"] = rope["rope_type"]
+    fields = {**CONFIG_FIELDS, **scaling, "rope_theta": "rope_theta"}
     model = checked_settings(settings, "config.json", fields)
     for field in ("vocab_size", "max_position_embeddings"):
         count_in(config, field)
 
+    if settings["head_width"] == model.dim // model.n_heads:  # the default
+        settings["head_width"] = None
+    settings |= layer_settings(config, kind, model.n_layers)
+
     # Check features that our model does not vary.
-    fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": model.head_dim,
-             "pretraining_tp": 1, "sliding_window": None, "quantization_config": None}
+    fixed = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None,
+             "partial_rotary_factor": 1.0}
+    if rope["rope_type"] == "yarn":
+        fixed |= {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True}
+    config = {**rope, **config}
+    if kind not in ("qwen2", "mistral"):  # which do not read it
+        fixed["attention_bias"] = False
+    if kind == "llama":
+        fixed |= {"pretraining_tp": 1, "sliding_window": None}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
               if config.get(key) not in (value, None)]
-    if rope["rope_type"] not in ("default", "llama3"):
+    if rope["rope_type"] not in ("default", *SCALING_FIELDS):
         unlike.append(f"rope_type={rope['rope_type']!r}")
-    if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
+    if model.n_heads % model.n_kv_heads or model.head_dim % 2 or (
+            not model.head_width and model.dim % model.n_heads):
         unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:
         raise CheckpointError(f"config.json has {', '.join(unlike)}, which is not supported; use another "

@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
 from config import (
+    MODEL_SETTINGS,
     SHAPE_SETTINGS,
     START_FROM,
     Config,
     DistillationConfig,
     LoraConfig,
+    ModelConfig,
     OnlineConfig,
     PreferenceConfig,
     lora_layers,
@@ -41,7 +43,9 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         sources: the source of each explicit setting.
     """
     now = config.public() | now_identity
-    before = {"KEEP_LAYERS": None, "REPRODUCIBLE": False} | state["settings"] | state["identity"]
+    # Older versions had fewer settings.
+    defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
+    before = {"KEEP_LAYERS": None, "REPRODUCIBLE": False, **defaults} | state["settings"] | state["identity"]
     if now["N_LAYERS"] == before.get("N_LAYERS"):  # only matters at the start of a run
         del now["KEEP_LAYERS"]
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling

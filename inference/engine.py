@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from config import ModelConfig
-from model import KVCache, Transformer, precompute_freqs
+from model import KVCache, Transformer, precompute_freqs, window_mask
 from parallel.fsdp import is_sharded, same_on_all
 
 # Attention reads a multiple of this many tokens: few distinct lengths suit a GPU's allocator and kernels.
@@ -38,7 +38,7 @@ class RowCache(KVCache):
                                   for order in orders)
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
-        self.rows, self.used = range(rows), [0] * rows
+        self.config, self.rows, self.used = config, range(rows), [0] * rows
         self.rows_B = self.used_B = None  # copies on the device, for rows that slices cannot address
 
     def at(self, rows: Sequence[int], used: Sequence[int]) -> "RowCache":
@@ -47,7 +47,7 @@ class RowCache(KVCache):
         view.rows, view.used, view.rows_B, view.used_B = rows, used, None, None
         return view
 
-    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
         """As in `KVCache`."""
         device, length, longest = self.index_S.device, len(self.index_S), max(self.used)
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
@@ -67,9 +67,12 @@ class RowCache(KVCache):
         multiple = LENGTH_MULTIPLE.get(device.type, 1) if longest else 1
         self.end = min(-(-new.stop // multiple) * multiple, length)
         self.used = [used + tokens for used in self.used]
-        if not longest or (tokens == 1 and self.end == min(self.used)):
-            return cos, sin, None  # causal, or a single token that attends to all
-        return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None]
+        mask = window = None  # causal, or a single token that attends to all
+        if longest and (tokens > 1 or self.end != min(self.used)):
+            mask = (self.index_S[:self.end] <= places_BT[..., None])[:, None]
+        if self.config.sliding_window is not None and self.end > self.config.sliding_window:
+            window = window_mask(self.config, places_BT, self.index_S[None, :self.end])
+        return cos, sin, mask, window
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.keys[layer], self.values[layer]

@@ -215,6 +215,9 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     scores = 0
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
+    if config.model_type == "qwen3":  # each head's scale and, without the compiler, its input in float32
+        copies = 0 if config.compile else 1 if config.lora_enabled or compute_bytes == FLOAT32 else 2
+        scores += FLOAT32 * (config.n_heads + config.n_kv_heads + copies * (attended + kv))
     if not config.compile:
         # Autograd saves, for a norm: its input, a factor for each token, and its output if the next layers
         # are trained. For attention: rotated q and k, v, the attended values and their log-sums. For the

@@ -67,7 +67,8 @@ def describe_model(config: Config, vocab_size: int) -> str:
         sharded = (f"; sharded over {config.ranks_per_copy} of {config.world_size} "
                    f"rank{'s' if config.world_size > 1 else ''} (SHARDING={config.sharding})"
                    f"{', in host memory' if config.cpu_offload else ''}")
-    return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim "
+    family = f"{config.model_type}, " if config.model_type != "llama" else ""
+    return (f"{parameter_count(config, vocab_size):,} parameters: {family}{config.n_layers} layers, dim "
             f"{config.dim}, heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, "
             f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}{sharded}")
 

@@ -156,7 +156,7 @@ def run_card(run: Any) -> str:
         "base_model_relation": relation if metadata["base_model"] else "", "language": languages,
         "datasets": [*dict.fromkeys(entry["hub_name"] for entry in data if entry["hub_name"])],
         "library_name": "peft" if config.lora_enabled else "transformers", "pipeline_tag": "text-generation",
-        "tags": ["llama", "paddock", task, *["lora"] * config.lora_enabled,
+        "tags": [config.model_type, "paddock", task, *["lora"] * config.lora_enabled,
                  *["distillation"] * config.distillation_enabled],
         "model-index": [{"name": run.folder.name, "results": results}] if results else [],
         "paddock": {"version": __version__, "step": progress.step, "tokens": progress.tokens_seen,

@@ -49,6 +49,7 @@ FOREIGN_NAMES = {foreign: name for name, names in {
     "n_layers": "n_layer num_layers num_hidden_layers",
     "n_heads": "n_head num_heads num_attention_heads",
     "n_kv_heads": "num_kv_heads num_key_value_heads n_kv_head",
+    "head_width": "head_dim head_size", "model_type": "architecture arch", "sliding_window": "window_size",
     "dim": "n_embd d_model hidden_size model_dim embedding_dim width",
     "ffn_dim": "intermediate_size hidden_dim d_ff", "tokenizer_path": "vocab_size tokenizer tokenizer_name",
     "attention_backend": "attn attn_implementation flash_attn use_flash_attn",

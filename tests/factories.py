@@ -371,12 +371,13 @@ def new_model(config: ModelConfig, vocab_size: int, seed: int = 0, dtype: torch.
 
 
 def in_transformers(model: Transformer, **settings):
-    """The same model as transformers' Llama."""
+    """The same model in transformers."""
     import pytest
 
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     described = huggingface.huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**described, **settings)).eval()
+    described = transformers.CONFIG_MAPPING[described["model_type"]](**described, **settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(described).eval()
     tensors = read_all(huggingface.to_huggingface(model.state_dict(), model.config, model.vocab_size))
     theirs.load_state_dict(tensors, strict=not model.config.tie_embeddings)
     theirs.tie_weights()

@@ -19,12 +19,24 @@ from model import SHARED_PREFIX, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
+YARN = {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_high_freq_factor": 32.0, "rope_original_max_len": 256}
 SHAPES = {
     "grouped queries, tied": {**SMALL},
     "one head each, untied": {**SMALL, "n_kv_heads": 6, "tie_embeddings": False},
     "one key head for all": {**SMALL, "n_kv_heads": 1, "norm_eps": 1e-3},
     "Llama 3.1 scaling": {**SMALL, **LLAMA31, "rope_theta": 500_000.0, "dim": 96, "n_heads": 3, "n_kv_heads": 1},
     "Llama 3.1 scaling, other factors": {**SMALL, **LLAMA31, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
+    "Qwen 2": {**SMALL, "model_type": "qwen2"},
+    "Qwen 2, untied, one key head for all": {**SMALL, "model_type": "qwen2", "n_kv_heads": 1, "tie_embeddings": False},
+    "Qwen 3, wide heads": {**SMALL, "model_type": "qwen3", "head_width": 20},
+    "Qwen 3, untied": {**SMALL, "model_type": "qwen3", "tie_embeddings": False, "n_layers": 3},
+    "Mistral, window, narrow heads": {**SMALL, "model_type": "mistral", "head_width": 6, "sliding_window": 7},
+    "SmolLM 3": {**SMALL, "model_type": "smollm3", "n_layers": 3, "no_rope_every": 2},
+    "Qwen 3, some windows": {**SMALL, "model_type": "qwen3", "n_layers": 4, "sliding_window": 9, "sliding_every": 2},
+    "linear scaling": {**SMALL, "rope_scaling_type": "linear", "rope_scaling_factor": 3.0},
+    "YaRN": {**SMALL, **YARN, "model_type": "qwen2"},
+    "YaRN, short original length": {**SMALL, **YARN, "rope_original_max_len": 8, "rope_high_freq_factor": 2.0},
+    "Llama, wide heads": {**SMALL, "dim": 42, "head_width": 16},
     "odd sizes": {**SMALL, "dim": 42, "n_heads": 3, "n_kv_heads": 3, "ffn_dim": 53, "n_layers": 3, "tie_embeddings": False},
 }
 VOCAB = 173  # padded to 256 inside

@@ -26,6 +26,12 @@ SHAPES = {
     "tied, grouped": dict(tie_embeddings=True),
     "untied, one key per query": dict(tie_embeddings=False, n_kv_heads=4),
     "untied, one key for all": dict(tie_embeddings=False, n_kv_heads=1),
+    "Qwen 2, YaRN": dict(model_type="qwen2", rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_high_freq_factor=32.0,
+                         rope_original_max_len=64),
+    "Mistral, window": dict(model_type="mistral", sliding_window=30, tie_embeddings=False),
+    "SmolLM 3": dict(model_type="smollm3", n_layers=3, no_rope_every=2, rope_scaling_type="linear", rope_scaling_factor=2.0),
+    "Qwen 3, some windows": dict(model_type="qwen3", sliding_window=30, sliding_every=2),
+    "Qwen 3, wide heads": dict(model_type="qwen3", head_width=24, tie_embeddings=False),
     "3.1 scaling": dict(tie_embeddings=True, rope_scaling_factor=8.0, rope_original_max_len=64, rope_theta=10_000.0),
     "3.1 scaling, untied": dict(tie_embeddings=False, rope_scaling_factor=32.0, rope_low_freq_factor=1.5,
                                 rope_high_freq_factor=5.0, rope_original_max_len=32),
@@ -65,7 +71,7 @@ def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, re
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
     # The rows' 256, unless the scaling is for more: 8 times 64, 32 times 32.
-    assert theirs.config.max_position_embeddings == {None: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
+    assert theirs.config.max_position_embeddings == {None: 256, 2.0: 256, 4.0: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours_BTV, theirs_BTV = model.logits(tokens_BT), theirs(tokens_BT).logits
@@ -112,7 +118,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
             for start, stop in combinations_with_replacement(cuts, 2):
                 asked.clear()
                 assert torch.equal(mine[name].read(start, stop), whole[start:stop]), (name, start, stop)
-                allowed = stop - start + (config.head_dim if name.endswith((".wq.weight", ".wk.weight")) else 0)
+                allowed = stop - start + (config.head_dim if name.split(".")[-2] in huggingface.ROTATED else 0)
                 if name in huggingface.VOCABULARY:
                     allowed = min(stop, VOCAB) - min(start, VOCAB)
                 assert sum(asked) <= (allowed if start < stop else 0)
@@ -121,7 +127,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
 def test_settings_come_back_from_the_config(config):
     """From our file, and from transformers' copy of it."""
     written = huggingface.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
-    rewritten = transformers.LlamaConfig(**written).to_dict()
+    rewritten = transformers.CONFIG_MAPPING[config.model_type](**written).to_dict()
     for content in (written, rewritten):
         settings = huggingface.model_settings_from_huggingface(json.loads(json.dumps(content)))
         back = ModelConfig(**settings)

@@ -107,6 +107,7 @@ def test_a_size_is_that_size_beside_any_env():
     """Also with a copy of .env.example in which every line is uncommented."""
     text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
     hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
+               "MODEL_TYPE=qwen2\nHEAD_WIDTH=6\nSLIDING_WINDOW=7\nNO_ROPE_EVERY=2\n"
                "ROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
     sizes = [name for name in PRESETS if name.endswith("b")]
     assert len(sizes) > 5
@@ -135,7 +136,7 @@ def test_the_sample_is_the_sample_beside_any_env():
     left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
             and section not in (LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig)}
     assert left == {"seed", "precision", "tf32", "reproducible", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
-                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len",
+                    "loss_spike_window", "sliding_every", "rope_scaling_type", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len",
                     "generation_eval_examples", "generation_eval_tokens"}
 
 

@@ -468,7 +468,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     ("rope_list", json_of(CONFIG, lambda d: d.update(rope_parameters=[1])), "rope_parameters=.* expected an object"),
     ("rope_yarn", json_of(CONFIG, lambda d: d.update(rope_scaling={"rope_type": "yarn"})), "rope_type is 'default', and 'yarn' elsewhere"),
     ("bias", json_of(CONFIG, lambda d: d.update(attention_bias=True)), "attention_bias=True"),
-    ("head_dim", json_of(CONFIG, lambda d: d.update(head_dim=32)), "head_dim=32"),
+    ("head_dim", json_of(CONFIG, lambda d: d.update(head_dim=33)), "width"),
     ("activation", json_of(CONFIG, lambda d: d.update(hidden_act="gelu")), "gelu"),
     ("layers_3", json_of(CONFIG, lambda d: d.update(num_hidden_layers=3)), "lack|N_LAYERS is 3"),
     ("layers_huge", json_of(CONFIG, lambda d: d.update(num_hidden_layers=6_000)), "lack|N_LAYERS is 6000"),
