@@ -310,7 +310,7 @@ class Transformer(nn.Module):
             scale = 1 / math.sqrt(2 * config.n_layers) if residual else 1.0
             with whole(parameter) as weight:
                 if weight.ndim == 1:
-                    weight.fill_(0.0 if name.endswith(("bq.weight", "bk.weight", "bv.weight")) else 1.0)
+                    weight.fill_(0.0 if ".b" in name else 1.0)  # biases are called bq, bk, bv
                 elif config.init_copy and name.endswith("wo.weight"):
                     heads_KHD = wv.unflatten(0, (config.n_kv_heads, -1))
                     heads_NHD = heads_KHD.repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)

@@ -215,17 +215,18 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     scores = 0
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
-    if config.model_type == "qwen3":  # each head's scale and, without the compiler, its input in float32
-        copies = 0 if config.compile else 1 if config.lora_enabled or compute_bytes == FLOAT32 else 2
-        scores += FLOAT32 * (config.n_heads + config.n_kv_heads + copies * (attended + kv))
+    if config.model_type == "qwen3":  # each head's factor and, unless it is a view of a joint q k v, its input
+        inputs = compute_bytes * (attended + kv) * (not config.compile and config.lora_enabled)
+        scores += FLOAT32 * (config.n_heads + config.n_kv_heads) + inputs
     if not config.compile:
         # Autograd saves, for a norm: its input, a factor for each token, and its output if the next layers
         # are trained. For attention: rotated q and k, v, the attended values and their log-sums. For the
         # feed-forward: gate, up, silu and (if w2 is trained) their product. Unless layers have adapters, v is
-        # a view of a joint q k v, and gate and up are views of one tensor.
+        # a view of a joint q k v (without biases), and gate and up are views of one tensor.
         trained = targets_of(config) if config.lora_enabled else {*LORA_LAYERS}
         trained_qkv, trained_gate_up = trained & {"wq", "wk", "wv"}, trained & {"w1", "w3"}
-        joint = 0 if config.lora_enabled and trained_qkv else heads - kv
+        is_joint = not (config.lora_enabled and trained_qkv) and config.model_type != "qwen2"
+        joint = heads - kv if is_joint else 0
         inputs = bool(trained_qkv) + bool(trained_gate_up)
         kept = compute_bytes * (config.dim * (2 + inputs) + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)

@@ -1,6 +1,6 @@
 """Applies a recipe of docs/recipes.md to this working tree; imports nothing that must be installed.
 
-    python tests/recipes.py QK-norm
+    python tests/recipes.py biases
 """
 
 import re

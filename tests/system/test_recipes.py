@@ -42,8 +42,8 @@ def forget_our_modules() -> None:
     sys.path[:] = os.environ["PYTHONPATH"].split(os.pathsep) + [path for path in sys.path if not is_ours(path)]
 
 
-def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
-    """transformers' Qwen3 computes our logits from a run's checkpoint, which another run starts from; torch allocates the forecast."""
+def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
+    """transformers' Llama computes our logits from a run's checkpoint, which another run starts from; torch allocates the forecast."""
     import torch
     import transformers
     from factories import UNMEASURED, Prepared, TinyRun
@@ -54,13 +54,13 @@ def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None
     from model_utils import model_from_tensors, read_model_config
     from observe.trace import trace
 
-    run = TinyRun(Prepared(shards, tokenizer, items), out, QK_NORM="true", LEARNING_RATE=0.1, **UNMEASURED)
+    run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED)
     assert run.train() == 0
     folder = run.checkpoint(6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     vocab_size, config = theirs.config.vocab_size, read_model_config(folder)
     model = model_from_tensors(load_model_weights(folder), config, vocab_size)
-    assert type(theirs) is transformers.Qwen3ForCausalLM and config.qk_norm
+    assert type(theirs) is transformers.LlamaForCausalLM and config.mlp_bias
     assert sum(weight.numel() for weight in theirs.parameters()) == parameter_count(config, vocab_size)
     tokens_BT = torch.randint(0, vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -68,12 +68,12 @@ def prove_qk_norm(shards: Path, tokenizer: Path, items: Path, out: Path) -> None
         torch.testing.assert_close(ours_BTV, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-5)
 
     assert run.train(RUN_NAME="next", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0
-    del run.settings["QK_NORM"]
+    del run.settings["MLP_BIAS"]
     assert run.train(RUN_NAME="taken", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0
-    assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, QK_NORM="false") == 5
+    assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, MLP_BIAS="false") == 5
 
     config = Config(dim=512, n_layers=3, n_heads=8, n_kv_heads=2, ffn_dim=1536, micro_batch_size=4, compile=False, attention_backend="sdpa",
-                    qk_norm=True)
+                    mlp_bias=True)
     forecast = estimate_memory(config, 1000, 2, "cpu").total
     assert forecast == pytest.approx(trace(config, 1000, torch.bfloat16).peak, rel=0.01)
 
@@ -198,13 +198,13 @@ def prove_tsv(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
         [*read_records(Source(str(table)), Reading())]
 
 
-RECIPES = {"QK-norm": prove_qk_norm, "Lion": prove_lion, "norm of the weights": prove_number, "SLiC": prove_slic, "TSV": prove_tsv}
+RECIPES = {"biases": prove_biases, "Lion": prove_lion, "norm of the weights": prove_number, "SLiC": prove_slic, "TSV": prove_tsv}
 LEFT_OUT = [(title, number) for title in RECIPES for number in range(len(changes_of(title)))]
 
 
 def needs(title: str) -> None:
     """Skip where the reference is missing."""
-    pytest.importorskip({"QK-norm": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
+    pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
 
 
 @pytest.mark.parametrize("title", RECIPES)

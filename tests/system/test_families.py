@@ -1,0 +1,79 @@
+"""The families of MODEL_TYPE: a run of each is a loop on transformers, and what it writes is read there and here."""
+
+import pytest
+import torch
+from factories import LORA, UNMEASURED, TinyRun, assert_same_run, in_transformers
+from torch.nn import functional as F
+
+from config import Config
+from fused.head import IGNORE_INDEX
+from inference.generate import generate
+from learn.objectives import NextToken
+from model_utils import build_model
+from parallel.ranks import Ranks
+from run.start import read_inputs
+from scripts.generate import load
+from settings.load import load_config
+
+transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+
+FAMILIES = {"llama": {"HEAD_WIDTH": 12}, "qwen2": {"ROPE_SCALING_FACTOR": 4, "ROPE_SCALING_TYPE": "yarn", "ROPE_ORIGINAL_MAX_LEN": 16},
+            "qwen3": {"HEAD_WIDTH": 12, "SLIDING_WINDOW": 6, "SLIDING_EVERY": 2}, "mistral": {"SLIDING_WINDOW": 6, "TIE_EMBEDDINGS": "false"},
+            "smollm3": {"NO_ROPE_EVERY": 2}}
+STEPS = 20
+
+
+def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[list[float], torch.nn.Module]:
+    """The losses of a plain loop, which reads each document alone, and its model."""
+    inputs = read_inputs(config, verify=False)
+    theirs = in_transformers(build_model(config, inputs.tokenizer.vocab_size, Ranks(), torch.float32)).train()
+    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+                                  betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    losses = []
+    with inputs.training_batches(config, Ranks(), NextToken(), 0) as steps:
+        for step in range(STEPS):
+            batches, count = next(steps)
+            total = torch.zeros(())
+            for row in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
+                lengths = torch.unique_consecutive(row[2], return_counts=True)[1].tolist()
+                for tokens, targets in zip(row[0].split(lengths), row[1].split(lengths)):
+                    total += F.cross_entropy(theirs(tokens[None]).logits[0], targets, ignore_index=IGNORE_INDEX, reduction="sum")
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.max_grad_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = rates[step + 1]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(total.detach() / count))
+    return losses, theirs.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, prepared, tmp_path):
+    """Rows of several documents; stopped and resumed; its greedy text, and that of adapters trained on it."""
+    settings = {**UNMEASURED, "MAX_STEPS": STEPS, "SAVE_EVERY": 10, "TOTAL_BATCH_SIZE": 64, "ADAM_EPS": 1e-5, "MODEL_TYPE": family, **FAMILIES[family]}
+    run = TinyRun(prepared, tmp_path / "whole", **settings)
+    parted = TinyRun(prepared, tmp_path / "parted", **settings)
+    assert run.train() == parted.train(STOP_STEP=10) == 0 and parted.train() == 0
+    assert_same_run(run, parted, STEPS, logs=("ledger",))
+    losses, expected = losses_of_transformers(load_config(run.argv(), {}).config, run.column("learning_rate"))
+    assert [*run.column("train_loss").values()] == pytest.approx(losses, rel=2e-5)
+
+    folder = run.checkpoint(STEPS)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()) and theirs.config.model_type == family, report
+    for name, weight in theirs.named_parameters():
+        assert (weight - expected.get_parameter(name)).abs().max() < 1e-3, name
+    # Adapters of a run that does not name the family
+    named = {name: run.settings.pop(name) for name in ("MODEL_TYPE", *FAMILIES[family])}
+    assert run.train(RUN_NAME="adapted", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=4, LEARNING_RATE=0.02, **LORA) == 0
+    adapted = pytest.importorskip("peft").PeftModel.from_pretrained(theirs, run.folder.parent / "adapted" / "checkpoints" / "step-00000004")
+    prompts = [[*range(1, 1 + length)] for length in (3, 17)]
+    for model, reference in ((load(str(folder)), expected), (load(str(tmp_path / "whole" / "adapted")), adapted)):
+        ours = generate(model[0], prompts, 12)
+        for prompt, ids in zip(prompts, ours):
+            written = reference.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                                         max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert written[0, len(prompt):].tolist() == ids
+    assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, **named | {"MODEL_TYPE": "qwen2" if family != "qwen2" else "qwen3"}) == 5
