@@ -215,7 +215,7 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     scores = 0
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
-    if config.model_type == "qwen3":  # each head's factor and, unless it is a view of a joint q k v, its input
+    if config.model_type == "qwen3":  # each head's factor and, if it is not a view of a joint q k v, input
         inputs = compute_bytes * (attended + kv) * (not config.compile and config.lora_enabled)
         scores += FLOAT32 * (config.n_heads + config.n_kv_heads) + inputs
     if not config.compile:

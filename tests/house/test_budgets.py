@@ -9,16 +9,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
 ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_650, 7_440, 30_060
 BUDGETS = {
-    "config.py": 750,
+    "config.py": 790,
     "data_preparation_utils.py": 300,
     "dataloaders.py": 760,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
-    "model.py": 380,
+    "model.py": 420,
     "model_utils.py": 400,
     "tokenizer.py": 490,
     "train.py": 320,
-    "checkpoint/": 2060,
+    "checkpoint/": 2130,
     "common/": 1050,
     "data_pipeline/": 3030,
     "debug/": 1040,
@@ -30,10 +30,10 @@ BUDGETS = {
     "parallel/": 1420,
     "report/": 1360,
     "run/": 3170,
-    "scripts/": 7590,
+    "scripts/": 7670,
     "serving/": 820,
     "settings/": 870,
-    "tests/": 30060,
+    "tests/": 30460,
 }
 
 

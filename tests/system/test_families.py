@@ -9,10 +9,10 @@ from config import Config
 from fused.head import IGNORE_INDEX
 from inference.generate import generate
 from learn.objectives import NextToken
-from model_utils import build_model
+from model_utils import build_model, find_model
 from parallel.ranks import Ranks
+from run.adapters import load_to_generate
 from run.start import read_inputs
-from scripts.generate import load
 from settings.load import load_config
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -70,7 +70,7 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
     assert run.train(RUN_NAME="adapted", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=4, LEARNING_RATE=0.02, **LORA) == 0
     adapted = pytest.importorskip("peft").PeftModel.from_pretrained(theirs, run.folder.parent / "adapted" / "checkpoints" / "step-00000004")
     prompts = [[*range(1, 1 + length)] for length in (3, 17)]
-    for model, reference in ((load(str(folder)), expected), (load(str(tmp_path / "whole" / "adapted")), adapted)):
+    for model, reference in ((load_to_generate(folder), expected), (load_to_generate(find_model(str(tmp_path / "whole" / "adapted"))), adapted)):
         ours = generate(model[0], prompts, 12)
         for prompt, ids in zip(prompts, ours):
             written = reference.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
