@@ -20,7 +20,9 @@ PROMISED = {
         dpo_sft_weight orpo_lambda simpo_beta simpo_gamma lora_enabled lora_rank lora_alpha lora_rslora lora_dropout
         lora_target_modules lora_train_head lora_train_embeddings lora_train_tokens lora_base_quantization total_batch_size
         max_seq_len optimizer dim n_layers keep_layers n_heads n_kv_heads norm_eps rope_theta rope_scaling_factor
-        rope_low_freq_factor rope_high_freq_factor rope_original_max_len tie_embeddings document_mask training_stage seed data_seed
+        rope_low_freq_factor rope_high_freq_factor rope_original_max_len rope_scaling_type
+        model_type head_width sliding_window sliding_every no_rope_every
+        tie_embeddings document_mask training_stage seed data_seed
         reproducible reward grpo_group grpo_max_tokens grpo_loss grpo_clip_low grpo_clip_high grpo_beta grpo_updates""",
     "curve": """
         distillation_top_k validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
