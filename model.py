@@ -23,6 +23,8 @@ from config import ModelConfig, padded
 from fused.attention import VARLEN, attend, choose_kernel, compute_cu_seqlens
 from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
+from fused.norm import Normalized
+from fused.rotary import apply_rotary_emb, precompute_freqs
 
 SHARED_PREFIX = 0  # id of the document that every later document of its row attends to
 
@@ -40,30 +42,6 @@ class RMSNorm(nn.Module):
             return Normalized.apply(x, self.weight, self.eps)
         x32 = x.float()
         return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
-
-
-class Normalized(torch.autograd.Function):
-    """RMSNorm in fewer passes than autograd needs; the backward normalizes x again instead of keeping it."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        x32 = x.float()
-        normed = x32.square()
-        factor = normed.mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, factor)
-        return torch.mul(x32, factor, out=normed).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight, factor = ctx.saved_tensors
-        x32, gradient = x.float(), gradient.float()
-        x_grad = gradient * x32
-        product_MD, weight_grad = x_grad.flatten(0, -2), None
-        if ctx.needs_input_grad[1]:
-            weight_grad = (product_MD.t() @ factor.flatten()).to(weight.dtype)
-        mean = (product_MD @ weight.float()).view_as(factor).div_(-x.shape[-1])
-        torch.mul(gradient, weight, out=x_grad).addcmul_(x32, mean.mul_(factor.square())).mul_(factor)
-        return x_grad.to(x.dtype), weight_grad, None
 
 
 # Attention within and between documents: the mask and the positions
@@ -112,38 +90,6 @@ def window_mask(config: ModelConfig, queries_BT: Tensor, keys_BS: Tensor) -> Ten
     """Return a (B, 1, T, S) mask, True for keys at most SLIDING_WINDOW - 1 positions before the query."""
     distance_BTS = queries_BT[..., None] - keys_BS[:, None]
     return ((distance_BTS >= 0) & (distance_BTS < config.sliding_window))[:, None]
-
-
-# Rotary position embedding
-
-
-def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and signed sines of AttentionMeta, float32."""
-    index = torch.arange(0, config.head_dim, 2, device=positions_BT.device, dtype=torch.float32)
-    freqs, scale = 1.0 / config.rope_theta**(index / config.head_dim), 1.0  # radians per position
-    if config.rope_scaling_factor is not None:  # stretch long wavelengths and keep short ones
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
-        smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
-        if config.rope_scaling_type == "linear":  # all. Source: Chen et al. 2023 (arXiv:2306.15595)
-            smooth = torch.zeros_like(freqs)
-        elif config.rope_scaling_type == "yarn":  # Source: Peng et al. 2023 (arXiv:2309.00071)
-            first, last = (math.log(config.rope_original_max_len / (2 * math.pi * rotations))
-                           * config.head_dim / (2 * math.log(config.rope_theta)) for rotations in (high, low))
-            first, last = max(math.floor(first), 0), min(math.ceil(last), config.head_dim - 1)  # pairs
-            smooth = 1 - ((index / 2 - first) / max(last - first, 0.001)).clamp(0, 1)
-            scale = 0.1 * math.log(config.rope_scaling_factor) + 1
-        freqs = smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
-    angles = positions_BT[:, :, None, None].float() * freqs
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
-
-
-def apply_rotary_emb(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
-    """Rotate each pair (2i, 2i + 1) by its angle, in float32. Source: Su et al. 2021 (arXiv:2104.09864)."""
-    x32 = x_BTNH.float()
-    swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x32 * cos_BT1H, swapped, sin_BT1H).to(x_BTNH.dtype)
 
 
 # The blocks

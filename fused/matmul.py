@@ -24,6 +24,11 @@ def upcast_for_matmul(x: Tensor) -> Tensor:
     return x.float() if is_slow else x
 
 
+def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix rounded to a dtype, in the dtype in which it is multiplied."""
+    return upcast_for_matmul(weight.to(dtype))
+
+
 def pack(weight: Tensor) -> Tensor:
     """Return a matrix in oneDNN's layout, for `linear` on a CPU; unchanged where that is not possible.
 
@@ -41,7 +46,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     if x.dtype == weight.dtype == torch.float32:  # even no-op conversions take time
         return F.linear(x, weight)
-    return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
+    return F.linear(upcast_for_matmul(x), rounded(weight, x.dtype)).to(x.dtype)
 
 
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -86,13 +91,13 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, scales, shape, adapter_x=None, *adapter):
         x_MD = upcast_for_matmul(x).flatten(0, -2)
-        product = x_MD @ FrozenProduct.matrix(x_MD, weight, scales, shape).t()
+        product = x_MD @ FrozenProduct.matrix(x, weight, scales, shape).t()
         low_RM = None
         if adapter:
             lora_A, lora_B, scale = adapter
             adapter_MD = x_MD if adapter_x is None else upcast_for_matmul(adapter_x).flatten(0, -2)
-            low_RM = lora_A.to(x_MD.dtype) @ adapter_MD.t()
-            product.addmm_(low_RM.t(), (lora_B * scale).to(x_MD.dtype).t().contiguous())
+            low_RM = rounded(lora_A, x.dtype) @ adapter_MD.t()
+            product.addmm_(low_RM.t(), (rounded(lora_B, x.dtype) * scale).t().contiguous())
         ctx.save_for_backward(x if adapter_x is None else adapter_x, weight, scales, low_RM, *adapter[:2])
         ctx.shape, ctx.scale, ctx.has_dropout = shape, adapter[2:], adapter_x is not None
         product = product.view(*x.shape[:-1], -1)
@@ -104,14 +109,15 @@ class FrozenProduct(torch.autograd.Function):
         x, weight, scales, low_RM, *adapter = ctx.saved_tensors
         grad_MF, x_grad, adapter_grads = upcast_for_matmul(gradient).flatten(0, -2), None, []
         if ctx.needs_input_grad[0]:
-            x_grad = grad_MF @ FrozenProduct.matrix(grad_MF, weight, scales, ctx.shape)
+            x_grad = grad_MF @ FrozenProduct.matrix(gradient, weight, scales, ctx.shape)
         if adapter:
             (lora_A, lora_B), (scale,), dropped_grad = adapter, ctx.scale, None
-            low_grad_RM = (lora_B * scale).to(grad_MF.dtype).t().contiguous() @ grad_MF.t()
+            A_RD = rounded(lora_A, gradient.dtype)
+            low_grad_RM = (rounded(lora_B, gradient.dtype) * scale).t().contiguous() @ grad_MF.t()
             if ctx.has_dropout:
-                dropped_grad = (low_grad_RM.t() @ lora_A.to(grad_MF.dtype)).view_as(x).to(x.dtype)
+                dropped_grad = (low_grad_RM.t() @ A_RD).view_as(x).to(x.dtype)
             elif x_grad is not None:
-                x_grad.addmm_(low_grad_RM.t(), lora_A.to(grad_MF.dtype))
+                x_grad.addmm_(low_grad_RM.t(), A_RD)
             A_grad = (low_grad_RM @ upcast_for_matmul(x).flatten(0, -2)).to(lora_A.dtype)
             adapter_grads = [dropped_grad, A_grad, (low_RM @ grad_MF).t().to(lora_B.dtype) * scale, None]
         x_grad = None if x_grad is None else x_grad.view_as(x).to(x.dtype)
@@ -119,5 +125,5 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def matrix(x: Tensor, weight: Tensor, scales: Optional[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Return the weight in the dtype of x."""
-        return (weight if scales is None else dequantize(weight, scales, shape, x.dtype)).to(x.dtype)
+        """Return the weight, rounded to the dtype of x."""
+        return rounded(weight if scales is None else dequantize(weight, scales, shape, x.dtype), x.dtype)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from config import ModelConfig
-from model import KVCache, Transformer, precompute_freqs, window_mask
+from fused.rotary import precompute_freqs
+from model import KVCache, Transformer, window_mask
 from parallel.fsdp import is_sharded, same_on_all
 
 # Attention reads a multiple of this many tokens: few distinct lengths suit a GPU's allocator and kernels.

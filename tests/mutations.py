@@ -60,11 +60,11 @@ FAULTS = [
     # Model
     fault("INIT_COPY: heads of the wrong group", "model.py", "repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)",
           "repeat(config.n_heads // config.n_kv_heads, 1, 1)", f"{MODEL}::test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to"),
-    fault("rotary embedding: other direction", "model.py", "(-sin, sin)", "(sin, -sin)", MODEL),
+    fault("rotary embedding: other direction", "fused/rotary.py", "(-sin, sin)", "(sin, -sin)", MODEL),
     fault("causal mask: off by one", "model.py", "index_S[:, None] >= index_S", "index_S[:, None] > index_S",
           MODEL),
-    fault("RMSNorm: no eps", "model.py", ".add_(eps)", "", MODEL),
-    fault("RMSNorm: gradient through the factor is lost", "model.py", ".div_(-x.shape[-1])", ".mul_(0)", MODEL),
+    fault("RMSNorm: no eps", "fused/norm.py", ".add_(eps)", "", MODEL),
+    fault("RMSNorm: gradient through the factor is lost", "fused/norm.py", ".div_(-x.shape[-1])", ".mul_(0)", MODEL),
     fault("tied head: no gradient", "model.py", "else self.packed, self.weight)",
           "else self.packed, self.weight.detach())", MODEL),
     fault("chunked head: gradient not scaled", "fused/head.py", "learned.mul_(factor)", "learned",
@@ -78,7 +78,7 @@ FAULTS = [
           "(1, 0), value=False)", MODEL),
     fault("document mask: earlier documents visible", "model.py", "(query_BT1 == key_B1S)",
           "(query_BT1 >= key_B1S)", MODEL),
-    fault("RMSNorm: computed in bf16", "model.py", "x32 = x.float() normed", "x32 = x\n        normed",
+    fault("RMSNorm: computed in bf16", "fused/norm.py", "x32 = x.float() normed", "x32 = x\n        normed",
           f"{HF}::test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers"),
 
     # Optimizer and step

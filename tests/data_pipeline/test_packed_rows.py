@@ -233,7 +233,7 @@ def test_damaged_segments_are_found(tmp_path, verify):
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 does not have the segments"),  # an empty segment
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in total, but the shards have 10"),
     ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 does not have the segments"),
-    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 does not have the segments"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "pairs and unpaired answers"),
     ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 does not have the segments"),
 ])
 def test_segments_that_do_not_fit_are_refused(kind, segments, complaint, tmp_path):

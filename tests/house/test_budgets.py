@@ -7,14 +7,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_650, 7_440, 30_060
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_460, 7_670, 30_460
 BUDGETS = {
     "config.py": 790,
     "data_preparation_utils.py": 300,
     "dataloaders.py": 760,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
-    "model.py": 420,
+    "model.py": 370,
     "model_utils.py": 400,
     "tokenizer.py": 490,
     "train.py": 320,
@@ -23,7 +23,7 @@ BUDGETS = {
     "data_pipeline/": 3030,
     "debug/": 1040,
     "evaluation/": 480,
-    "fused/": 840,
+    "fused/": 910,
     "inference/": 860,
     "learn/": 2110,
     "observe/": 2240,
