@@ -15,9 +15,9 @@ CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 # What README and docs/settings.md promise for each setting, all others being safe; a change of this table is a change of behaviour.
 PROMISED = {
     "fixed": """
-        distillation_enabled teacher_precision distillation_loss distillation_jsd_beta distillation_weight
+        distillation_enabled teacher_precision distillation_loss distillation_jsd_beta distillation_weight distillation_lambda
         distillation_temperature preference_objective dpo_loss dpo_beta dpo_label_smoothing dpo_length_normalised
-        dpo_sft_weight orpo_lambda simpo_beta simpo_gamma lora_enabled lora_rank lora_alpha lora_rslora lora_dropout
+        dpo_sft_weight kto_desirable_weight kto_undesirable_weight orpo_lambda simpo_beta simpo_gamma lora_enabled lora_rank lora_alpha lora_rslora lora_dropout
         lora_target_modules lora_train_head lora_train_embeddings lora_train_tokens lora_base_quantization total_batch_size
         max_seq_len optimizer dim n_layers keep_layers n_heads n_kv_heads norm_eps rope_theta rope_scaling_factor
         rope_low_freq_factor rope_high_freq_factor rope_original_max_len rope_scaling_type
