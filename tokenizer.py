@@ -361,7 +361,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:
     """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, a run, or a hub name."""
     file = Path(path).expanduser()
-    file = max(file.glob("checkpoints/step-*"), default=file)  # a run: its newest checkpoint
+    if os.path.isdir(file):  # of a run: its newest checkpoint
+        file = max(file.glob("checkpoints/step-*"), default=file)
     # A local file or folder takes precedence over a hub name.
     on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
     if backend == "auto":

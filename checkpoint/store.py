@@ -30,6 +30,7 @@ from common.text import command, print_safely, printable
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
 
+MOST_MANIFEST_BYTES = 2**20  # 4,000 files
 # `replaced-` marks a checkpoint whose step is being saved again; it stays valid until it is replaced.
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
@@ -60,9 +61,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
     def attempt() -> Mapping[str, dict[str, Any]]:
         begin(folder, {}, needed_bytes, largest_file_bytes)
         with disk_errors(folder, needed_bytes):
-            hashed = write_files(temporary) or {}
-            seal(temporary, details, hashed)
-        return hashed
+            return write_files(temporary) or {}
 
     try:
         finish(temporary, folder, details, retrying(attempt, warn), warn)
@@ -99,7 +98,7 @@ def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Ma
         # A crash between the two renames leaves the old checkpoint under `replaced-`.
         with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
-                seal(temporary, details, hashed)
+                _seal(temporary, details, hashed)
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
                         _remove(replaced, warn)
@@ -112,20 +111,24 @@ def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Ma
         _remove(replaced, warn)
 
 
-def seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
-    """Sync a folder's files to the disk, then its manifest; hash the other files.
+def reserve_manifest(folder: Path) -> None:
+    """Take room on the disk for the manifest, so that `finish` succeeds even if the disk fills meanwhile."""
+    (folder / MANIFEST).write_bytes(bytes(MOST_MANIFEST_BYTES))
+    sync(folder / MANIFEST)
 
-    A manifest that is there is overwritten in place, so that a disk that has filled since does not matter.
-    """
+
+def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
+    """Sync a folder's files to the disk, then its manifest, in its reserved place; hash the other files."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
         name = str(path.relative_to(folder))
+        if name in (CARD, MANIFEST):
+            continue
         files[name] = {"size": path.stat().st_size, **hashed.get(name, {})}
-        if name not in (CARD, *hashed):
+        if name not in hashed:
             with open(path, "rb") as file:
                 files[name]["sha256"] = sha256(file)
-    files = {name: entry for name, entry in files.items() if name not in (CARD, MANIFEST)}
     written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
     manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
     with open(os.open(folder / MANIFEST, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:

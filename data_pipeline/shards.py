@@ -535,7 +535,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check "
+                        "its permissions") from error
     if not head:
         raise DataError(f"{path}: is empty; copy or prepare it again")
     magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"

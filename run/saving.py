@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -179,14 +179,8 @@ class Saving:
                 sync(self.temporary / name)
             if part == 0:
                 self.write_others(self.temporary)
-                # With hashes of the same length, so that completing it takes no more of the disk.
-                store.seal(self.temporary, self.details, self.entries([]))
+                store.reserve_manifest(self.temporary)
         return hashes
-
-    def entries(self, written: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, Any]]:
-        """Return the files' fields in the manifest from what `write` returned for each part."""
-        written = [*written]
-        return {name: file.entry(hashes[name] for hashes in written) for name, file in self.files.items()}
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
@@ -205,7 +199,8 @@ class Saving:
                 self.begin(folder, warn)
                 written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
             parts = sorted(each for each in ranks.all_gather_json([self.share.part, written]) if each[0] >= 0)
-            hashed = self.entries(hashes for _, hashes in parts)
+            hashed = {name: file.entry(hashes[name] for _, hashes in parts)
+                      for name, file in self.files.items()}
             ranks.on_rank0(lambda: store.finish(self.temporary, folder, self.details, hashed, warn))
         except Exception:
             self.remove()

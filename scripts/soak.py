@@ -2,7 +2,7 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/soak.py --stage sharded --kills 200           # also sft, dpo, lora, grpo
+    python scripts/soak.py --stage sft --kills 200          # or another stage
     python scripts/soak.py --elastic --kills 0 --points 0 --flips 0 \\
         --truncations 0                                      # only elastic
 

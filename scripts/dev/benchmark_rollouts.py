@@ -3,7 +3,6 @@
     python scripts/dev/benchmark_rollouts.py --shape sample --pairs 7
 """
 
-import argparse
 import random
 import statistics
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from benchmark_generate import SHAPES, huggingface_model
 
+from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config
 from dataloaders import Batch
@@ -33,7 +33,7 @@ from tokenizer import load_tokenizer
 
 def main() -> None:
     """Print the CPU seconds per pair, and the ratio's median and range."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="sample")
     parser.add_argument("--tokenizer", default="data/sample/tokenizer.model")
     for name, default in (("prompts", 8), ("group", 8), ("new-tokens", 64), ("pairs", 7), ("threads", 1)):

@@ -1,6 +1,6 @@
 """Compare the speed of SFT, LoRA and DPO with pretraining and TRL: same weights, examples and optimizer.
 
-    python scripts/dev/benchmark_stages.py --stages sft,dpo --blocks 8        (one thread of a CPU)
+    python scripts/dev/benchmark_stages.py --stages sft,dpo --blocks 8
 
 All contenders of a stage share a process and take turns of two steps. The result is the median of paired
 ratios of CPU seconds per token without padding. TRL runs its own `train()`, paused by a callback; tuned, it

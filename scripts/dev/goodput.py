@@ -2,7 +2,7 @@
 
     python scripts/dev/goodput.py --minutes 30 --seed 1
     python scripts/dev/goodput.py --minutes 4 --stages pretrain,sft
-    python scripts/dev/goodput.py --sample --save-every 10       # the sample's presets and data
+    python scripts/dev/goodput.py --sample --save-every 10   # on the sample
 
 Each stage trains undisturbed for half of its share of the time. The same steps are then repeated under
 `scripts/launch.py --max-restarts`, while a random rank gets kill -9 at random times, on one and on two ranks

@@ -243,7 +243,7 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, mo
     expected = results()
     kernel, purposes = install(monkeypatch, name), []
     monkeypatch.setattr(model_module, "choose_kernel",
-                        lambda purpose, *_: purposes.append(purpose) or (kernel if purpose == "documents" else "sdpa"))
+                        lambda purpose, **_: purposes.append(purpose) or (kernel if purpose == "documents" else "sdpa"))
     for found, wanted in zip(results(), expected):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
@@ -286,7 +286,7 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
     operator = torch.library.custom_op("paddock_test::by_document", by_document, mutates_args=())
     operator.register_fake(lambda q, k, v, borders: torch.empty_like(q))
     monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, _: operator(q, k, v, borders))
-    monkeypatch.setattr(model_module, "choose_kernel", lambda *_: kernel)
+    monkeypatch.setattr(model_module, "choose_kernel", lambda *_, **__: kernel)
     model = new_model(tiny(), 128)
     compile_model(model)
     tokens = torch.randint(0, 128, (2, 256), generator=torch.Generator().manual_seed(1))

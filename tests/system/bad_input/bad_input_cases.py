@@ -248,9 +248,9 @@ SHARDS = group(
     negative=(edit(SHARD, lambda c: c[:8] + b"\xff" * 4 + c[12:]), "gives -1 tokens"),
     missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin: is damaged: its SHA-256"),
     bit_in_header=(flip(SHARD, 500), "is damaged"), token=(token_beyond_the_vocabulary, r"token 38 \(byte 1100\) has id 65535"),
-    folder=(instead(SHARD, os.mkdir), "00001.bin: is not a file"), pipe=(instead(SHARD, os.mkfifo), "00001.bin: is not a file"),
-    device=(instead(SHARD, lambda name: os.symlink("/dev/zero", name)), "is not a file"),
-    loop=(instead(SHARD, loop), "is not a file"),
+    folder=(instead(SHARD, os.mkdir), "00001.bin: is not a plain file"), pipe=(instead(SHARD, os.mkfifo), "00001.bin: is not a plain file"),
+    device=(instead(SHARD, lambda name: os.symlink("/dev/zero", name)), "is not a plain file"),
+    loop=(instead(SHARD, loop), "is not a plain file"),
     dangling=(instead(SHARD, lambda name: os.symlink("nowhere", name)), "is missing"),
     held_out=(cut("set/validation-00000.bin", -2), "validation-00000.bin: is cut short"),
     another_tokenizer=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[:-1])), "made with another tokenizer"),
@@ -310,7 +310,7 @@ RECORDS = group(
     device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "no such file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it is readable"),
         ("junk.jsonl.gz", b"junk", "Not a gzipped file"), ("empty.jsonl.gz", b"", "no document is left"),
         ("crc.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-8] + b"12345678", "CRC"),
         ("junk.jsonl.xz", b"junk", "junk.jsonl.xz: "), ("junk.parquet", b"junk", "junk.parquet: "),
@@ -427,7 +427,7 @@ TOKENIZERS = group(
     no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "no end-of-sequence token"),
     no_content=(json_of(JSON, lambda d: [token.pop("content") for token in d["added_tokens"]] and None),
                 "missing field `content`"),
-    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "cannot read"),
+    regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "cannot be read"),
     config_list=(put("model/tokenizer_config.json", "[]"), "tokenizer_config.json .*contains a list"),
     config_cut=(cut("model/tokenizer_config.json", 20), "is not a JSON object"),
     eos=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
@@ -436,15 +436,15 @@ TOKENIZERS = group(
     template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja is not text"),
     template_number=(all_of(gone("model/chat_template.jinja"),
                             json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))),
-                     "chat_template .*is not text"),
+                     "chat_template .*must be a text"),
     template_list=(all_of(gone("model/chat_template.jinja"),
-                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "is not text"),
+                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "must be a text"),
     gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
         ("syntax", "{% if %}", "correct it"),
         ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
-        ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "correct its"),
+        ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "correct it"),
         ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
         ("raise", "{{ raise_exception('no') }}", "rejects this chat"), ("empty", "", "no control token"),
         ("undefined", "{{ nope.nope }}", "'nope' is undefined"),
@@ -454,8 +454,8 @@ TOKENIZERS = group(
     into_folder=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output set y.jsonl", "set cannot be written"),
     under_file=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output x.jsonl/t y.jsonl",
                 "cannot be written")) + commands(
-    "learn", 2, small=(f"{LEARN} --vocab-size 255 y.jsonl", "at least 256"),
-    huge=(f"{LEARN} --vocab-size 99999999999 y.jsonl", "at most"), word=(f"{LEARN} --vocab-size x y.jsonl", "invalid int"),
+    "learn", 2, small=(f"{LEARN} --vocab-size 255 y.jsonl", "from 256"),
+    huge=(f"{LEARN} --vocab-size 99999999999 y.jsonl", "from 256"), word=(f"{LEARN} --vocab-size x y.jsonl", "invalid int"),
     empty=(f"{LEARN} --vocab-size 257 ''", "source is empty"),
     output=("scripts/train_tokenizer.py --vocab-size 257 --output '' y.jsonl", "--output must"), none=(LEARN, "required"))
 
@@ -505,7 +505,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
-    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "split into 2"),
+    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "has 2 files"),
     there=(lambda: os.mkdir("start"), "start already exists")) + group(
     "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
     deep=(put(ADAPTER, DEEP), "cannot be read"), rank=(json_of(ADAPTER, lambda d: d.update(r="x")), r"is \(4, 32\), but rank"),

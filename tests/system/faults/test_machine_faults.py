@@ -92,7 +92,13 @@ def assert_one_sentence(text: str, *words: str) -> None:
 
 
 def fill_the_disk_in_step_3() -> None:
-    act(0, 3, lambda: fill(Path(os.environ["SMALL_DISK"])))
+    def fill_it() -> None:
+        disk = Path(os.environ["SMALL_DISK"])
+        while not any(path.stat().st_size for path in disk.rglob("MANIFEST.json")):
+            time.sleep(0.01)  # until the thread has written the checkpoint of step 2
+        fill(disk)
+
+    act(0, 3, fill_it)
 
 
 @needs_mounts
