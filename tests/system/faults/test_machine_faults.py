@@ -94,8 +94,8 @@ def assert_one_sentence(text: str, *words: str) -> None:
 def fill_the_disk_in_step_3() -> None:
     def fill_it() -> None:
         disk = Path(os.environ["SMALL_DISK"])
-        while not any(path.stat().st_size for path in disk.rglob("MANIFEST.json")):
-            time.sleep(0.01)  # until the thread has written the checkpoint of step 2
+        while any(not (folder / "MANIFEST.json").exists() for folder in disk.rglob("tmp-*")):
+            time.sleep(0.01)  # a thread still writes the checkpoint of step 2
         fill(disk)
 
     act(0, 3, fill_it)
