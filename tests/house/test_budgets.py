@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_460, 7_670, 30_460
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_440, 7_680, 30_470
 BUDGETS = {
     "config.py": 790,
     "data_preparation_utils.py": 300,
@@ -18,7 +18,7 @@ BUDGETS = {
     "model_utils.py": 400,
     "tokenizer.py": 490,
     "train.py": 320,
-    "checkpoint/": 2130,
+    "checkpoint/": 2140,
     "common/": 1050,
     "data_pipeline/": 3030,
     "debug/": 1040,
@@ -29,11 +29,11 @@ BUDGETS = {
     "observe/": 2240,
     "parallel/": 1420,
     "report/": 1360,
-    "run/": 3170,
-    "scripts/": 7670,
+    "run/": 3140,
+    "scripts/": 7680,
     "serving/": 820,
     "settings/": 870,
-    "tests/": 30460,
+    "tests/": 30470,
 }
 
 

@@ -248,7 +248,7 @@ SHARDS = group(
     negative=(edit(SHARD, lambda c: c[:8] + b"\xff" * 4 + c[12:]), "gives -1 tokens"),
     missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin: is damaged: its SHA-256"),
     bit_in_header=(flip(SHARD, 500), "is damaged"), token=(token_beyond_the_vocabulary, r"token 38 \(byte 1100\) has id 65535"),
-    folder=(instead(SHARD, os.mkdir), "00001.bin: is not a plain file"), pipe=(instead(SHARD, os.mkfifo), "00001.bin: is not a plain file"),
+    folder=(instead(SHARD, os.mkdir), "00001.bin: cannot be read: is not a plain file"), pipe=(instead(SHARD, os.mkfifo), "00001.bin: cannot be read: is not a plain file"),
     device=(instead(SHARD, lambda name: os.symlink("/dev/zero", name)), "is not a plain file"),
     loop=(instead(SHARD, loop), "is not a plain file"),
     dangling=(instead(SHARD, lambda name: os.symlink("nowhere", name)), "is missing"),
