@@ -82,13 +82,13 @@ def test_logits_and_all_gradients_equal_transformers(shape):
     tokens, targets = random_ids(3, 70), random_ids(3, 70, seed=1)
     logits = theirs(tokens).logits
     assert 0.3 < logits.std() < 30
-    assert (ours.logits(tokens) - logits).abs().max() < 1e-4
+    assert (ours.logits(tokens) - logits).abs().max() < 1e-5 * logits.abs().max()
 
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     (-ours(tokens, targets, reduction="sum")).backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The change of pairs for halves is a reordering of rows, so it maps gradients as it maps weights.
-    assert_all_close(read_all(to_huggingface(gradients(ours), ours.config, VOCAB)), expected)
+    assert_all_close(read_all(to_huggingface(gradients(ours), ours.config, VOCAB)), expected, 1e-5)
 
 
 def test_padded_ids_are_never_predicted_and_never_learn():
