@@ -11,6 +11,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,12 @@ from config import SAMPLE
 # Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+# Without its lookahead, a third faster, the pattern splits a text alike unless two blanks (spaces other than
+# line ends) follow each other. NUL, which no document contains, is a piece that separates documents.
+PLAIN_PATTERN = r"\x00|" + PATTERN.replace(r"|\s+(?!\S)", "").replace(r"\p{N}]", r"\p{N}\x00]")
+# A text with none of these has no two blanks in a row. Any blank but " " counts, to find them fast.
+NOT_PLAIN = ("  ", *"\0\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000",
+             *map(chr, range(0x2000, 0x200B)))
 # In the order of Meta's code for Llama 3.1. Other releases name spare tokens differently (the hub folder has
 # a reserved token at 5, later code has `<|image|>` at 11), but the tokens of text models have the same
 # numbers.
@@ -91,8 +98,9 @@ class BaseTokenizer:
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
-    def document_arrays(self, text: str) -> list[np.ndarray]:
-        return [np.frombuffer(array("I", self.encode_document(text)), np.uint32)]
+    def document_ids(self, texts: Iterable[str]) -> array:
+        """Return the ids of documents, one after another."""
+        return array("I", chain.from_iterable(map(self.encode_document, texts)))
 
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
         """Return a hash of the fields of a tokenizer.json that affect ids, and of bos and eos."""
@@ -128,11 +136,15 @@ class Tokenizer(BaseTokenizer):
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
-        self._bos, self._eos = (np.array([token], np.uint32) for token in (self.bos_id, self.eos_id))
         self._ordered = sorted(ranks, key=ranks.__getitem__)
         self.byte_lengths = [*map(len, self._ordered), *[0] * len(SPECIALS)]
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
                                            special_tokens=self.special_ids)
+
+    @cached_property
+    def _plain_encoding(self) -> tiktoken.Encoding:
+        return tiktoken.Encoding("plain", pat_str=PLAIN_PATTERN, mergeable_ranks=self.ranks,
+                                 special_tokens={})
 
     @cached_property
     def sha256(self) -> str:
@@ -188,9 +200,22 @@ class Tokenizer(BaseTokenizer):
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
-    def document_arrays(self, text: str) -> list[np.ndarray]:
-        pieces = (self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in split_long(text))
-        return [self._bos, *pieces, self._eos]
+    def document_ids(self, texts: Iterable[str]) -> array:
+        """As in the base class, with one call for many documents: between calls, threads wait for others."""
+        def is_plain(text: str) -> bool:
+            return len(text) <= MAX_RUN_CHARS and not any(sign in text for sign in NOT_PLAIN)
+
+        ids = array("I")
+        for plain, group in groupby(texts, is_plain):
+            if not plain:
+                ids.extend(super().document_ids(group))
+                continue
+            joined = array("I", self._plain_encoding.encode_ordinary("\0" + "\0\0".join(group) + "\0"))
+            ids_M = np.frombuffer(joined, np.uint32)
+            borders = np.flatnonzero(ids_M == self.ranks[b"\0"])
+            ids_M[borders[::2]], ids_M[borders[1::2]] = self.bos_id, self.eos_id
+            ids.extend(joined)
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(token) for token in ids])
@@ -248,7 +273,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
         if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         if not isinstance(template, str | None):
-            raise DataError(f"{setting}: the chat_template in its tokenizer_config.json must be a text")
+            raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
+                            "it")
         self.chat_template = template
 
         # The ids.

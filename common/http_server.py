@@ -26,6 +26,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL or error.errno < 0:  # the resolver's errors
-            raise SettingsError(f"--host {host} is not an address of this machine; use 0.0.0.0") from error
+            raise SettingsError(f"--host {host} is not an address of this machine; 0.0.0.0 listens on all of "
+                                "them") from error
         why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise SettingsError(f"--port {port} {why}; --port 0 picks a free one") from error

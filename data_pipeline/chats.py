@@ -1,7 +1,8 @@
 """Read chats, preference pairs and prompts in all common formats; tokenize them with marks for the loss.
 
-A message is {"role", "content"}, with the roles system, user and assistant. A chat is an optional system
-message, followed by alternating messages of user and assistant; the last one is the assistant's.
+A message is {"role", "content"}, with the roles system, user, assistant and tool. A chat is an optional
+system message, followed by alternating messages of user and assistant; the last one is the assistant's. After
+an assistant's message with `tool_calls`, the results follow as messages of the tool, and the next answer.
 
 The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
 tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
@@ -14,7 +15,8 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, cycle
@@ -27,7 +29,7 @@ from common.errors import DataError
 from common.text import command
 from data_pipeline.shards import HEADER_BYTES, Tokens
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
-from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, is_said, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
 SHORTCUTS = {
@@ -39,7 +41,7 @@ SHORTCUTS = {
     "prompts": {"gsm8k": Source(name="openai/gsm8k", config="main")},
 }
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-         "model": "assistant"}
+         "model": "assistant", "tool": "tool"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
 TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
@@ -58,10 +60,16 @@ class Example(NamedTuple):
     answers: tuple[str, ...] = ()  # the preferred one first
     record: str = ""  # JSON in ASCII
     label: bool | None = None  # of an unpaired answer: whether it is good
+    options: Mapping[str, Any] = {}  # variables of the chat template, such as `tools`
 
 
-def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
-    """Yield the chats, preference pairs or prompts of a source; reject other records."""
+def read_examples(kind: str, source: Source, reading: Reading, fields: Collection[str] = ()
+                  ) -> Iterator[Example]:
+    """Yield the chats, preference pairs or prompts of a source; reject other records.
+
+    `fields` are those that the chat format writes besides role and content. Other tools and reasoning are
+    dropped and counted.
+    """
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         try:
@@ -69,16 +77,27 @@ def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Examp
                 examples = chats_of(where, record)
             else:
                 examples = [pair_of(where, record) if kind == "pairs" else prompt_of(where, record)]
+            options = options_in(record)
+            if "tools" not in fields and options.pop("tools", None):
+                reading.dropped["tools"] += 1
+            for message in (message for example in examples for message in example.messages):
+                if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
+                    raise DataError("calls a tool, and the chat format cannot write that; put a "
+                                    "chat_template.jinja with tool_calls beside tokenizer.json")
+                if "reasoning_content" not in fields and message.pop("reasoning_content", None):
+                    reading.dropped["reasoning_content"] += 1
         except DataError as error:
             reading.refuse(where, str(error))
             continue
-        # Count fields that training ignores.
-        reading.dropped.update(name for name in TOOLS if record.get(name))
-        for messages in record.values():
-            for message in messages if isinstance(messages, list) else ():
-                if isinstance(message, Mapping):
-                    reading.dropped.update(name for name in REASONING if message.get(name))
-        yield from examples
+        yield from (example._replace(options=options) for example in examples)
+
+
+def options_in(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template in a record: its tools, and its chat_template_kwargs."""
+    tools = json_in("tools", next((record[name] for name in TOOLS if record.get(name)), []), list)
+    variables = json_in("chat_template_kwargs", record.get("chat_template_kwargs") or {}, dict)
+    return {**({"tools": tools} if tools else {}),
+            **{name: value for name, value in variables.items() if value is not None}}
 
 
 def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
@@ -136,6 +155,8 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
             raise DataError("chosen and rejected have no common prompt: they differ before the last message")
         if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
             raise DataError("chosen and rejected must end in an assistant's message")
+        if ours[-1].get("tool_calls") or theirs[-1].get("tool_calls"):
+            raise DataError("chosen or rejected ends in a tool call; pairs compare answers in words")
         if prompt and ours[:-1] and prompt[-1] not in ours[:-1]:
             raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
         prompt, chosen, rejected = ours[:-1] or prompt, ours[-1]["content"], theirs[-1]["content"]
@@ -156,6 +177,8 @@ def unpaired_of(where: str, record: Mapping[str, Any]) -> Example:
         raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
     messages = [*(_prompt_in(record) or []), *messages_in("completion", record["completion"], "assistant")]
     *prompt, answer = check_turns(with_system(messages, record.get("system")), "assistant")
+    if answer.get("tool_calls"):
+        raise DataError("its completion is a tool call; only answers in words can have a label")
     return Example(where, check_turns(prompt, "user"), (answer["content"],), label=bool(record["label"]))
 
 
@@ -230,14 +253,15 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise DataError(f"{name} is {_type_of(message)}, expected a message")
     role_name, content_name = ("from", "value") if "from" in message else ("role", "content")
+    calls = calls_in(f"{name}.tool_calls", message.get("tool_calls") or [])
     absent = [key for key in (role_name, content_name) if key not in message]
-    if absent:
+    if absent and not (calls and absent == [content_name]):
         raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
-    role, content = message[role_name], message[content_name]
+    role, content = message[role_name], message.get(content_name)
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise DataError(f"{name} calls a tool, which is not supported")
+    if message.get("function_call"):
+        raise DataError(f"{name} calls a tool by function_call; write it as tool_calls")
     if message.get("weight", 1) == 0 or message.get("train", True) is False:
         raise DataError(f"{name} is excluded from training (weight, train), which is not supported")
     name = f"{name}.{content_name}"
@@ -250,9 +274,35 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
             if flaw := flaw_of(part.get("text")):
                 raise DataError(f"{name}[{number}].text {flaw}")
         content = "".join(part["text"] for part in content)
-    if ROLES[role] == "system" and _is_blank(content):
-        return {"role": "system", "content": ""}
-    return {"role": ROLES[role], "content": text_in(name, content)}
+    may_be_blank = calls or ROLES[role] in ("system", "tool")
+    content = "" if may_be_blank and _is_blank(content) else text_in(name, content)
+    reasoning = next((text for key in REASONING if isinstance(text := message.get(key), str)), "")
+    more = {"reasoning_content": reasoning.strip() and reasoning, "tool_calls": calls}
+    if ROLES[role] != "assistant":
+        more = {key: message.get(key) for key in ("name", "tool_call_id") if ROLES[role] == "tool"}
+    return {"role": ROLES[role], "content": content} | {key: value for key, value in more.items() if value}
+
+
+def calls_in(name: str, calls: Any) -> list[dict[str, Any]]:
+    """Return tool calls, {"type", "function": {"name", "arguments"}}, with arguments parsed from JSON."""
+    read = []
+    for number, call in enumerate(json_in(name, calls, list)):
+        where = f"{name}[{number}]"
+        function = json_in(where, json_in(where, call, dict).get("function") or call, dict)
+        read.append({**({"id": str(call["id"])} if call.get("id") else {}), "type": "function", "function": {
+            "name": text_in(f"{where}.name", function.get("name")),
+            "arguments": json_in(f"{where}.arguments", function.get("arguments") or {}, dict)}})
+    return read
+
+
+def json_in(name: str, value: Any, expected: type) -> Any:
+    """Return a list or an object, which may also be given as its JSON."""
+    with suppress(ValueError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, expected):
+        kind = {list: "a list", dict: "an object"}[expected]
+        raise DataError(f"{name} is {_type_of(value)}, expected {kind}, or its JSON")
+    return value
 
 
 def text_in(name: str, value: Any) -> str:
@@ -287,31 +337,38 @@ def check_turns(messages: Messages, last: str) -> Messages:
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise DataError("has no messages" if not messages else "has only a system message")
-    for number, message in enumerate(turns):
-        expected = ("user", "assistant")[number % 2]
-        if message["role"] != expected:
-            raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, "
-                            f"expected the {expected}'s: after a system message, the others take turns")
-    if turns[-1]["role"] != last:
+    before, expected = "", "user"
+    for number, message in enumerate(turns, 1 + len(messages) - len(turns)):
+        role = message["role"]
+        if role != expected and (role, before) != ("tool", "tool"):  # a call may have several results
+            raise DataError(f"message {number} is the {role}'s, expected the {expected}'s: user and "
+                            "assistant take turns, after at most one system message; the results of tools "
+                            "follow a message with tool_calls")
+        expected = "assistant" if role != "assistant" else "tool" if message.get("tool_calls") else "user"
+        before = role
+    if before != last and (before, last) != ("tool", "user"):
         if last == "user":
             raise DataError("its prompt ends in an assistant's message, expected a user's")
         raise DataError("has no assistant turn" if len(turns) == 1 else
-                        "ends in a user's message, which has no answer; leave it out")
+                        f"ends in a {before}'s message, which has no answer; leave it out")
     return messages
 
 
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return the DataKind of chats, pairs or prompts."""
-    sha256 = load_chat_format(tokenizer).sha256
-    return DataKind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
-                    split_key, partial(tokenize_examples, sha256), partial(decode_examples, kind),
+    chat_format = load_chat_format(tokenizer)
+    sha256 = chat_format.sha256
+    return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields),
+                    lambda example: len(text_of(example, "")), text_of, split_key,
+                    partial(tokenize_examples, sha256), partial(decode_examples, kind),
                     {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                      "examples_version": EXAMPLES_VERSION})
 
 
 def text_of(example: Example, separator: str = "\n") -> str:
     """Return all messages of an example as one text."""
-    return separator.join([*(message["content"] for message in example.messages), *example.answers])
+    return separator.join([text for message in example.messages for text in (
+        message.get("reasoning_content"), message["content"]) if text is not None] + [*example.answers])
 
 
 def split_key(example: Example) -> str:
@@ -342,24 +399,28 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
     for place, example in enumerate(examples):
         try:
             messages = with_system(example.messages, spec.system_prompt)
+            options = example.options
             if example.label is not None:
                 # The answer of the record that is half a chunk away, or the next one with another prompt.
                 places = ((place + len(keys) // 2 + step) % len(keys) for step in range(len(keys)))
                 other = next((examples[each] for each in places if keys[each] != keys[place]), None)
                 if other is None:
                     raise DataError("no record near it has another prompt, whose answer could be compared")
-                pair = [(chat_format.encode_answer(messages, each.answers[0]), each is example)
+                pair = [(chat_format.encode_answer(messages, each.answers[0], options), each is example)
                         for each in ((example, other) if example.label else (other, example))]
-                segments = [(chat_format.encode_prompt(messages), False), *pair]
+                segments = [(chat_format.encode_prompt(messages, options), False), *pair]
             elif example.answers:
-                chosen, rejected = (chat_format.encode_answer(messages, answer) for answer in example.answers)
+                chosen, rejected = (chat_format.encode_answer(messages, answer, options)
+                                    for answer in example.answers)
                 if chosen == rejected:
                     raise DataError("chosen and rejected have the same tokens")
-                segments = [(chat_format.encode_prompt(messages), False), (chosen, True), (rejected, True)]
+                segments = [(chat_format.encode_prompt(messages, options), False), (chosen, True),
+                            (rejected, True)]
             elif example.record:
-                segments = [(chat_format.encode_prompt(messages), False), ([*example.record.encode()], True)]
+                segments = [(chat_format.encode_prompt(messages, options), False),
+                            ([*example.record.encode()], True)]
             else:
-                segments = chat_format.encode_chat(messages)
+                segments = chat_format.encode_chat(messages, options)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
@@ -387,9 +448,9 @@ def _label_fault(example: Example, segments: Segments,
     Targets must decode to the answers in order, each after some context, with its end of turn as its only
     control token.
     """
-    tokenizer = chat_format.tokenizer
-    answers = example.answers or [message["content"] for message in example.messages
-                                  if message["role"] == "assistant"]
+    tokenizer, is_marked = chat_format.tokenizer, chat_format.is_marked and not example.answers
+    answers = [{"content": answer} for answer in example.answers] or [
+        message for message in example.messages if message["role"] == "assistant"]
     # There must be as many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
@@ -398,17 +459,19 @@ def _label_fault(example: Example, segments: Segments,
         return "a target has no token before it"
     if not segments[-1][1]:
         return "the last tokens are not targets"
-    # Each target must consist of its answer and the end of turn.
+    # Each target must consist of its answer and the end of turn; marked ones may have more around them.
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
-        if ids[-1] != chat_format.end_of_turn_id:
-            return f"the end of the turn is not a target after {answer[-40:]!r}"
-        if not specials.isdisjoint(ids[:-1]):
+        ends = [token for token in ids if token in specials] if is_marked else ids
+        if ends[-1:] != [chat_format.end_of_turn_id]:
+            return f"the end of the turn is not a target after {answer['content'][-40:]!r}"
+        if not is_marked and not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
-        words = tokenizer.decode(ids[:-1]).strip()
+        words = tokenizer.decode(ids if is_marked else ids[:-1])
         # Some tokenizers normalize text, so that its ids decode to different text.
-        if words != answer.strip() and words != tokenizer.decode(tokenizer.encode(answer.strip())).strip():
-            return f"the targets are {words[:80]!r}, the answer {answer[:80]!r}"
+        normalized = {**answer, "content": tokenizer.decode(tokenizer.encode(answer["content"].strip()))}
+        if not is_said(words, answer, is_marked) and not is_said(words, normalized, is_marked):
+            return f"the targets are {words[:80]!r}, the answer {answer['content'][:80]!r}"
     return None
 
 

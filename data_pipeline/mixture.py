@@ -63,7 +63,8 @@ class Mixture(BaseModel, strict=True):
             raise ValueError(f"two sources have the label {repeated!r}; use different labels")
         ends = [phase.until for phase in self.phases]
         if ends[-1] != 1 or not all(one < next for one, next in pairwise(ends)):
-            raise ValueError(f"the phases end at {ends}, which must increase, up to 1 (or no until)")
+            raise ValueError(f"the phases end at {ends}; each must end later than the one before it, and the "
+                             "last at 1 (or without until)")
         for number, phase in enumerate(self.phases, 1):
             if unknown := next((label for label in phase.weights if label not in labels), None):
                 raise ValueError(f"phase {number} weighs {unknown!r}, which is not a source's label; the "

@@ -1,16 +1,20 @@
 """Encode chats in Llama 3's format, or with the chat template of a Hugging Face tokenizer.
 
-A chat is a list of {"role", "content"}. Its ids are divided into *segments*, each a target or not. Targets
-are the assistant's answers with the control token that ends the turn.
+A chat is a list of {"role", "content"}; an assistant's message may also have `reasoning_content` and
+`tool_calls`. Its ids are divided into *segments*, each a target or not. Targets are the assistant's answers,
+reasoning and calls, with the control token that ends the turn.
 """
 
+import datetime
 import hashlib
 import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import accumulate, islice
+from typing import Any, Optional
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -19,10 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.errors import DataError
 from tokenizer import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+Options = Optional[Mapping[str, Any]]  # variables of a template, such as `tools` and `enable_thinking`
 Segments = list[tuple[list[int], bool]]
 
+TEMPLATE_VERSION = 2  # part of the hash: increase it when the ids or segments of a template's chats change
+# What a chat may have besides role and content, if the template has a variable of this name.
+FIELDS = ("tools", "tool_calls", "reasoning_content")
+
 PRIVATE_USE = range(0xE000, 0xF900)
+BESIDE_WORDS = re.compile(r"\s+|</?think>")
+MARK_NAMES = ("paddock_generation_begins", "paddock_generation_ends")  # variables of a template
+TODAY = datetime.date(2024, 7, 26)  # the date that Llama 3's templates default to
 # A trial chat for every template; two turns show whether an earlier rendering is a prefix of a later one.
 TRIAL = [{"role": role, "content": f"{role} says {number}"}
          for number in (1, 2) for role in ("user", "assistant")]
@@ -32,6 +44,8 @@ class ChatFormat:
     """Llama 3's chat format; control tokens in messages stay text. Source: Meta's llama/tokenizer.py."""
 
     sha256 = hashlib.sha256(b"Llama 3").hexdigest()  # of everything besides the tokenizer that affects ids
+    fields: frozenset[str] = frozenset()
+    is_marked = False
 
     def __init__(self, tokenizer: Tokenizer | HuggingFaceTokenizer):
         needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -50,14 +64,14 @@ class ChatFormat:
     def encode_words(self, content: str) -> list[int]:
         return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
+    def encode_prompt(self, messages: Messages, options: Options = None) -> list[int]:
         """Return the ids of a dialog with bos and a generation prompt, the header of the answer."""
         ids = [self._bos_id]
         for message in messages:
             ids += [*self._encode_header(message["role"]), *self.encode_words(message["content"])]
         return ids + self._encode_header("assistant")
 
-    def encode_chat(self, messages: Messages) -> Segments:
+    def encode_chat(self, messages: Messages, options: Options = None) -> Segments:
         """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
         segments, ids = [], [self._bos_id]
         for message in messages:
@@ -69,7 +83,7 @@ class ChatFormat:
                 ids += self.encode_words(message["content"])
         return segments
 
-    def encode_answer(self, messages: Messages, answer: str) -> list[int]:
+    def encode_answer(self, messages: Messages, answer: str, options: Options = None) -> list[int]:
         """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
         return self.encode_words(answer)
 
@@ -78,22 +92,24 @@ class TemplateFormat:
     """A Hugging Face chat template, rendered in jinja2's sandbox.
 
     The ids equal those of transformers' apply_chat_template, but names of control tokens in a message stay
-    text, and there is no `strftime_now`: templates without a default date cannot be used.
+    text, and `strftime_now` gives a fixed date, so that data do not depend on the day.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
-        self.tokenizer = tokenizer
+        self.tokenizer, template = tokenizer, tokenizer.chat_template
         # Everything besides the tokenizer that affects ids.
-        content = json.dumps([tokenizer.chat_template, tokenizer.control_tokens])
+        content = json.dumps([template, tokenizer.control_tokens, TEMPLATE_VERSION])
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        self.fields = frozenset(name for name in FIELDS if re.search(rf"\b{name}\b", template))
+        self.is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
 
         # Compile the template.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=[GenerationTag, loopcontrols])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # without HTML escapes
-        environment.globals["raise_exception"] = _raise_exception
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=TODAY.strftime)
         try:
-            self._template = environment.from_string(tokenizer.chat_template)
+            self._template = environment.from_string(template)
         except Exception as error:  # any, since jinja2 evaluates constants here
             reason = str(error) or type(error).__name__
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct it") from error
@@ -101,7 +117,8 @@ class TemplateFormat:
         # Find control tokens, with the spaces that they absorb.
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
         if not longest_first or len(longest_first[-1]["content"]) < 2:
-            raise DataError("the chat template cannot be used: its tokenizer needs longer control tokens")
+            raise DataError("the chat template cannot be used: its tokenizer needs control tokens of two "
+                            "characters or more")
         names = [re.escape(token["content"]) for token in longest_first]
         self._control = re.compile("|".join(
             r"\s*" * token["lstrip"] + name + r"\s*" * token["rstrip"]
@@ -112,7 +129,11 @@ class TemplateFormat:
         # Find the control token that ends the assistant's turns in the trial chat.
         self.end_of_turn_id = None
         try:
-            ends = {ids[-1] for ids, is_target in self.encode_chat(TRIAL) if is_target}
+            controls = frozenset(tokenizer.special_ids.values())
+            targets = [ids for ids, is_target in self.encode_chat(TRIAL) if is_target]
+            ends = {next((token for token in reversed(ids) if token in controls), None) for ids in targets}
+            if None in ends or not ends:
+                raise DataError("it marks an answer without a control token that ends it")
             if len(ends) > 1:
                 raise DataError(f"it ends turns in any of {tokenizer.decode(sorted(ends))}")
             if not ends <= {tokenizer.eot_id, tokenizer.eos_id}:  # the stop tokens of saved folders
@@ -124,74 +145,98 @@ class TemplateFormat:
         self.end_of_turn_id = ends.pop()
         self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
 
-    def encode_chat(self, messages: Messages) -> Segments:
-        """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
-        messages, mark = self._hide_literals(messages)
-        rendered, cuts = self._render_words(messages, False), []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            # Find the start of the answer.
-            before = self._render(messages[:index], True)
-            if not rendered.startswith(before):
-                raise DataError("its rendering up to an answer differs from the start of the whole chat, so "
-                                "training and generation would differ")
-            # Find the end of the control token after it.
-            end = self._control.search(rendered, len(before))
-            if end is None:
-                raise DataError("the chat template ends an answer in no control token: no model could stop")
-            words = rendered[len(before):end.start()]
-            if words.strip() != message["content"].strip():
-                raise DataError("the chat template writes something else than the assistant's words between "
-                                f"the header of the answer and the end of the turn: {words[:80]!r}")
-            if self.end_of_turn_id not in (None, self.tokenizer.special_ids[end[0].strip()]):
-                raise DataError(f"the chat template ends this answer in {end[0]}, others in another token")
-            cuts += [len(before), end.end()]
+    def encode_chat(self, messages: Messages, options: Options = None) -> Segments:
+        """Return the segments of a dialog up to its last target; every second is a target.
+
+        Targets are what the template marks with `{% generation %}`, or else the answers with their ends.
+        """
+        messages, options, mark, marks = self._hide_literals(messages, options)
+        rendered, cuts = self._render_words(messages, False, options, marks)
+        if not self.is_marked:
+            cuts = [cut for index, message in enumerate(messages) if message["role"] == "assistant"
+                    for cut in self._find_answer(rendered, messages, index, options)]
         segments = self._encode_segments(rendered[:cuts[-1]] if cuts else "", cuts, mark)
         return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        messages, mark = self._hide_literals(messages)
-        return self._encode_segments(self._render_words(messages, True), [], mark)[0]
+    def encode_prompt(self, messages: Messages, options: Options = None) -> list[int]:
+        messages, options, mark, _ = self._hide_literals(messages, options)
+        return self._encode_segments(self._render_words(messages, True, options)[0], [], mark)[0]
 
-    def encode_answer(self, messages: Messages, answer: str) -> list[int]:
-        return self.encode_chat([*messages, {"role": "assistant", "content": answer}])[-1][0]
+    def encode_answer(self, messages: Messages, answer: str, options: Options = None) -> list[int]:
+        chat = [*messages, {"role": "assistant", "content": answer}]
+        chat, options, mark, _ = self._hide_literals(chat, options)
+        rendered, _ = self._render_words(chat, False, options)
+        cuts = self._find_answer(rendered, chat, len(messages), options)
+        return self._encode_segments(rendered[:cuts[1]], cuts, mark)[1]
 
-    def _hide_literals(self, messages: Messages) -> tuple[Messages, str]:
-        """Return the messages with a mark inside the names of control tokens, and this unique mark."""
-        used = {character for message in messages for text in message.values() for character in text}
-        mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-        if mark is None:
-            raise DataError("it has all private-use characters from U+E000 to U+F8FF; leave one out")
-        return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()}
-                for message in messages], mark
+    def _find_answer(self, rendered: str, messages: Messages, index: int, options: Options) -> list[int]:
+        """Return where an answer begins, and where its turn ends."""
+        before = self._render(messages[:index], True, options)
+        if not rendered.startswith(before):
+            raise DataError("its rendering up to an answer differs from the start of the whole chat, so "
+                            "training and generation would differ; use a template that writes all turns "
+                            "alike, or a chat for each answer")
+        # Find the end of the control token after it.
+        end = self._control.search(rendered, len(before))
+        if end is None:
+            raise DataError("the chat template ends an answer in no control token: no model could stop")
+        words = rendered[len(before):end.start()]
+        if not is_said(words, messages[index]):
+            raise DataError("the chat template writes something else than the assistant's words between "
+                            f"the header of the answer and the end of the turn: {words[:80]!r}; if it leaves "
+                            "out reasoning, use one that keeps it, or a chat for each answer")
+        if self.end_of_turn_id not in (None, self.tokenizer.special_ids[end[0].strip()]):
+            raise DataError(f"the chat template ends this answer in {end[0]}, others in another token")
+        return [len(before), end.end()]
 
-    def _render_words(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Return the rendering, after checking that neutral messages would have the same control tokens.
+    def _hide_literals(self, messages: Messages, options: Options) -> tuple[Messages, Options, str, str]:
+        """Return both with a mark inside the names of control tokens, this mark, and two other characters."""
+        used = {*json.dumps([messages, options], ensure_ascii=False)}
+        unused = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+        mark, *others = [*islice(unused, 3)] or " "
+        if len(others) < 2:
+            raise DataError("it has all private-use characters from U+E000 to U+F8FF; leave three out")
 
-        A template that rewrites messages (`lower`, `replace`, `split`) can turn text into a control token.
+        def hide(text: str) -> str:
+            return self._literal_start.sub(rf"\1{mark}", text)
+
+        return *map_texts([messages, options], hide, hide), mark, "".join(others)
+
+    def _render_words(self, messages: Messages, add_generation_prompt: bool, options: Options,
+                      marks: str = "") -> tuple[str, list[int]]:
+        """Return the rendering, and where marked answers begin and end.
+
+        Checks that neutral messages would have the same control tokens: a template that rewrites messages
+        (`lower`, `replace`, `split`) can turn text into a control token.
         """
-        rendered = self._render(messages, add_generation_prompt)
-        neutral = tuple((message["role"], "words" if message["content"].strip() else message["content"][:1])
-                        for message in messages)
-        expected = self._controls_of_neutral_words(neutral, add_generation_prompt)
+        pieces = self._render(messages, add_generation_prompt, options, marks)
+        pieces = re.split(f"[{marks}]", pieces) if marks else [pieces]
+        rendered = "".join(pieces)
+        neutral = [{**map_texts(message, lambda text: "words" if text.strip() else text[:1]),
+                    "role": message["role"]} for message in messages]
+        expected = self._controls_of_neutral_words(json.dumps([neutral, options]), add_generation_prompt)
         actual = [name.strip() for name in self._control.findall(rendered)]
         if actual != expected:
             more, fewer = Counter(actual) - Counter(expected), Counter(expected) - Counter(actual)
             raise DataError("the chat template rewrites the text in a way that changes its control tokens "
                             f"({' '.join(sorted(more | fewer)) or 'in another order'}); correct the template")
-        return rendered
+        return rendered, [*accumulate(map(len, pieces[:-1]))]
 
-    def _render_controls(self, words: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> list[str]:
-        rendered = self._render([{"role": role, "content": content} for role, content in words],
-                                add_generation_prompt)
+    def _render_controls(self, content: str, add_generation_prompt: bool) -> list[str]:
+        messages, options = json.loads(content)
+        rendered = self._render(messages, add_generation_prompt, options)
         return [name.strip() for name in self._control.findall(rendered)]
 
-    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
+    def _render(self, messages: Messages, add_generation_prompt: bool, options: Options,
+                marks: str = "") -> str:
+        # transformers has two names of the reasoning.
+        messages = [{"thinking": message["reasoning_content"], **message}
+                    if "reasoning_content" in message else message for message in messages]
+        variables = {**self.tokenizer.control_tokens, "tools": None, "documents": None, **(options or {}),
+                     "messages": messages, "add_generation_prompt": add_generation_prompt,
+                     MARK_NAMES[0]: marks[:1], MARK_NAMES[1]: marks[1:]}
         try:
-            return self._template.render(messages=messages, tools=None, documents=None,
-                                         add_generation_prompt=add_generation_prompt,
-                                         **self.tokenizer.control_tokens)
+            return self._template.render(variables)
         except Exception as error:  # a template can raise any error of Python's operators
             raise DataError("the chat template rejects this chat: "
                             f"{str(error) or type(error).__name__}") from error
@@ -227,13 +272,40 @@ class TemplateFormat:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`, which marks answers in some templates; only its content is rendered."""
+    """`{% generation %}`, which marks answers in some templates; puts a character before and after them."""
 
     tags = {"generation"}
 
     def parse(self, parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        first, last = (nodes.Output([nodes.Name(name, "load")]) for name in MARK_NAMES)
+        return nodes.Scope([first, *body, last]).set_lineno(line)
+
+
+def map_texts(value: Any, change: Callable[[str], str], change_key: Callable[[str], str] = str) -> Any:
+    """Return a JSON value with all its texts changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change_key(key): map_texts(each, change, change_key) for key, each in value.items()}
+    return [map_texts(each, change, change_key) for each in value] if isinstance(value, list) else value
+
+
+def is_said(words: str, message: Mapping[str, Any], partly: bool = False) -> bool:
+    """Whether words are the reasoning and content of a message, then its calls; `partly`: among others.
+
+    White space and the tags around the reasoning do not count.
+    """
+    words, content, reasoning = (BESIDE_WORDS.sub("", text) for text in (
+        words, message["content"], message.get("reasoning_content") or ""))
+    content = content if partly else reasoning + content
+    start = words.find(content)
+    found, rest = start == 0 or partly and start > 0, words[start + len(content):]
+    for call in message.get("tool_calls") or ():
+        _, name, rest = rest.partition(call["function"]["name"])
+        found = found and bool(name)
+    return found and (partly or not rest or bool(message.get("tool_calls")))
 
 
 def _raise_exception(message: str) -> None:

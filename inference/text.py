@@ -11,7 +11,7 @@ from common.errors import DataError
 from common.files import plain
 from data_pipeline.chats import check_turns, messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
-from data_pipeline.templates import ChatFormat, Messages, TemplateFormat, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Options, TemplateFormat, load_chat_format
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE
 
@@ -100,6 +100,7 @@ class LanguageModel:
     prompts: Sequence[str] = ()  # examples from its training data
     chat_format: Optional[ChatFormat | TemplateFormat] = field(init=False, default=None)
     no_chat_reason: str = field(init=False, default="")  # empty if the model can chat
+    grammar_tokenizer: Any = field(init=False, default=None)  # created by the first JsonGrammar
 
     def __post_init__(self):
         if self.pretrained_only:
@@ -116,10 +117,13 @@ class LanguageModel:
     def text_prompt(self, text: str) -> Prompt:
         return text_prompt(self.tokenizer, text)
 
-    def chat_prompt(self, messages: Messages) -> Prompt:
+    def chat_prompt(self, messages: Messages, options: Options = None) -> Prompt:
         if self.chat_format is None:
             raise DataError(f"{self.name} cannot chat: {self.no_chat_reason}")
-        return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)
+        if "tool_calls" not in self.chat_format.fields and any(
+                message["role"] == "tool" or "tool_calls" in message for message in messages):
+            raise DataError(f"{self.name} cannot read tool calls: its chat template has none")
+        return Prompt(self.chat_format.encode_prompt(messages, options), self.chat_format.stop_ids)
 
 
 @dataclass

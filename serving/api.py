@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Optional, TypeVar
 from urllib.parse import quote
@@ -18,19 +18,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
+from data_pipeline.chats import calls_in
 from inference.engine import Sampling
 from inference.generate import TextChunk
+from inference.grammar import JsonGrammar
 from inference.text import UNKNOWN, Prompt
 from serving.batcher import Answer, Batcher, Job
+from serving.calls import CallReader, form_of_calls
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20  # OpenAI's limit
 # Values without effect are accepted, because clients send them by default.
 NEUTRAL: Mapping[str, tuple] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "tools": ([],),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "store": (False,), "service_tier": ("auto", "default")}
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "modalities": (["text"],),
+    "response_format": ({"type": "text"},), "store": (False,), "service_tier": ("auto", "default")}
 IGNORED = {"user", "metadata", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
 
 
@@ -60,8 +62,18 @@ def as_text(content: Any) -> Any:
 class Message(Strict):
     """A chat message."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(as_text)]
+    name: Optional[str] = None
+    reasoning_content: Optional[str] = None
+    tool_calls: list[dict[str, Any]] = []
+    tool_call_id: Optional[str] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _content_beside_calls(cls, message: Any) -> Any:
+        is_call = isinstance(message, dict) and message.get("tool_calls")
+        return {**message, "content": message.get("content") or ""} if is_call else message
 
 
 class StreamOptions(Strict):
@@ -96,6 +108,13 @@ class RequestBody(Strict):
     stop: Annotated[list[StopString], BeforeValidator(as_list), Field(max_length=4)] = []
 
 
+class ResponseFormat(Strict):
+    """The format of the answer. `json_schema` has a `schema`; its other fields have no effect."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] = {}
+
+
 class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
@@ -103,6 +122,10 @@ class ChatBody(RequestBody):
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
+    response_format: ResponseFormat = ResponseFormat(type="text")
 
 
 class CompletionBody(RequestBody):
@@ -166,6 +189,9 @@ class AnswerResponse(Response):
         self.created = int(time.time())
         self.model_header = {MODEL_HEADER: quote(model, safe="/@")}
         self.is_chat = isinstance(body, ChatBody)
+        has_tools = self.is_chat and body.tools
+        form = form_of_calls(answer.batcher.model.chat_format) if has_tools else "none"
+        self.readers = [CallReader(form) for _ in answer.jobs]
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -192,11 +218,19 @@ class AnswerResponse(Response):
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer. Raises ApiError if it cannot be finished."""
         whole = [TextChunk(index, "", 0, None) for index in range(len(self.answer.jobs))]
-        async for chunk in self.answer.chunks():
+        calls: list[list[dict[str, Any]]] = [[] for _ in whole]
+        async for chunk, completed in self.chunks():
             before = whole[chunk.index]
             whole[chunk.index] = chunk._replace(text=before.text + chunk.text,
                                                scores=[*before.scores, *chunk.scores])
-        return self.object([*map(self.choice, whole)]) | {"usage": self.answer.usage(self.request_body.n)}
+            calls[chunk.index] += completed
+        return self.object([*map(self.choice, whole, calls)]) | {
+            "usage": self.answer.usage(self.request_body.n)}
+
+    async def chunks(self) -> AsyncIterator[tuple[TextChunk, list[dict[str, Any]]]]:
+        """Yield the chunks of the answer, each with the tool calls that it completes."""
+        async for chunk in self.answer.chunks():
+            yield self.readers[chunk.index].add(chunk)
 
     async def events(self) -> AsyncIterator[str]:
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -206,9 +240,9 @@ class AnswerResponse(Response):
             for index in range(self.request_body.n if self.is_chat else 0):
                 opening = {"role": "assistant", "content": ""}
                 yield event([self.choice(TextChunk(index, "", 0, None)) | {"delta": opening}])
-            async for chunk in self.answer.chunks():
-                if chunk.text or chunk.finish_reason or chunk.scores:
-                    yield event([self.choice(chunk)])
+            async for chunk, calls in self.chunks():
+                if chunk.text or chunk.finish_reason or chunk.scores or calls:
+                    yield event([self.choice(chunk, calls)])
             if self.request_body.stream_options and self.request_body.stream_options.include_usage:
                 yield event([], usage=self.answer.usage(self.request_body.n))
         except ApiError as error:
@@ -223,12 +257,14 @@ class AnswerResponse(Response):
         return {"id": self.id, "object": name, "created": self.created, "model": self.model,
                 "choices": choices}
 
-    def choice(self, chunk: TextChunk) -> dict[str, Any]:
+    def choice(self, chunk: TextChunk, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         content: dict[str, Any] = {"text": (text := chunk.text)}
+        called = {"tool_calls": [*calls]} if calls else {}
         if self.is_chat and self.request_body.stream:
-            content = {"delta": {"content": text} if text else {}}
+            content = {"delta": ({"content": text} if text else {}) | called}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            content = {"message": {"role": "assistant", "content": text if text or not calls else None,
+                                   "refusal": None, **called}}
         return {"index": chunk.index, "finish_reason": chunk.finish_reason,
                 "logprobs": self.logprobs(chunk) if chunk.scores else None, **content}
 
@@ -298,13 +334,26 @@ class Api:
             reason = batcher.model.no_chat_reason
             raise ApiError(400, f"{name} cannot chat: {reason}; use /v1/completions", "model")
         batcher.check_room(body.n)
+        body.tools = body.tools if body.tool_choice == "auto" else []
+        if body.tools and form_of_calls(batcher.model.chat_format) == "none":
+            raise ApiError(400, f"tools are not supported by {name}: its chat template has no calls in a "
+                                "known form; leave them out, or use a model whose template has them", "tools")
+        field, grammar, wanted = "messages", None, body.response_format
         try:
-            messages = [message.model_dump() for message in body.messages]
-            prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages)
+            messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+            for message in messages:
+                if message.get("tool_calls"):
+                    message["tool_calls"] = calls_in("tool_calls", message["tool_calls"])
+            options = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
+            prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
+            if wanted.type != "text":
+                field, schema = "response_format", wanted.json_schema.get("schema", {"type": "object"})
+                grammar = await asyncio.to_thread(JsonGrammar, batcher.model, schema)
         except DataError as error:
-            raise ApiError(400, str(error), "messages") from error
+            raise ApiError(400, str(error), field) from error
         limit = body.max_completion_tokens or body.max_tokens
         jobs = self.jobs(batcher, prompt, body, limit, "messages")
+        jobs = [replace(job, grammar=grammar) for job in jobs]
         return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
 
     async def complete(self, request: Request) -> Response:

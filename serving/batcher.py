@@ -18,6 +18,7 @@ import torch
 from common.text import print_safely, print_traceback
 from inference.engine import Engine, Request, Sampling
 from inference.generate import TextChunk, next_chunk
+from inference.grammar import JsonGrammar
 from inference.text import LanguageModel, Prompt, TextStream
 from serving.guard import ApiError
 
@@ -33,6 +34,7 @@ class Job:
     sampling: Sampling
     stop: Sequence[str] = ()
     top_logprobs: Optional[int] = None  # as in `Request`
+    grammar: Optional[JsonGrammar] = None
 
 
 class Answer:
@@ -165,7 +167,7 @@ class Batcher:
         requests = []
         for index, job in enumerate(answer.jobs):
             request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids,
-                              top_logprobs=job.top_logprobs)
+                              top_logprobs=job.top_logprobs, grammar=job.grammar and job.grammar.fork())
             stream = TextStream(self.model.tokenizer, job.stop, job.prompt.prefix)
             self._streams[request] = answer, index, stream
             requests.append(request)

@@ -82,6 +82,14 @@ def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transfor
         assert plain == ids
 
 
+@example([*HARD_TEXTS, "a!", *SENTENCES])
+@given(st.lists(any_text | st.text("ae' \n\r\u00a0!\u017f1", max_size=6), max_size=9))
+def test_many_documents_at_once_have_the_ids_of_each(ours, theirs, texts):
+    with_nul = Tokenizer(ours.ranks | {b"!\0": RANKS})  # a separator does not join the text before it
+    for tokenizer in (ours, theirs, with_nul):
+        assert [*tokenizer.document_ids(texts)] == [i for text in texts for i in tokenizer.encode_document(text)]
+
+
 @with_hard_texts
 @given(any_text)
 def test_text_comes_back_and_never_becomes_a_control_token(ours, theirs, text):

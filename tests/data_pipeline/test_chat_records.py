@@ -67,7 +67,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"messages": [SAY]}, "message 1 is the assistant's, expected the user's"),
     ({"messages": [ASK, SAY, SYSTEM]}, "message 3 is the system's"),
     ({"messages": [ASK, ASK, SAY]}, "message 2 is the user's, expected the assistant's"),
-    ({"messages": [{**ASK, "role": "tool"}, SAY]}, r"messages\[0\] has the role 'tool'; known are system, user"),
+    ({"messages": [{**ASK, "role": "tool"}, SAY]}, "message 1 is the tool's, expected the user's"),
     ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\] has no 'content'; it has 'role'"),
     ({"conversations": [{"from": "human", "text": "x"}]}, "has no 'value'"),
     ({"messages": [ASK, {**SAY, "content": None}]}, r"messages\[1\].content is null, expected text"),

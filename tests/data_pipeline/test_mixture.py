@@ -97,8 +97,8 @@ A, B = {"path": "a"}, {"path": "b"}
     ({"sources": [A], "phases": [{"weights": {"a": -1}}]}, "phases.0.weights.a: input should be greater"),
     ({"sources": [A], "phases": [{"weights": {"a": 0}}]}, "phase 1 has no weight above 0"),
     ({"sources": [A, B], "phases": [{"weights": {"a": 1}}]}, "'b' has no weight above 0 in a phase"),
-    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}]}, "must increase, up to 1"),
-    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}, {"until": 0.4, "weights": {"a": 1}}]}, "must increase"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}]}, "each must end later than the one before it, and the last at 1"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}, {"until": 0.4, "weights": {"a": 1}}]}, "each must end later than the one before it"),
     ({"sources": [A], "phases": [{"until": 1.5, "weights": {"a": 1}}]}, "phases.0.until: input should be less"),
 ])
 def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):

@@ -249,7 +249,7 @@ def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenize
     def broken(asked, said, *more):
         return break_it(asked[0], said[0], *more)
 
-    monkeypatch.setattr(ChatFormat, "encode_chat", lambda self, messages: broken(*right(self, messages)))
+    monkeypatch.setattr(ChatFormat, "encode_chat", lambda self, messages, options: broken(*right(self, messages)))
     source = write_jsonl(tmp_path / "x.jsonl", chats(3)[1:])
     with pytest.raises(DataError, match=f"x.jsonl:1: its labels are wrong.*({fault})"):
         prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 from factories import wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from checkpoint.huggingface import save_model_folder
-from inference.text import TextStream
+from inference import engine
+from inference.text import LanguageModel, TextStream
 from serving import batcher
 from serving.app import ServeOptions, model_ids
 from serving.models import prompts_to_try
+from tokenizer import load_tokenizer
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -241,7 +246,9 @@ def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, m
 REFUSED = [
     ({"model": "none"}, 404, "model", "there is no model 'none'; choose from 'tiny', 'other'"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "'system', 'user' or 'assistant'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "tiny cannot read tool calls"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role", "'system', 'user', 'assistant' or 'tool'"),
+    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "messages", r"tool_calls\[0\].name is null"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
      "messages.0.content", 'only parts {"type": "text"'),
@@ -251,8 +258,9 @@ REFUSED = [
     ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools are not supported by tiny"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "'auto' or 'none'"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "need the package llguidance.*requirements-extras"),
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
     ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
     ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
@@ -262,7 +270,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("changes, status, param, message", REFUSED, ids=[f"{row[2]}-{number}" for number, row in enumerate(REFUSED)])
-def test_what_cannot_be_done_is_refused_by_name(client, changes, status, param, message):
+def test_what_cannot_be_done_is_refused_by_name(client, changes, status, param, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     kind = {400: openai.BadRequestError, 404: openai.NotFoundError}[status]
     with pytest.raises(kind, match=message) as refused:
         chat(client, **changes)
@@ -311,3 +320,86 @@ def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):
         stream.close()
     wait_until(lambda: is_free(ours))
     assert {request.finish_reason for request in requests} == {"cancelled"}
+
+
+@pytest.fixture(scope="module", params=["qwen2_5", "llama3_1"])
+def with_tools(request, prepared, tmp_path_factory):
+    """A server of a model whose template has tools, and the model; its end of turn ends answers."""
+    folder, model = tmp_path_factory.mktemp(request.param), tiny_model(prepared.tokenizer)
+    model.tokenizer.save_huggingface(folder)
+    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
+    for name, known in (("<|im_start|>", "<|start_header_id|>"), ("<|im_end|>", "<|eot_id|>")):
+        template = template.replace(name, known)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    with serving([LanguageModel("tiny", model.model, load_tokenizer(str(folder)), CONTEXT)]) as (url, batchers), \
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        yield client, batchers[0].model
+
+
+def scripted(monkeypatch, ids: list[int]) -> None:
+    """The model writes these tokens, and stops."""
+    def take(self, token):
+        if len(self.output_ids) == len(ids):
+            self.finish_reason = "stop"
+        else:
+            self.output_ids.append(ids[len(self.output_ids)])
+
+    monkeypatch.setattr(engine.Request, "take", take)
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}} for name in ("see", "add")]
+TAGS = '<tool_call>\n{"name": "see", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
+SEE, ADD = ("see", '{"city": "Z\u00fcrich"}'), ("add", "{}")
+
+
+@pytest.mark.parametrize("with_tools, written, content, called", [
+    ("qwen2_5", TAGS, None, [SEE]), ("llama3_1", '{"name": "see", "parameters": {"city": "Z\u00fcrich"}}', None, [SEE]),
+    ("qwen2_5", f'Let me see.\n{TAGS}\n<tool_call>{{"name": "add"}}</tool_call>\n{TAGS}\n',
+     'Let me see.\n<tool_call>{"name": "add"}</tool_call>\n', [SEE, SEE]),
+    ("qwen2_5", TAGS + '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', None, [SEE, ADD]),
+    ("qwen2_5", "a <tool_call> b <tool", "a <tool_call> b <tool", []), ("qwen2_5", '{"name": "add", "arguments": {}}', ..., []),
+    ("llama3_1", ' <|python_tag|>{"name": "add", "parameters": {}} ', None, [ADD]), ("llama3_1", '{"name": 1}', ..., []),
+    ("llama3_1", 'So: {"name": "add", "parameters": {}}', ..., []), ("llama3_1", TAGS, ..., [])], indirect=["with_tools"])
+def test_tool_calls_are_returned_whole_and_streamed(with_tools, monkeypatch, written, content, called):
+    client, model = with_tools
+    ask = partial(chat, client, max_tokens=500)
+    space, tag, rest = written.partition("<|python_tag|>")
+    ids = model.tokenizer.encode(space)
+    scripted(monkeypatch, [*ids, model.tokenizer.special_ids[tag], *model.tokenizer.encode(rest, is_first=False)] if tag else ids)
+    whole = ask(tools=TOOLS)
+    message = whole.choices[0].message
+    found = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    assert (message.content, found) == (written if content is ... else content, called)
+    assert whole.choices[0].finish_reason == ("tool_calls" if called else "stop")
+    assert ask(tools=TOOLS, tool_choice="none").choices[0].message.content == written == ask().choices[0].message.content
+    assert whole.usage.prompt_tokens == len(model.chat_prompt(HELLO, {"tools": TOOLS}).ids) > ask().usage.prompt_tokens
+    chunks = [chunk.choices[0] for chunk in ask(tools=TOOLS, stream=True)]
+    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [(call.function.name, call.function.arguments) for call in streamed] == called
+    assert [call.index for call in streamed] == [*range(len(called))] and len({call.id for call in streamed}) == len(called)
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == (message.content or "")
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [whole.choices[0].finish_reason]
+    if len(called) == 1:  # the message is a part of the next request
+        results = [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."}]
+        messages = [*HELLO, message.model_dump(), *results]
+        ids = model.chat_prompt([HELLO[0], {"role": "assistant", "content": message.content or "", "tool_calls": [
+            {"type": "function", "function": {"name": called[0][0], "arguments": json.loads(called[0][1])}}]}, *results]).ids
+        assert "It rains." in model.tokenizer.decode(ids)
+        assert ask(messages=messages).usage.prompt_tokens == len(ids)
+
+
+def test_an_answer_in_json_keeps_to_its_schema(with_tools, monkeypatch):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "count": {"type": "integer", "maximum": 99, "minimum": 1}},
+              "required": ["kind", "count"], "additionalProperties": False}
+    for temperature in (0, 1, 5):
+        answers = chat(with_tools[0], n=4, seed=3, temperature=temperature, max_tokens=100, response_format={
+            "type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}})
+        for choice in answers.choices:
+            value = json.loads(choice.message.content)
+            assert choice.finish_reason == "stop" and value.keys() == {"kind", "count"} and value["kind"] in ("cat", "dog")
+            assert 1 <= value["count"] <= 99
+    text = chat(with_tools[0], max_tokens=20, response_format={"type": "json_object"}).choices[0].message.content
+    assert text.lstrip().startswith("{")
+    with pytest.raises(openai.BadRequestError, match="schema cannot be used"):
+        chat(with_tools[0], response_format={"type": "json_schema", "json_schema": {"schema": {"type": "cat"}}})

@@ -125,7 +125,7 @@ def test_what_cannot_be_served_is_one_sentence(prepared):
         port = other.getsockname()[1]
         cases = [(ServeOptions(port=port), f"--port {port} is in use; --port 0 picks a free one"),
                  (ServeOptions(host="0.0.0.0"), "--host 0.0.0.0 .*PADDOCK_API_KEY"),
-                 (ServeOptions(host="192.0.2.7", api_key="x", port=0), "--host 192.0.2.7 is not an address of this machine; use 0.0.0.0"),
+                 (ServeOptions(host="192.0.2.7", api_key="x", port=0), "--host 192.0.2.7 is not an address of this machine; 0.0.0.0"),
                  (ServeOptions(host="no.invalid", api_key="x", port=0), "--host no.invalid is not an address of this machine"),
                  (ServeOptions(api_key="a key"), "PADDOCK_API_KEY cannot be sent in a header")]
         for options, message in cases:

@@ -25,8 +25,8 @@ class EndlessModel(LanguageModel):
     def text_prompt(self, text):
         return super().text_prompt(text)._replace(stop_ids=frozenset())
 
-    def chat_prompt(self, messages):
-        return super().chat_prompt(messages)._replace(stop_ids=frozenset())
+    def chat_prompt(self, messages, options=None):
+        return super().chat_prompt(messages, options)._replace(stop_ids=frozenset())
 
 
 def tiny_model(tokenizer_path: Path, name: str = "tiny", seed: int = 1, context: int = CONTEXT) -> LanguageModel:
