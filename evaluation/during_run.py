@@ -29,6 +29,7 @@ from run.rollouts import Answer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
+ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 
 
 class Row(NamedTuple):
@@ -105,7 +106,7 @@ def evaluate(run: Run) -> None:
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
                      evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
         if not math.isfinite(result.metrics.get("val_loss", 0)):
-            run.log.warn(f"the validation loss after step {progress.step} is not finite")
+            run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
@@ -275,31 +276,32 @@ def generation(run: Run) -> Result:
                f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
     table = [Row("generation", name, metrics[f"generation_{name}"],
                  metrics.get(f"generation_{name}_stderr"), None, len(answers))
-             for name in ("exact_match", "rouge_l", "bleu")]
+             for name in ("exact_match", *ROUGE, "bleu")]
     return Result(metrics, line, summary, table)
 
 
 def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
     """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
 
-    Exact match ignores surrounding white space. ROUGE-L (0 to 1) and BLEU come from rouge-score and sacrebleu
-    with their defaults. ROUGE-L compares only lower-case Latin letters and digits, so it is 0 in other
-    scripts. BLEU is computed over the whole corpus, so it has no standard error.
+    Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
+    with their defaults. ROUGE compares only lower-case Latin letters and digits, so it is 0 in other scripts;
+    ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it has no standard error.
     Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import corpus_bleu
 
-    rouge = RougeScorer(["rougeL"])
-    pairs = [*zip(answers, references)]
+    rouge, pairs = RougeScorer([*ROUGE.values()]), [*zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
-    rouge_l_N = np.array([rouge.score(reference, answer)["rougeL"].fmeasure for answer, reference in pairs])
+    scores = [rouge.score(reference, answer) for answer, reference in pairs]
+    rouge_N = {name: np.array([score[theirs].fmeasure for score in scores]) for name, theirs in ROUGE.items()}
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
               "exact_match_stderr": item_scores.standard_error(exact_N.astype(float)),
-              "rouge_l": float(rouge_l_N.mean()), "rouge_l_stderr": item_scores.standard_error(rouge_l_N),
+              **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},
+              "rouge_l_stderr": item_scores.standard_error(rouge_N["rouge_l"]),
               "bleu": corpus_bleu(answers, [references]).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
-            {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_l_N.round(4).tolist()})
+            {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:

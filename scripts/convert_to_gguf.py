@@ -1,16 +1,18 @@
-"""Convert a model to GGUF for llama.cpp and Ollama, using llama.cpp's converter.
+"""Convert a model to GGUF for llama.cpp and Ollama, and compare the file with the model.
 
-    git clone --depth 1 https://github.com/ggml-org/llama.cpp
-    pip install transformers sentencepiece
-    ./paddock export runs/first --to gguf --llama-cpp llama.cpp \\
-        --output first.gguf
+    ./paddock export first --to gguf --type q8_0 --output first.gguf
 
-llama.cpp's converter identifies a tokenizer by a hash of its output and rejects unknown ones. This script
-makes it accept a tokenizer that you trained, if that splits text like Llama 3's.
+This needs the package gguf. It writes first.gguf, first.Modelfile for Ollama (ollama create first -f
+first.Modelfile) and first.md, a model card with the comparison: tensors, KL divergence of the logits and
+perplexity. If llama-cpp-python is installed, llama.cpp runs the file, and its tokens and prompts are compared
+too; q4_k_m requires it. Nothing is written if the file differs more than its type explains.
 """
 
-import runpy
+import json
+import os
+import random
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,61 +20,216 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
-from checkpoint.huggingface import read_json
-from checkpoint.peft import refuse_adapters
+import torch
+
+from checkpoint.huggingface import permuted
+from checkpoint.tensors import lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
-from common.text import show
+from common.files import read_text
+from common.text import ROOT, show
+from data_pipeline.templates import load_chat_format
+from model import Transformer
 from model_utils import find_model
-from tokenizer import PATTERN
+from run.adapters import load_model
+from run.card import read_card
+from run.gguf import HALVES, Source, gguf_name, import_gguf, read_source, write_gguf
+from tokenizer import CHAT_TEMPLATE
 
-CONVERTER = "convert_hf_to_gguf.py"
-LLAMA_3 = "llama-bpe"  # llama.cpp's name for Llama 3's pre-tokenizer
+# The largest mean KL divergence from the model, in nats a token, by type.
+MAX_KL = {"f32": 1e-4, "f16": 1e-3, "bf16": 0.01, "q8_0": 0.02, "q4_k_m": 0.5}
+ROWS, ROW_TOKENS, STRINGS, CHATS = 4, 256, 1000, 20
+# Code points of several scripts.
+SCRIPTS = ((32, 127), (0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x5D0, 0x5EB), (0x905, 0x93A),
+           (0x4E00, 0x4E80), (0xAC00, 0xAC40), (0x1F600, 0x1F640))
+ENDINGS = ("'LL we've", " 12345", "\n\n  x", "\t \t")
+# Chat formats in Ollama's template language, by a token of the format.
+OLLAMA = {"<|start_header_id|>": """{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>
+
+{{ .Content }}<|eot_id|>{{ end }}<|start_header_id|>assistant<|end_header_id|>
+
+""", "<|im_start|>": """{{ range .Messages }}<|im_start|>{{ .Role }}
+{{ .Content }}<|im_end|>
+{{ end }}<|im_start|>assistant
+"""}
 
 
-def splits_as_llama_3(tokenizer: dict[str, Any]) -> bool:
-    """Return True if a tokenizer.json splits text like Llama 3's, and keeps pieces that are tokens."""
-    before, model = tokenizer.get("pre_tokenizer") or {}, tokenizer.get("model") or {}
-    patterns = [step.get("pattern", {}).get("Regex") for step in before.get("pretokenizers", [before])
-                if step.get("type") == "Split"]
-    return patterns == [PATTERN] and model.get("ignore_merges") is True
+def differs(what: str) -> CheckpointError:
+    return CheckpointError(f"the GGUF file differs from the model, so it was not exported: {what}")
 
 
-def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
-    if not (llama_cpp / CONVERTER).is_file():
-        raise CheckpointError(f"{llama_cpp} contains no {CONVERTER}; clone "
-                              "https://github.com/ggml-org/llama.cpp and pass its folder as --llama-cpp")
-    if output.exists():
-        raise CheckpointError(f"{output} already exists; choose a new file")
-    refuse_adapters(folder)
-    tokenizer = read_json(folder / "tokenizer.json")
-    if not (tokenizer.get("model") or {}).get("merges"):
-        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, which llama.cpp requires; train a "
-                              "tokenizer with a larger vocabulary")
-    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
-    for package in ("transformers", "sentencepiece"):
-        with requires_package(package, CONVERTER):
-            import_module(package)
-    text_model = import_module("conversion.base").TextModel
-    if splits_as_llama_3(tokenizer):
-        text_model.get_vocab_base_pre = lambda *_: LLAMA_3
-    sys.argv = [CONVERTER, str(folder), "--outfile", str(output), "--outtype", dtype]
-    runpy.run_path(str(llama_cpp / CONVERTER), run_name="__main__")
+def quantize(source: Path, output: Path) -> None:
+    """Quantize an f32 file to q4_k_m with llama.cpp."""
+    with requires_package("llama_cpp", "--type q4_k_m"):
+        llama_cpp = import_module("llama_cpp")
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(output), settings):
+        raise CheckpointError("llama.cpp could not quantize the model; its messages are above")
+
+
+def read_tensors(path: Path, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the values of each tensor in a GGUF file, after comparing it with its source."""
+    gguf = import_gguf()
+    for stored in gguf.GGUFReader(path).tensors:
+        tensor, kind = source.tensors[stored.name], stored.tensor_type
+        read = torch.from_numpy(gguf.quants.dequantize(stored.data, kind).reshape(tensor.shape).copy())
+        expected = tensor.whole().float()
+        if kind == gguf.GGMLQuantizationType.Q8_0:  # half a step, which is stored as f16
+            largest = expected.reshape(-1, 32).abs().amax(dim=1, keepdim=True)
+            allowed = largest * (0.5 / 127 + 2**-11) + 127 * 2**-25
+            is_equal = bool(((read - expected).reshape(-1, 32).abs() <= allowed).all())
+        else:
+            dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
+            is_equal = torch.equal(read, expected.to(dtype).float())
+        if not is_equal:
+            raise differs(f"tensor {stored.name}")
+        yield stored.name, read
+
+
+def strings(text: str, tokenizer: Any) -> Iterator[str]:
+    """Yield lines of a text, random tokens, and random characters of several scripts."""
+    dice = random.Random(0)
+    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+    alphabet = [chr(code) for script in SCRIPTS for code in range(*script)]
+    for number in range(STRINGS):
+        if number % 3 == 0:
+            yield dice.choice(lines)
+        elif number % 3 == 1:
+            yield tokenizer.decode(dice.choices(range(tokenizer.vocab_size), k=8)).replace("\ufffd", "")
+        else:
+            yield "".join(dice.choices(alphabet, k=12)) + dice.choice(ENDINGS)
+
+
+def compare_text(llama: Any, tokenizer: Any, text: str) -> dict[str, str]:
+    """Compare tokens, and prompts of chats, with llama.cpp's; return the results."""
+    for string in strings(text, tokenizer):
+        ours, theirs = tokenizer.encode(string), llama.tokenize(string.encode(), add_bos=False, special=False)
+        if ours != theirs:
+            raise differs(f"the tokens of {string!r} are {theirs} instead of {ours}")
+    results = {"tokenizer": f"equal on {STRINGS:,} strings"}
+    if template := llama.metadata.get("tokenizer.chat_template"):
+        formatter = import_module("llama_cpp.llama_chat_format").Jinja2ChatFormatter
+        ids = (tokenizer.eos_id, tokenizer.bos_id)
+        render = formatter(template, *("" if id is None else tokenizer.decode([id]) for id in ids))
+        chat_format, words = load_chat_format(tokenizer), text.split()
+        for chat in range(CHATS):
+            messages = [{"role": "system", "content": "Answer briefly."}] * (chat % 2)
+            messages += [{"role": role, "content": " ".join(words[chat + turn:][:9])}
+                         for turn, role in enumerate(("user", "assistant", "user")[:1 + 2 * (chat % 3 > 0)])]
+            prompt = render(messages=messages).prompt
+            if chat_format.encode_prompt(messages) != llama.tokenize(prompt.encode(), False, True):
+                raise differs(f"the prompt of {messages} is {prompt!r}")
+        results["chat template"] = f"equal on {CHATS} chats"
+    return results
+
+
+def compare(path: Path, source: Source, model: Transformer, kind: str, text: str,
+            max_kl: float) -> dict[str, str]:
+    """Compare a GGUF file with the model that it was made from, which is changed; return the results.
+
+    Raises CheckpointError if tensors, tokens or prompts differ, or if the KL divergence is above `max_kl`.
+    """
+    tokenizer, config = source.tokenizer, model.config
+    ids = tokenizer.encode(text)[:ROWS * ROW_TOKENS]
+    length = min(ROW_TOKENS, source.context, len(ids))
+    if length < 2:
+        raise CheckpointError("the text of --text is too short to compare models; use a longer one")
+    rows = torch.tensor(ids[:len(ids) // length * length]).unflatten(0, (-1, length))
+    rows[:, 0] = tokenizer.document_start_id
+    expected = torch.stack([model.logits(row[None])[0].log_softmax(-1) for row in rows])
+    results, llama = {"tensors": "not compared"}, None
+    if kind != "q4_k_m":
+        read = dict(read_tensors(path, source))
+        results["tensors"] = "within the error of q8_0" if kind == "q8_0" else "equal"
+    try:
+        llama = import_module("llama_cpp").Llama(str(path), n_ctx=length, n_batch=length, logits_all=True,
+                                                 type_k=0, type_v=0, verbose=False)  # a cache of f32
+    except ImportError:
+        results["run by"] = "Paddock, because llama-cpp-python is not installed"
+        for name, parameter in model.named_parameters():
+            weight = lazy(read[gguf_name(name)])
+            if config.model_type in HALVES:
+                weight = permuted(name, weight, config, to_huggingface=False)
+            parameter.copy_(weight.padded(len(parameter)).whole())
+        logits = [model.logits(row[None])[0] for row in rows]
+    else:
+        results |= {"run by": "llama.cpp"} | compare_text(llama, tokenizer, text)
+        logits = []
+        for row in rows.tolist():
+            llama.reset()
+            llama.eval(row)
+            logits.append(torch.from_numpy(llama.scores[:length].copy()).float())
+    found = torch.stack(logits).log_softmax(-1)
+    kl = float((expected.exp() * (expected - found)).sum(-1).mean())
+    theirs, ours = (float(each[:, :-1].gather(2, rows[:, 1:, None]).mean().neg().exp())
+                    for each in (found, expected))
+    results |= {"KL divergence": f"{kl:.2g} nats a token, over {rows.numel():,} tokens",
+                "perplexity": f"{theirs:.4f}; of the original {ours:.4f}"}
+    if not kl <= max_kl:
+        raise differs(f"the KL divergence of {kind} is {kl:.2g} nats a token, above {max_kl:g}; choose a "
+                      "larger type, or raise --max-kl")
+    return results
+
+
+def modelfile(output: Path, source: Source) -> str:
+    """Return Ollama's Modelfile. Without a known chat format, the model continues text."""
+    tokenizer = source.tokenizer
+    chat = getattr(tokenizer, "chat_template", CHAT_TEMPLATE) or ""
+    template = next((OLLAMA[token] for token in OLLAMA if token in chat), "{{ .Prompt }}")
+    ends = [each["content"] for each in json.loads(tokenizer.tokenizer_json)["added_tokens"]
+            if each["id"] in (tokenizer.eos_id, tokenizer.eot_id)]
+    lines = [f"FROM ./{output.name}", f'TEMPLATE """{template}"""', f"PARAMETER num_ctx {source.context}"]
+    return "\n".join([*lines, *(f'PARAMETER stop "{end}"' for end in ends), ""])
+
+
+@torch.no_grad()
+def convert(folder: Path, output: Path, kind: str, text: str, max_kl: float) -> dict[str, str]:
+    """Write the GGUF file, a Modelfile and a card, unless the comparison fails; return its results."""
+    modelfile_, card = output.with_suffix(".Modelfile"), output.with_suffix(".md")
+    for file in (output, modelfile_, card):
+        if os.path.lexists(file):
+            raise CheckpointError(f"{file} already exists; choose a new file")
+    model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
+    model.float()
+    source = read_source(folder, output.stem, model.config, tokenizer)
+    temporary, whole = (output.with_name(f".{output.name}.{name}") for name in ("tmp", "f32"))
+    try:
+        write_gguf(whole if kind == "q4_k_m" else temporary, source, "f32" if kind == "q4_k_m" else kind)
+        if kind == "q4_k_m":
+            quantize(whole, temporary)
+        results = compare(temporary, source, model, kind, text, max_kl)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+        whole.unlink(missing_ok=True)
+    modelfile_.write_text(modelfile(output, source), encoding="utf-8")
+    table = "\n".join(f"| {name} | {value} |" for name, value in results.items())
+    before = read_card(folder).rstrip() or f"# {output.stem}"
+    card.write_text(f"{before}\n\n## GGUF\n\n`{output.name}` ({kind}), compared with the model:\n\n"
+                    f"| compared | result |\n|---|---|\n{table}\n", encoding="utf-8")
+    return results
 
 
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
-    parser.add_argument("--llama-cpp", type=local_path, required=True, metavar="FOLDER",
-                        help="folder of a llama.cpp clone")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE",
                         help=".gguf file to write")
-    parser.add_argument("--dtype", choices=("f32", "f16", "bf16", "q8_0"), default="f16",
-                        help="dtype of the matrices (default: %(default)s)")
+    parser.add_argument("--type", "--dtype", choices=MAX_KL, default="f16",
+                        help="type of the matrices (default: %(default)s)")
+    parser.add_argument("--text", type=local_path, metavar="FILE", default=ROOT / "README.md",
+                        help="text for KL divergence and perplexity (default: README.md)")
+    parser.add_argument("--max-kl", type=float, metavar="NATS",
+                        help="limit of the KL divergence (default: by type)")
+    parser.add_argument("--llama-cpp", metavar="FOLDER", help="no longer used")
     args = parser.parse_args()
-    convert(find_model(args.model), args.llama_cpp.expanduser(), args.output.expanduser(), args.dtype)
-    show(f"{args.output} is ready. In llama.cpp: llama-cli -m {args.output}",
-         f"For Ollama, write in a Modelfile: FROM ./{args.output.name}")
+    text, output = read_text(args.text.expanduser()), args.output.expanduser()
+    limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
+    results = convert(find_model(args.model), output, args.type, text, limit)
+    show(*(f"{name}: {value}" for name, value in results.items()),
+         f"{output} is ready. In llama.cpp: llama-cli -m {output}",
+         f"In Ollama: ollama create {output.stem} -f {output.with_suffix('.Modelfile')}")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     ./paddock export first --to hf --output models/first
     ./paddock export lora --to merged --output models/merged
-    ./paddock export first --to gguf --llama-cpp llama.cpp --output first.gguf
+    ./paddock export first --to gguf --type q8_0 --output first.gguf
     ./paddock export first --to hub --repo NAME/first
 
 hf copies a checkpoint without the files that only resuming needs. Checkpoints and their copies load in
 `transformers` and PEFT without conversion. hub uploads the same files as one commit; a new repository is
-private unless you add --public. For the flags of the other formats, run `./paddock export --to merged --help`
-or `./paddock export --to gguf --help`.
+private unless you add --public, which requires a license in the model card. For the flags of the other
+formats, run `./paddock export --to merged --help` or `./paddock export --to gguf --help`.
 """
 
 import argparse
@@ -67,6 +67,19 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
     publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
 
 
+def check_card(source: Path, public: bool) -> None:
+    """Raise CheckpointError without a model card, or for a public upload without a license in it."""
+    from run.card import card_metadata, read_card
+
+    card = read_card(source)
+    if not card.strip():
+        raise errors.CheckpointError(f"{source} has no model card; write one, README.md, in this folder")
+    known = card_metadata(card).get("license", "unknown") != "unknown"
+    if public and not known:
+        raise errors.CheckpointError(f"{source / 'README.md'} names no license, so the model stays private; "
+                                     "replace `license: unknown` there, or leave out --public")
+
+
 def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
     """Upload the model's files to the hub as one commit; return its URL."""
     from common.remote import first_line, status_of
@@ -106,6 +119,7 @@ def main() -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
                    if path.is_file() and path.name not in excluded and not path.name.startswith("."))
     if args.to == "hub":
+        check_card(folder, args.public)
         return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}")
     copy_model(folder, files, args.output.expanduser())
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"

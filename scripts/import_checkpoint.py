@@ -39,7 +39,8 @@ def read_meta(file: Path,
               rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
     """Read consolidated.00.pth and params.json; return weights under our names, settings, context length."""
     if len(shards := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
-        raise CheckpointError(f"{file.parent} has {len(shards)} files; download it in Hugging Face's format")
+        raise CheckpointError(f"the model in {file.parent} is split into {len(shards)} files; download it in "
+                              "Hugging Face's format")
     params = read_json(file.parent / "params.json")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from commands import ROOT
 
+from scripts.convert_to_gguf import OLLAMA
 from tokenizer import PATTERN
 
 DEPLOY = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def test_the_template_for_ollama_writes_chats_as_ours_does(whole):
     jinja2 = pytest.importorskip("jinja2")
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."},
                 {"role": "user", "content": "Why?"}]
-    template = re.search(r'TEMPLATE """(.*?)"""', DEPLOY, re.DOTALL)[1]
+    template = OLLAMA["<|start_header_id|>"]
     before, turn, after = re.fullmatch(r"(.*)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}(.*)", template, re.DOTALL).groups()
     turns = [turn.replace("{{ .Role }}", message["role"]).replace("{{ .Content }}", message["content"]) for message in messages]
     ours = jinja2.Template((whole.checkpoint(6) / "chat_template.jinja").read_text()).render(

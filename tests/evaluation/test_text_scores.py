@@ -31,6 +31,12 @@ def test_exact_match_and_means_with_their_errors():
     found, _ = score_texts(["a b c"], ["a x c d"])
     assert found["generation_rouge_l"] == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
     assert found["generation_exact_match_stderr"] == 0
+    # Four of the words, two of the pairs, a sequence of two words, and all four where lines may change places.
+    found, _ = score_texts(["c d\na b"], ["a b x\nc d y"])
+    assert found["generation_rouge_1"] == pytest.approx(2 * 1 * (4 / 6) / (1 + 4 / 6))
+    assert found["generation_rouge_2"] == pytest.approx(2 * (2 / 3) * (2 / 5) / (2 / 3 + 2 / 5))
+    assert found["generation_rouge_l"] == pytest.approx(2 * (2 / 4) * (2 / 6) / (2 / 4 + 2 / 6))
+    assert found["generation_rouge_lsum"] == found["generation_rouge_1"]
 
 
 def test_bleu_is_that_of_all_answers_together():

@@ -151,6 +151,15 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
 
 
 @pytest.mark.filterwarnings("default")
+def test_two_ranks_share_the_tasks(whole, task, tmp_path):
+    one = evaluate(whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, output=tmp_path / "one.json")["metrics"]
+    job = start(call, whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, "--json", tmp_path / "two.json",
+                world_size=2, folder=tmp_path / "outputs")
+    assert job.wait() == [0, 0], job.text()
+    assert json.loads((tmp_path / "two.json").read_text())["metrics"] == pytest.approx(one, rel=1e-6) and one["own_items_n"] == 7
+
+
+@pytest.mark.filterwarnings("default")
 def test_tasks_are_asked_with_the_tokenizer_that_is_named(model, whole, prepared, task, tmp_path):
     (model / "tokenizer.json").unlink()
     found = evaluate(model, *task, "--tokenizer-path", prepared.tokenizer, "--precision", "fp32", output=tmp_path / "found.json")

@@ -6,6 +6,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -101,8 +102,6 @@ def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
-    from shutil import copytree
-
     copytree(max((whole.folder / "checkpoints").glob("step-*")), tmp_path / "step-00000001")
     weights = tmp_path / "step-00000001" / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -114,13 +113,19 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub):
+def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub, tmp_path):
     said = export(whole.folder, "--to", "hub", "--repo", "me/first")
     source = max((whole.folder / "checkpoints").glob("step-*"))
     assert Hub.files == without_training(source) and "Uploaded: " in said and "/commit/abc" in said
     assert visibility(Hub.created[0]) == "private" and Hub.created[0]["name"] == "first"
-    export(whole.folder, "--to", "hub", "--repo", "me/first", "--public")
-    assert visibility(Hub.created[1]) == "public"
+    public = ("--to", "hub", "--repo", "me/first", "--public")
+    assert "names no license, so the model stays private" in export(whole.folder, *public, code=5) and len(Hub.created) == 1
+    copy = copytree(source, tmp_path / source.name)
+    (copy / "README.md").write_text((copy / "README.md").read_text().replace("license: unknown", "license: apache-2.0"))
+    export(copy, *public)
+    assert visibility(Hub.created[1]) == "public" and b"license: apache-2.0" in Hub.files["README.md"]
+    (copy / "README.md").unlink()
+    assert "has no model card" in export(copy, *public, code=5)
 
 
 def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch):

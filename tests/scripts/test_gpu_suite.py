@@ -97,7 +97,7 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
 
-@pytest.mark.parametrize("names", [("use", "fsdp", "power"), [name for name in parts.STAGES if name != "stage-pretrain"]])
+@pytest.mark.parametrize("names", [("use", "fsdp", "power"), [name for name in (*parts.STAGES, "stage-grpo") if name != "stage-pretrain"]])
 def test_parts_that_only_run_scripts_pass_at_toy_size(names, tmp_path, monkeypatch):
     """In forked processes; .ci/run runs the other parts as the suite does."""
     def run(task, script, *arguments, env=None, stdin=""):

@@ -147,7 +147,9 @@ def test_one_rank_or_several_are_launched_and_started_again(project, prepared, m
     del os.environ["NPROC"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert project.command(*data) == [*ALONE, *data], "DEVICE=cpu"
-    assert project.command(*data, "--device", "auto")[:3] == ["scripts/launch.py", "--nproc-per-node", "4"]
+    for build, ranks in (("2.13.0+cu130", "4"), ("2.13.0+cpu", "1")):
+        monkeypatch.setattr(project.script, "version", lambda _, build=build: build)
+        assert project.command(*data, "--device", "auto")[2] == ranks
 
 
 def test_without_any_data_it_is_the_sample(project, prepared, capsys):

@@ -1,0 +1,49 @@
+"""grow_checkpoint.py: a larger model computes the same, and its run goes on exactly."""
+
+import pytest
+import torch
+from factories import UNMEASURED, TinyRun, assert_same_run
+
+from checkpoint import store
+from common.errors import CheckpointError, SettingsError
+from run.adapters import load_model
+from scripts.grow_checkpoint import grow
+
+
+@pytest.mark.parametrize("layers, ffn_dim, allowed", ((3, None, 0.0), (7, None, 0.0), (None, 160, 1e-6), (4, 112, 1e-6)))
+def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
+    source = whole.checkpoint(4)
+    grow(source, layers, ffn_dim, tmp_path / "grown")
+    store.verify(tmp_path / "grown")
+    (before, _), (after, _) = (load_model(folder, torch.device("cpu"), torch.float32) for folder in (source, tmp_path / "grown"))
+    assert (len(after.layers), after.config.hidden_dim) == (layers or 2, ffn_dim or before.config.hidden_dim)
+    tokens = torch.arange(64).reshape(2, 32)
+    assert (before.logits(tokens) - after.logits(tokens)).abs().max() <= allowed
+    # Every new parameter gets a gradient now or, behind a zero matrix, after the first update.
+    (-after(tokens, tokens, reduction="sum")).backward()
+    assert all(block.attention.wo.weight.grad.any() and block.feed_forward.w2.weight.grad.any(dim=0).all() for block in after.layers)
+    with pytest.raises(CheckpointError, match="already exists"):
+        grow(source, 3, None, tmp_path / "grown")
+    with pytest.raises(SettingsError, match="has 2 layers and feed-forwards of"):
+        grow(source, 1, None, tmp_path / "smaller")
+
+
+@pytest.mark.parametrize("optimizer", ("adamw", "muon"))
+def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
+    settings = {**UNMEASURED, "MAX_STEPS": 8, "OPTIMIZER": optimizer}
+    base = TinyRun(prepared, tmp_path / "base", **settings)
+    assert base.train(STOP_STEP=4) == 0
+    grow(base.checkpoint(4), 4, 128, tmp_path / "grown")
+    kept, moved = (store.read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
+    for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
+        there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].whole()
+        assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.whole())
+    settings["PRETRAIN_CHECKPOINT"] = tmp_path / "grown"
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
+    for each in (run, parted):
+        each.settings.pop("N_LAYERS")
+        each.settings.pop("MULTIPLE_OF")
+    assert run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
+    assert_same_run(run, parted, 8, logs=("ledger",))
+    assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
