@@ -111,14 +111,11 @@ class PreparationPlan(NamedTuple):
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as a flat array of ids, in order."""
     tokenizer = worker_tokenizer(spec)
-    ids: dict[str, list[np.ndarray]] = {split: [np.empty(0, spec.dtype)] for split in SPLITS}
-    counts = dict.fromkeys(SPLITS, 0)
+    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
     for _, text, split in documents:
-        split = split or split_of(text, spec.validation_fraction)
-        ids[split] += tokenizer.document_arrays(text)
-        counts[split] += 1
-    return ChunkTokens({split: Tokens(np.concatenate(ids[split], dtype=spec.dtype, casting="unsafe"),
-                                      counts[split]) for split in SPLITS}, [])
+        texts[split or split_of(text, spec.validation_fraction)].append(text)
+    return ChunkTokens({split: Tokens(np.array(tokenizer.document_ids(texts[split]), spec.dtype),
+                                      len(texts[split])) for split in SPLITS}, [])
 
 
 def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:

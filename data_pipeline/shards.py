@@ -673,7 +673,8 @@ class ShardWriter:
         if self.in_shard:
             self.file, size = open(self.path, "r+b"), HEADER_BYTES + self.in_shard * self.dtype.itemsize
             if os.fstat(self.file.fileno()).st_size < size:
-                raise DataError(f"{self.path} is shorter than in its journal; delete {folder}, start again")
+                raise DataError(f"{self.path} is shorter than its journal records; delete {folder} and start "
+                                "again")
             self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 

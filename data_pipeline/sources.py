@@ -172,7 +172,8 @@ def reading_errors(name: str) -> Iterator[None]:
     except PaddockError:
         raise
     except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
-        raise DataError(f"{name}: {remote.first_line(error)}; check that it is readable") from error
+        raise DataError(f"{name}: {remote.first_line(error)}; check that it exists, is complete "
+                        "and can be read") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
@@ -306,7 +307,8 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{where}: the line has more than {MAX_LINE_BYTES >> 20:,} MiB; remove the file")
+            raise DataError(f"{where}: the line has more than {MAX_LINE_BYTES >> 20:,} MiB; correct it, or "
+                            "remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()

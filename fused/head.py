@@ -15,6 +15,7 @@ from fused.matmul import linear, upcast_for_matmul
 IGNORE_INDEX = -100  # marks positions without a target
 LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # float32 logits of one chunk
+CACHED_LOGITS = 2**19  # on a CPU, logits whose gradients are computed together
 # Without gradients, on a CPU: what malloc takes from its heap. The pages of larger blocks are new each time.
 CHUNK_BYTES_WITHOUT_GRADIENTS = 2**25
 
@@ -56,13 +57,12 @@ def add_at(values_MV: Tensor, index_M1: Tensor, added_M1: Tensor) -> Tensor:
     return values_MV.scatter_add_(1, index_M1, added_M1)
 
 
-def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor,
-                         vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' summed log-probability, and its (M, V) gradient to the logits in hidden_MD's dtype.
+def logprob_and_gradient(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' summed log-probability, and its (M, V) gradient to the logits in their dtype.
 
-    The gradient overwrites the logits: on a CPU new memory costs more than arithmetic.
+    The gradient may overwrite the logits: on a CPU new memory costs more than arithmetic.
     """
-    logits_MV = float_logits(linear(hidden_MD, weight_VD), vocab_size)
+    dtype, logits_MV = logits_MV.dtype, float_logits(logits_MV, vocab_size)
     counted_M1 = (targets_M != IGNORE_INDEX)[:, None].float()
     index_M1 = targets_M.clamp(min=0)[:, None]
     highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
@@ -71,7 +71,7 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
     sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
     total = ((target_M1 - sum_M1.log()) * counted_M1).sum()
     gradient_MV = add_at(exp_MV.mul_(-counted_M1 / sum_M1), index_M1, counted_M1)
-    return total, gradient_MV.to(hidden_MD.dtype)
+    return total, gradient_MV.to(dtype)
 
 
 def logprob_and_lse(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -181,9 +181,17 @@ class ChunkedHead:
                         loss: str | LogitsLoss) -> Tensor:
         """Return the sum of the targets' log-probabilities ("sum") or of a LogitsLoss."""
         def total_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+            logits_MV, chunk_M = linear(hidden_MD, weight_VD), targets_M[chunk]
+            if not callable(loss) and logits_MV.device.type == "cpu":  # in place, in parts that fit the cache
+                parts = slices(len(logits_MV), 2**max(0, (CACHED_LOGITS // len(weight_VD)).bit_length() - 1))
+                totals = torch.zeros(len(parts))
+                for number, part in enumerate(parts):
+                    totals[number], logits_MV[part] = self.logprob_and_gradient(
+                        logits_MV[part], chunk_M[part], self.vocab_size)
+                return totals.sum(), logits_MV
             if not callable(loss):
-                return self.logprob_and_gradient(hidden_MD, weight_VD, targets_M[chunk], self.vocab_size)
-            total, gradient_MV = loss(linear(hidden_MD, weight_VD)[:, :self.vocab_size].float(), chunk)
+                return self.logprob_and_gradient(logits_MV, chunk_M, self.vocab_size)
+            total, gradient_MV = loss(logits_MV[:, :self.vocab_size].float(), chunk)
             gradient_MV, padding = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
             return total, F.pad(gradient_MV, (0, padding)) if padding else gradient_MV  # F.pad by 0 copies
 

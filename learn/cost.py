@@ -81,6 +81,7 @@ class Work(NamedTuple):
     padding: int = 0
     targets: int = 0
     large: int = 0  # targets in micro-batches with several chunks of logits
+    steps: int = 0
 
 
 class Flops(NamedTuple):
@@ -118,10 +119,10 @@ class StepFlops:
         self.needed, self.computed = flops(vocab_size), flops(rows) + recomputed(config)
 
     def read(self, batches: Iterable) -> Work:
-        """Count the contents of micro-batches, without reading their tensors."""
+        """Count the contents of a step's micro-batches, without reading their tensors."""
         counts = [(batch.tokens_BT.numel(), batch.padding, batch.targets,
                    batch.targets if batch.targets > self.chunk else 0) for batch in batches]
-        return Work(*map(sum, zip(*counts)))
+        return Work(*map(sum, zip(*counts)), steps=1)
 
     def of(self, work: Work) -> tuple[Flops, Flops]:
         """Return the needed and the computed FLOPs."""
@@ -305,6 +306,8 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
     before = compute_bytes if chunks > 1 else 0
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = before + (2 * compute_bytes if config.compile else FLOAT32 + copy)
+    if device_type == "cpu" and config.training_stage in ("pretrain", "sft"):  # the gradient overwrites it
+        logit = before + compute_bytes
     if config.training_stage in ("dpo", "grpo") and not (config.compile or config.distillation_enabled):
         logit += FLOAT32  # the softmax
     elif config.distillation_enabled:  # both models' logits, and the divergence's temporaries

@@ -1,6 +1,6 @@
 """GRPO: a policy gradient on groups of the model's own answers, compared with each other by their rewards.
 
-Shape suffixes: B rows, each with one answer; T tokens; P prompts; G answers to a prompt.
+Shape suffixes: B rows, each with a prompt and answers to it; T tokens; P prompts; G answers to a prompt.
 """
 
 from collections.abc import Callable
@@ -41,8 +41,9 @@ def all_equal(rewards_PG: Tensor) -> Tensor:
 class GRPO:
     """Group relative policy optimization: the clipped ratio to the policy that answered, times the advantage.
 
-    A unit is an answer, or with GRPO_LOSS=dapo a token. `batch.stored` has `advantage_B1`, and from the first
-    update on `sampled_BT`: this update's own log-probabilities, so that its ratio is exactly 1.
+    A unit is an answer, or with GRPO_LOSS=dapo a token. `batch.stored` has `advantage_BT` and `length_BT` of
+    each token's answer, and from the first update on `sampled_BT`: this update's own log-probabilities, so
+    that its ratio is exactly 1.
     Source: Shao et al. 2024, eq. 3 and 4 (arXiv:2402.03300), for grpo; Liu et al. 2025 (arXiv:2503.20783) for
     dr_grpo; Yu et al. 2025, eq. 8 (arXiv:2503.14476) for dapo.
 
@@ -61,17 +62,18 @@ class GRPO:
 
     def count(self, batch) -> Tensor:
         is_target_BT = batch.targets_BT != IGNORE_INDEX
-        return is_target_BT.sum() if self.by_token else is_target_BT.any(dim=1).sum()
+        length_BT = 1 if self.by_token else batch.stored.get("length_BT", 1)  # prompts have no answers yet
+        return (is_target_BT / length_BT).sum().round().long()
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         c, stored = self.config, batch.stored
         is_target_BT = batch.targets_BT != IGNORE_INDEX
         logprob_BT = token_logprobs(model, batch)
         sampled_BT = stored.setdefault("sampled_BT", logprob_BT.detach())
-        ratio_BT, advantage_B1 = (logprob_BT - sampled_BT).exp(), stored["advantage_B1"]
+        ratio_BT, advantage_BT = (logprob_BT - sampled_BT).exp(), stored["advantage_BT"]
         clipped_BT = ratio_BT.clamp(1 - c.grpo_clip_low, 1 + c.grpo_clip_high)
-        gain_BT = torch.minimum(ratio_BT * advantage_B1, clipped_BT * advantage_B1)
-        loss_BT, metrics = -gain_BT, {"entropy": -logprob_BT, "clipped": gain_BT != ratio_BT * advantage_B1}
+        gain_BT = torch.minimum(ratio_BT * advantage_BT, clipped_BT * advantage_BT)
+        loss_BT, metrics = -gain_BT, {"entropy": -logprob_BT, "clipped": gain_BT != ratio_BT * advantage_BT}
         if self.reference:
             if "reference_BT" not in stored:
                 stored["reference_BT"] = self.reference(batch)
@@ -81,11 +83,10 @@ class GRPO:
             loss_BT = loss_BT + c.grpo_beta * metrics["kl"]
 
         def mean(value_BT: Tensor) -> Tensor:
-            return (value_BT * is_target_BT / divisor_B1).sum()
+            return (value_BT * is_target_BT / divisor_BT).sum()
 
-        length_B1 = is_target_BT.sum(dim=1, keepdim=True).clamp(min=1)
-        divisor_B1 = torch.ones_like(length_B1) if self.by_token else length_B1
+        divisor_BT = torch.ones_like(stored["length_BT"]) if self.by_token else stored["length_BT"]
         sums = {name: mean(value_BT.detach()) for name, value_BT in metrics.items()}
         if c.grpo_loss == "dr_grpo":
-            divisor_B1 = torch.full_like(length_B1, c.answer_tokens)
+            divisor_BT = torch.full_like(divisor_BT, c.answer_tokens)
         return LossSum(mean(loss_BT), sums)

@@ -45,6 +45,16 @@ def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     return float(last_number(answer) == wanted)
 
 
+def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
+    """Return 1 if math-verify finds the answer equal to `record["answer"]`, both perhaps in LaTeX, else 0."""
+    from math_verify import parse, verify
+
+    text = str(record["answer"])
+    if not (wanted := parse(text) or parse(f"${text}$")):
+        raise ValueError(f"math-verify finds nothing in the record's answer {text[:80]!r}")
+    return float(verify(wanted, parse(answer)))
+
+
 def length(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return the number of characters of the answer; a negative weight rewards brevity."""
     return float(len(answer))
@@ -60,12 +70,14 @@ def last_number(text: str) -> Fraction | None:
 
 
 BUILT_IN: dict[str, Reward] = {"exact": exact, "contains": contains, "regex": regex, "math": numeric,
-                               "length": length}
+                               "math_verify": math_verify, "length": length}
 
 
 def load(name: str) -> Reward:
     """Return a built-in reward, or the function `module:function` of an importable module."""
     module, _, function = name.partition(":")
+    if name == "math_verify":
+        importlib.import_module(name)  # at the start of the run, not at its first answer
     return getattr(importlib.import_module(module), function) if function else BUILT_IN[name]
 
 

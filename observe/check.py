@@ -541,8 +541,8 @@ class Check:
             ranks = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
             teacher = ", or the teacher" if config.distillation_enabled else ""
             self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: "
-                               f"{run_time(seconds)} for {config.max_steps:,} steps, without evaluation, "
-                               f"saving{teacher}")
+                               f"{run_time(seconds)} for {config.max_steps:,} steps, not counting evaluation "
+                               f"and saving{teacher}")
 
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
@@ -610,7 +610,8 @@ def memory_advice(config: Config, room: int, *known) -> str:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
             host = f" and {needed.host / GIB:.2f} GiB of host memory per rank" if needed.host else ""
-            return f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, the same batch)"
+            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, for the same "
+                    "global batch)")
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
             "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 

@@ -171,7 +171,8 @@ class RotatedFile:
                     with suppress(FileNotFoundError):
                         (self.folder() / names[number - 1]).replace(self.folder() / names[number])
         except OSError as error:
-            self.warn(f"{self.name} cannot be written: {error.strerror or error}; measurements are lost")
+            self.warn(f"{self.name} cannot be written: {error.strerror or error}; the run continues, and "
+                      "these measurements are lost")
 
     def _open(self) -> None:
         self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)

@@ -116,7 +116,7 @@ class Measurements:
         self.work, metrics = Work(), {}
         if self.peak:
             for name, flops in zip(("mfu", "hfu"), self.flops.of(work)):
-                share = sum(flops) / work.tokens
+                share = sum(flops) * ranks.world_size / (work.steps * self.run.config.total_batch_size)
                 metrics[name] = tokens_per_second * share / (self.peak * ranks.world_size)
         if self.is_sampled:
             readings = [Reading(*row[size:]) for row in gathered]
@@ -149,7 +149,8 @@ class Profiling:
         for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
             if steps and (steps[-1] < left.start or steps[0] >= left.stop):
-                run.log.info(f"{name} has no effect in steps {left.start:,} to {config.max_steps:,}")
+                run.log.info(f"{name} has no effect: this run takes steps {left.start:,} to "
+                             f"{config.max_steps:,}")
         if not run.ranks.is_rank0:
             self.window, self.snapshot = range(0), None
 

@@ -105,7 +105,7 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             tracker.track_external(model, *optimizer.optimizers, *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
-            stored = {"advantage_B1": torch.zeros(shape[0], 1)}  # for GRPO
+            stored = {"advantage_BT": torch.zeros(shape), "length_BT": torch.ones(shape)}  # for GRPO
             if config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo":
                 # One document or pair in each row; the host reads these two values.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)

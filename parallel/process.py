@@ -191,7 +191,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def configure_allocator() -> None:
-    """Against fragmentation, use expandable segments in torch's CUDA allocator, unless the user chose."""
+    """Against fragmentation, use expandable segments on a GPU; against page faults, huge pages on a CPU."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 

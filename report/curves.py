@@ -15,6 +15,8 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("generation", "Generated answers", "%", ("percent",), {
         "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
     ("reward", "Reward", "", (), {"reward": "answers in training", "val_reward": "held-out prompts"}),
+    ("length", "Answer length", "tokens", (), {"answer_tokens": "with the end"}),
+    ("entropy", "Entropy", "nats", (), {"entropy": "of an answer's tokens"}),
     ("learning-rate", "Learning rate", "", (), {"learning_rate": "learning rate"}),
     ("grad-norm", "Gradient norm", "", ("log",), {"grad_norm": "gradient norm"}),
     ("throughput", "Tokens per second", "tokens/s", (), {"tokens_per_second": "tokens per second"}),

@@ -325,7 +325,8 @@ class RunReader:
             silent = time.time() - last_sign
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} done"
-            return "unknown", f"no sign of life for {time_text(silent)} from another machine, after {done}"
+            return "unknown", (f"no sign of life for {time_text(silent)} after {done}; it may still be "
+                               "running on another machine")
         if reason == "finished" or (reason is None and step >= max_steps > 0):
             return "finished", f"finished after {done}"
         if reason == "early stopping":

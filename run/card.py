@@ -316,7 +316,7 @@ def newest_scores(run: Any) -> Iterator[Score]:
 
     for name, (step, value) in scores.items():
         task = name.removesuffix("_norm").removesuffix("_acc")
-        if name in ("val_loss", "val_bits_per_byte", "val_reward_accuracy"):
+        if name in ("val_loss", "val_bits_per_byte", "val_reward", "val_reward_accuracy"):
             yield Score("validation split", name[4:], value, step, *beside(f"{name}_stderr"))
         elif name.startswith("generation_") and not name.endswith(("_n", "_stderr")):
             error_and_n = beside(f"{name}_stderr", "generation_n")

@@ -11,31 +11,34 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from select import select
 from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import CALLED_FROM, ROOT
 from config import Config
-from data_pipeline.chats import prompt_of
+from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine, Request, Sampling
 from learn.grpo import advantages, all_equal
 from learn.objectives import Prepared
-from model import Transformer
+from model import SHARED_PREFIX, Transformer
 from parallel.exact import share
 from parallel.ranks import RunContext, collective
 
 START_SECONDS = 120.0  # for the import of the reward functions
 POLL_SECONDS = 1.0
-COLLAPSED_STEPS = 20  # without any difference between rewards, until a warning
+WINDOW_STEPS = 20  # over which the warnings of equal rewards and of long answers look
+LONGER = 1.5  # growth of the answers, while the reward does not rise, until a warning
 ANSWER_COLUMNS = ("answer", "completion", "output")  # of a record
 SHOWN_FAILURES, SHOWN_RECORD = 3, 200  # of a step; characters
 # The process appends these folders to its path: that of the command, and ours.
@@ -116,6 +119,27 @@ class Answer(NamedTuple):
     advantage: float = 0.0
 
 
+class Growth:
+    """Recognizes answers that become longer, but not better."""
+
+    def __init__(self):
+        self.recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (tokens, reward)
+        self.before: Optional[np.ndarray] = None  # `recent` when the reward last rose, or a warning was due
+
+    def add(self, tokens: float, reward: float) -> Optional[tuple[float, float]]:
+        """Add a step's means; return both lengths if a warning is due. A rise is two standard errors."""
+        self.recent.append((tokens, reward))
+        now_N2 = np.array(self.recent)
+        if len(now_N2) < WINDOW_STEPS:
+            return None
+        before_N2 = now_N2 if self.before is None else self.before
+        (old_tokens, old), (tokens, new) = before_N2.mean(axis=0), now_N2.mean(axis=0)
+        error = np.hypot(before_N2[:, 1].std(ddof=1), now_N2[:, 1].std(ddof=1)) / WINDOW_STEPS**0.5
+        rose, is_longer = new > old + 2 * error, tokens >= LONGER * old_tokens
+        self.before = now_N2 if rose or is_longer else before_N2
+        return (old_tokens, tokens) if is_longer and not rose else None
+
+
 class Rollouts:
     """Generates and rewards the answers of each step."""
 
@@ -123,7 +147,11 @@ class Rollouts:
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(config)
-        self.collapsed_steps = 0
+        self.collapsed_steps, self.growth = 0, Growth()
+        fits = config.grpo_group * config.answer_tokens <= config.max_seq_len
+        self.together = config.grpo_group if fits and not config.distillation_enabled else 1
+        longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
+        self.row_tokens = longest if config.compile else 0  # a compiler wants equal shapes
 
     @collective
     def __call__(self, prompts: list[Batch], step: int, count) -> Prepared:
@@ -145,7 +173,7 @@ class Rollouts:
             HEARTBEAT.enter("reward")
             found = self.reward(batch, ids, with_values=not config.distillation_enabled)
             advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
-            trained = training_batch(batch, ids, advantages_PG, config.max_seq_len)
+            trained = training_batch(batch, ids, advantages_PG, self.together, self.row_tokens)
             batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
             for answer, advantage in zip(found, advantages_PG.flatten().tolist()):
@@ -207,8 +235,8 @@ class Rollouts:
                 raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
                                 f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
                                 "has none")
-            messages = prompt_of("", record).messages
-            ids = self.chat_format.encode_answer(messages, str(answer))[:self.config.answer_tokens]
+            messages, options = prompt_of("", record).messages, options_in(record)
+            ids = self.chat_format.encode_answer(messages, str(answer), options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
         return answers
 
@@ -216,10 +244,11 @@ class Rollouts:
         """Return the answers, equally many for each prompt, with rewards if `with_values`, else with 0."""
         rewarded, group = [], len(answers) // len(prompts.tokens_BT)
         for number, ids in enumerate(answers):
-            row = number // group
-            record = bytes(filter(None, prompts.stored["record_BR"][row].tolist())).decode()
-            length = int(prompts.stored["prompt_B1"][row])
-            prompt = self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist())
+            if number % group == 0:
+                row = number // group
+                record = bytes(filter(None, prompts.stored["record_BR"][row].tolist())).decode()
+                length = int(prompts.stored["prompt_B1"][row])
+                prompt = self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist())
             complete = ids[-1] in self.chat_format.stop_ids
             text = self.tokenizer.decode(ids[:-1] if complete else ids)
             values = self.rewards(prompt, text, record) if with_values else []
@@ -249,10 +278,17 @@ class Rollouts:
         rewards = np.array([answer.reward for answer in answers if not answer.failure])
         equal = all_equal(self.by_group(answers)).double().mean().item()
         self.collapsed_steps = self.collapsed_steps + 1 if equal == 1 else 0
-        if self.collapsed_steps == COLLAPSED_STEPS:
-            warn(f"step {step + 1}: for {COLLAPSED_STEPS} steps, all answers to a prompt had equal rewards, "
+        if self.collapsed_steps == WINDOW_STEPS:
+            warn(f"step {step + 1}: for {WINDOW_STEPS} steps, all answers to a prompt had equal rewards, "
                  "so the model learns nothing; use prompts that it sometimes solves, a reward with more "
                  "steps, or a larger GRPO_GROUP")
+        weights = [weight * (name != "length") for name, weight in self.config.reward_terms]
+        values = [sum(map(float.__mul__, weights, each.rewards)) for each in answers if not each.failure]
+        grew = self.growth.add(lengths["answer_tokens"], np.mean(values).item()) if any(weights) else None
+        if grew:
+            warn("step {}: answers grew from {:.1f} to {:.1f} tokens, but their reward (without `length`) "
+                 "did not rise; look in rollouts.jsonl if length alone is rewarded. A term such as "
+                 "length*-0.001 in REWARD, or a larger GRPO_BETA, works against it".format(step + 1, *grew))
         return {"reward": rewards.mean().item(), "reward_std": rewards.std().item(),
                 "equal_groups": equal, **lengths}
 
@@ -267,19 +303,32 @@ class Rollouts:
             raise error
 
 
-def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torch.Tensor,
+def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torch.Tensor, together: int,
                    length: int) -> Batch:
-    """Return a row of `length` tokens for each answer: its prompt, the answer as targets, and padding."""
-    tokens_BT = torch.zeros(len(answers), length, dtype=torch.int64)
-    targets_BT, padding = torch.full_like(tokens_BT, IGNORE_INDEX), 0
-    for row, answer in enumerate(answers):
-        prompt = row // advantages_PG.shape[1]
-        start = int(prompts.stored["prompt_B1"][prompt])
-        end = start + len(answer) - 1
-        tokens_BT[row, :start] = prompts.tokens_BT[prompt, :start]
-        tokens_BT[row, start:end] = torch.tensor(answer[:-1])
-        targets_BT[row, start - 1:end] = torch.tensor(answer)
-        padding += length - end
+    """Return rows of a prompt, `together` of its answers as targets, and padding.
+
+    The prompt is computed once in a row: all but its last token are a shared prefix of its answers, each of
+    which is a document that begins with the prompt's last token.
+
+    Args:
+        length: tokens of a row; 0 = those of the longest.
+    """
+    columns, group, real = ([], [], [], [], []), advantages_PG.shape[1], 0
+    for first in range(0, len(answers), together):
+        prompt = first // group
+        *prefix, last = prompts.tokens_BT[prompt, :int(prompts.stored["prompt_B1"][prompt])].tolist()
+        row = [(token, IGNORE_INDEX, SHARED_PREFIX, 0.0, 1) for token in prefix]
+        for number, ids in enumerate(answers[first:first + together]):
+            advantage = float(advantages_PG.view(-1)[first + number])
+            row += [(token, target, number + 1, advantage, len(ids))
+                    for token, target in zip([last, *ids[:-1]], ids)]
+        real += len(row)
+        row += [(0, IGNORE_INDEX, together + 1, 0.0, 1)] * (length - len(row))
+        for column, values in zip(columns, zip(*row)):
+            column.append(torch.tensor(values))
+    tokens_BT, targets_BT, document_ids_BT, advantage_BT, length_BT = (
+        pad_sequence(column, batch_first=True, padding_value=value)
+        for column, value in zip(columns, (0, IGNORE_INDEX, together + 1, 0.0, 1)))
     target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
-    stored = {"advantage_B1": advantages_PG.float().view(-1, 1)}
-    return Batch(tokens_BT, targets_BT, None, target_index_M, stored, padding)
+    return Batch(tokens_BT, targets_BT, document_ids_BT.int() if together > 1 else None, target_index_M,
+                 {"advantage_BT": advantage_BT, "length_BT": length_BT}, tokens_BT.numel() - real)

@@ -102,7 +102,8 @@ def prepare_device(config: Config) -> torch.device:
     """Return the compute device, after applying DETERMINISTIC to torch's kernels."""
     device = torch.device(model_utils.choose_device(config))
     if config.memory_snapshot and device.type != "cuda":
-        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} is for CUDA, without a GPU; remove it")
+        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, but torch "
+                            "sees no GPU here; remove it")
     model_utils.make_deterministic(config, device.type)
     return device
 

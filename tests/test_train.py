@@ -363,8 +363,9 @@ def test_losses_are_those_of_the_committed_curve(tiny_run):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_losses_are_the_eager_ones(tiny_run):
-    eager, compiled = tiny_run(RUN_NAME="eager"), tiny_run(RUN_NAME="compiled")
+@pytest.mark.parametrize("shape", [{}, {"MODEL_TYPE": "qwen3", "SLIDING_WINDOW": 6, "SLIDING_EVERY": 2}, {"MODEL_TYPE": "smollm3", "NO_ROPE_EVERY": 2}])
+def test_compiled_losses_are_the_eager_ones(tiny_run, shape):
+    eager, compiled = tiny_run(RUN_NAME="eager", **shape), tiny_run(RUN_NAME="compiled", **shape)
     assert eager.train() == compiled.train(COMPILE="true") == 0
     for name in ("train_loss", "val_loss"):
         assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)

@@ -138,10 +138,10 @@ def test_what_was_needed_is_what_a_row_without_padding_computes(name):
 
 def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
     """Two ranks, of which the second has padding: 16 real tokens of 20, at 50 tokens/s, 100 FLOPs each, and twice 1,000 FLOP/s."""
-    own, other = Work(10, 0, 5), Work(10, 4, 5)
+    own, other = Work(10, 0, 5, steps=1), Work(10, 4, 5, steps=1)
     ranks = SimpleNamespace(world_size=2, all_gather_json=lambda numbers: [[*own], [*other]])
     flops = SimpleNamespace(of=lambda work: ((100 * (work.tokens - work.padding),), (100 * work.tokens,)))
-    measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks))
+    measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks, config=Config(total_batch_size=20)))
     assert Measurements.read_utilization(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
     assert measured.work == Work(), "what was read is not counted again"
 

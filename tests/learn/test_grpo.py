@@ -22,6 +22,7 @@ from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
 from learn.rewards import BUILT_IN
 from learn.teacher import LlamaTeacher
+from run.rollouts import training_batch
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
@@ -41,7 +42,10 @@ def answers(seed: int = 0) -> Batch:
     for row, length in enumerate((3, 1, LONGEST, 4, 2, 7, 7, 1)):
         targets_BT[row, PROMPT - 1:PROMPT - 1 + length] = tokens_BT[row, PROMPT:PROMPT + length]
     advantages_PG = advantages(torch.rand(2, 4, generator=generator, dtype=torch.float64), scaled=True)
-    return Batch(tokens_BT, targets_BT, stored={"advantage_B1": advantages_PG.float().view(-1, 1)})
+    is_target_BT = targets_BT != IGNORE_INDEX
+    length_BT = is_target_BT.sum(dim=1, keepdim=True).expand_as(tokens_BT)
+    advantage_BT = advantages_PG.float().view(-1, 1) * is_target_BT
+    return Batch(tokens_BT, targets_BT, stored={"advantage_BT": advantage_BT, "length_BT": length_BT})
 
 
 def off_policy(batch: Batch) -> Batch:
@@ -74,7 +78,7 @@ def test_loss_and_gradient_equal_those_of_trl(loss, update, beta):
 
     inputs = {"prompt_ids": batch.tokens_BT[:, :PROMPT], "prompt_mask": torch.ones(8, PROMPT, dtype=torch.int64),
               "completion_ids": batch.tokens_BT[:, PROMPT:PROMPT + LONGEST], "completion_mask": mask,
-              "advantages": batch.stored["advantage_B1"][:, 0], "num_items_in_batch": mask.sum()}
+              "advantages": batch.stored["advantage_BT"][:, PROMPT - 1], "num_items_in_batch": mask.sum()}
     if update == "later":
         inputs["old_per_token_logps"] = of_answers(batch.stored["sampled_BT"])
     objective = objective_of(loss, grpo_beta=beta, grpo_clip_high=0.28)
@@ -198,6 +202,21 @@ def test_masked_tokens_contribute_nothing_and_rows_add_up(loss):
 
 
 @losses
+def test_answers_that_share_their_prompt_have_the_loss_and_gradient_of_separate_rows(loss):
+    batch = answers()
+    prompts = Batch(batch.tokens_BT[[0, 4]], batch.targets_BT[[0, 4]], stored={"prompt_B1": torch.tensor([[PROMPT], [PROMPT - 1]])})
+    ids = [row_T[row_T != IGNORE_INDEX].tolist() for row_T in batch.targets_BT]
+    advantages_PG, objective = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4), objective_of(loss, grpo_beta=0.1)
+    alone, shared = (training_batch(prompts, ids, advantages_PG, together, length) for together, length in ((1, T), (4, 0)))
+    assert objective.count(alone) == objective.count(shared) and shared.tokens_BT.numel() < alone.tokens_BT.numel() / 2
+    assert shared.targets == alone.targets == sum(map(len, ids))
+    (one, its_metrics, its_gradient), (other, metrics, gradient) = (gradients(objective, each) for each in (alone, shared))
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics, its_metrics, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, its_gradient, rtol=1e-4, atol=1e-5)
+
+
+@losses
 def test_the_divergence_is_positive_and_zero_from_itself(loss):
     batch = answers()
     assert float(gradients(objective_of(loss, grpo_beta=0.1), batch)[1]["kl"]) > 0
@@ -222,6 +241,9 @@ def test_the_forecast_has_room_for_the_cache():
     ("regex", "a1b", {"pattern": r"^a\d"}, 1), ("regex", "ba1", {"pattern": r"^a\d"}, 0),
     ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("math", r"\boxed{1,000} of 3", {"answer": "1000.0"}, 1),
     ("math", "one half: 0.5", {"answer": "1/2"}, 1), ("math", "-3", {"answer": "3"}, 0), ("math", "none", {"answer": "3"}, 0),
-    ("math", "1/0", {"answer": "3"}, 0), ("length", "four", {}, 4)])
+    ("math", "1/0", {"answer": "3"}, 0), ("math_verify", r"\boxed{\frac{1}{2}}", {"answer": 0.5}, 1),
+    ("math_verify", r"$\frac{\sqrt{2}}{2}$", {"answer": r"\frac{1}{\sqrt{2}}"}, 1), ("math_verify", "4", {"answer": "5"}, 0), ("length", "four", {}, 4)])
 def test_built_in_rewards(name, answer, record, expected):
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
     assert BUILT_IN[name]("prompt", answer, record) == expected

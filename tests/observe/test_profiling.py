@@ -72,12 +72,12 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
 
 def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
     run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9", POWER_STEPS="7:8")
-    assert run.train() == 0 and "POWER_STEPS has no effect in steps 1 to 3" in capsys.readouterr().out
+    assert run.train() == 0 and "POWER_STEPS has no effect: this run takes steps 1 to 3" in capsys.readouterr().out
     assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
     assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
     capsys.readouterr()
     assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
-    assert "PROFILE_STEPS has no effect in steps 5 to 5" in capsys.readouterr().out
+    assert "PROFILE_STEPS has no effect: this run takes steps 5 to 5" in capsys.readouterr().out
 
 
 def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
@@ -154,7 +154,7 @@ def test_windows_are_checked():
             f"PROFILE_STEPS={wrong} must be the first and the last step from 1, such as 3:7"]
     assert "set POWER_HZ above 0, such as 50" in [*rules(Config(**common, power_steps="3:7", power_hz=0))][0]
     assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
-    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 is for CUDA, without a GPU; remove it"):
+    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, but torch sees no GPU here; remove it"):
         prepare_device(Config(memory_snapshot=3, device="cpu"))
     assert power.SLOWDOWNS
 

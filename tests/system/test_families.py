@@ -1,5 +1,7 @@
 """The families of MODEL_TYPE: a run of each is a loop on transformers, and what it writes is read there and here."""
 
+import math
+
 import pytest
 import torch
 from factories import LORA, UNMEASURED, TinyRun, assert_same_run, in_transformers
@@ -77,3 +79,29 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
                                          max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
             assert written[0, len(prompt):].tolist() == ids
     assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, **named | {"MODEL_TYPE": "qwen2" if family != "qwen2" else "qwen3"}) == 5
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=pytest.mark.slow) if family == "llama" else family for family in FAMILIES])
+def test_every_stage_trains_a_family(family, stages, tmp_path):
+    """The first loss of SFT is that of transformers, that of DPO ln 2; GRPO writes answers; sharded adapters learn what whole ones do."""
+    base = TinyRun(stages.prepared, tmp_path, RUN_NAME="base", MAX_STEPS=1, **UNMEASURED, MODEL_TYPE=family, **FAMILIES[family])
+    assert base.train() == 0
+    start = {**UNMEASURED, "MAX_STEPS": 2, "SAVE_EVERY": 0, "PRETRAIN_CHECKPOINT": base.checkpoint(1), "LORA_DROPOUT": 0.0}
+    runs = {mode: stages.run(mode, tmp_path / mode, **start) for mode in ("sft", "dpo-live", "grpo", "lora-sft")}
+    assert [run.train() for run in runs.values()] == [0] * 4
+    config = load_config(runs["sft"].argv(), {}).config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
+    with read_inputs(config, verify=False).training_batches(config, Ranks(), NextToken(), 0) as steps, torch.no_grad():
+        (batches, count), total = next(steps), 0.0
+    for tokens, targets, documents in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
+        lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
+        for part, wanted in zip(tokens.split(lengths), targets.split(lengths)):
+            total += float(F.cross_entropy(theirs(part[None]).logits[0], wanted, ignore_index=IGNORE_INDEX, reduction="sum").detach())
+    assert runs["sft"].column("train_loss")[1] == pytest.approx(total / count, rel=1e-5)
+    assert runs["dpo-live"].column("train_loss")[1] == pytest.approx(math.log(2), rel=1e-6)
+    assert runs["grpo"].lines("rollouts")
+    sharded = stages.run("lora-sft", tmp_path / "sharded", **start)
+    job = sharded.start(2, SHARDING="full")
+    assert job.wait() == [0, 0], job.text()
+    assert sharded.column("train_loss") == pytest.approx(runs["lora-sft"].column("train_loss"), rel=1e-5)
+    assert sharded.column("grad_norm") == pytest.approx(runs["lora-sft"].column("grad_norm"), rel=1e-4)

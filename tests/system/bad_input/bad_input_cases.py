@@ -310,7 +310,7 @@ RECORDS = group(
     device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "no such file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it is readable"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
         ("junk.jsonl.gz", b"junk", "Not a gzipped file"), ("empty.jsonl.gz", b"", "no document is left"),
         ("crc.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-8] + b"12345678", "CRC"),
         ("junk.jsonl.xz", b"junk", "junk.jsonl.xz: "), ("junk.parquet", b"junk", "junk.parquet: "),
@@ -436,9 +436,9 @@ TOKENIZERS = group(
     template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja is not text"),
     template_number=(all_of(gone("model/chat_template.jinja"),
                             json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))),
-                     "chat_template .*must be a text"),
+                     "chat_template .*is not text"),
     template_list=(all_of(gone("model/chat_template.jinja"),
-                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "must be a text"),
+                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "is not text"),
     gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
@@ -505,7 +505,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
-    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "has 2 files"),
+    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "split into 2"),
     there=(lambda: os.mkdir("start"), "start already exists")) + group(
     "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
     deep=(put(ADAPTER, DEEP), "cannot be read"), rank=(json_of(ADAPTER, lambda d: d.update(r="x")), r"is \(4, 32\), but rank"),

@@ -144,6 +144,8 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
             assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
             assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
     assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
+    card = (whole.checkpoint(4) / "README.md").read_text()
+    assert f"| `validation split` | reward | {metrics[-1]['val_reward']:.4f}" in card and "is unknown" not in card
 
 
 @pytest.mark.parametrize("function, reason", [("fails", "ValueError: too bad"), ("infinite", "not finite"),
@@ -169,11 +171,22 @@ def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, 
 
 
 def test_equal_rewards_of_all_groups_are_reported_once(functions, stages, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rollouts, "COLLAPSED_STEPS", 2)
+    monkeypatch.setattr(rollouts, "WINDOW_STEPS", 2)
     run = stages.run("grpo", tmp_path / "runs", REWARD="rated:constant")
     assert run.train() == 0
     assert capsys.readouterr().err.count("for 2 steps, all answers to a prompt had equal rewards") == 1
     assert run.column("equal_groups") == dict.fromkeys(range(1, 5), 1) and run.column("grad_norm")[1] == 0
+
+
+@pytest.mark.parametrize("tokens_a_step, reward_a_step, fires", [
+    (0.2, 0, True), (0.2, -1e-3, True), (0.2, 1e-3, False), (0, 0, False), (-0.1, 0, False), (0, 1e-3, False)])
+def test_longer_answers_without_a_higher_reward_cause_a_warning(tokens_a_step, reward_a_step, fires):
+    for seed in range(5):
+        noise, growth = np.random.default_rng(seed).normal(size=(400, 2)) * (3, 0.04), rollouts.Growth()
+        warnings = [growth.add(40 + step * tokens_a_step + tokens, 0.4 + step * reward_a_step + reward)
+                    for step, (tokens, reward) in enumerate(noise)]
+        assert any(warnings) == fires
+        assert all(new >= rollouts.LONGER * old for old, new in filter(None, warnings))
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -208,14 +221,16 @@ def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
     rows = PromptRows(open_example_set(stages.prompts, "train", "prompts", TokenizerInfo(512)), 96, 12)
     prompts = rows(np.array([3, 1]))
     answers = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-    batch = training_batch(prompts, answers, advantages(torch.tensor([[0.0, 1], [2, 0]]).double(), True), 96)
+    batch = training_batch(prompts, answers, advantages(torch.tensor([[0.0, 1], [2, 0]]).double(), True), 1, 96)
     for row, answer in enumerate(answers):
         prompt = prompts.tokens_BT[row // 2, :prompts.stored["prompt_B1"][row // 2]].tolist()
         end = len(prompt) + len(answer) - 1
         assert batch.tokens_BT[row].tolist() == [*prompt, *answer[:-1], *[0] * (96 - end)]
         assert batch.targets_BT[row].tolist() == [*[IGNORE_INDEX] * (len(prompt) - 1), *answer, *[IGNORE_INDEX] * (96 - end)]
     assert torch.equal(batch.targets_BT.flatten()[batch.target_index_M], torch.tensor(sum(answers, [])))
-    assert batch.stored["advantage_B1"].flatten().tolist() == pytest.approx([-0.707, 0.707, 0.707, -0.707], abs=1e-3)
+    assert batch.stored["advantage_BT"].flatten()[batch.target_index_M] == pytest.approx(
+        np.repeat([-0.707, 0.707, 0.707, -0.707], [3, 1, 2, 4]), abs=1e-3)
+    assert batch.padding == int((batch.tokens_BT == 0).sum()) and batch.document_ids_BT is None
 
 
 def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
