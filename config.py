@@ -417,8 +417,8 @@ class OnlineConfig(Section):
     """Training on the model's own answers, which functions reward (GRPO)."""
 
     reward: str = fixed(
-        "exact", "sum of functions: exact, contains, regex, math, length, module:function; comma-separated, "
-        "perhaps with weights: math*2,rewards:polite*-0.5")
+        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
+        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
     reward_timeout: float = safe(10.0, "seconds in which all functions must reward an answer", gt=0, le=3600)
     grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
     grpo_max_tokens: Optional[int] = fixed(
@@ -446,7 +446,7 @@ NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
 KIND_OF_STAGE = {"pretrain": "documents", "sft": "chats", "dpo": "pairs", "grpo": "prompts"}
 STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo", "grpo": "prompts"}
-BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "length")
+BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "math_verify", "length")
 
 
 class EvalTask(NamedTuple):

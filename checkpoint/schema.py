@@ -264,7 +264,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "val_bits_per_byte": ("bits", "the same cross-entropy per byte of text: comparable between tokenizers"),
     "NAME_acc NAME_acc_norm": ("", "share of right answers, by log-probability, and by that per character"),
     "NAME_n NAME_stderr NAME_chance": ("", "number of items; standard error of `NAME_acc`; guessing's score"),
-    "generation_exact_match generation_rouge_l generation_bleu": (
+    "generation_exact_match generation_rouge_1 generation_rouge_2 generation_rouge_l generation_rouge_lsum "
+    "generation_bleu": (
         "", "generated answers compared with the reference answers, 0 to 1"),
     "generation_exact_match_stderr generation_rouge_l_stderr": ("", "their standard errors"),
 }

@@ -147,7 +147,8 @@ def check_torch() -> Iterator[Finding]:
         yield Finding(LIMITS, "NCCL", "not needed, because there are not several GPUs")
     shared = Path("/dev/shm")
     if len(gpus) > 1 and shared.is_dir() and (free := free_bytes(shared)) < LEAST_SHARED:
-        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, too little; use docker's --ipc host")
+        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, which is not enough for NCCL; start "
+                      "the container with --ipc host")
 
 
 def check_compiler() -> Finding:

@@ -80,10 +80,8 @@ def main() -> None:
     harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit,
                                     "tokenizer_path" not in flags.values)
     if harness:
-        if config.world_size > 1:
-            raise SettingsError("--tasks runs in a single process; start it without a launcher")
         _ = harness.task_classes  # report a misspelt task before anything slow starts
-    device, results, rows = prepare_device(config), {}, []
+    device, results, rows, problem = prepare_device(config), {}, [], None
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
@@ -93,16 +91,15 @@ def main() -> None:
             result = evaluation.measure()
             results |= result.metrics
             rows += result.table
-        step, is_rank0 = run.progress.step, ranks.is_rank0
-    problem = None
-    if harness:
-        del run  # frees its memory
-        try:
-            metrics, task_rows = harness.evaluate(folder, args.base, config, device)
-            results |= metrics
-            rows += task_rows
-        except PaddockError as error:  # raised after the other results have been printed
-            problem = error
+        step, is_rank0, device = run.progress.step, ranks.is_rank0, ranks.device
+        if harness:
+            del run  # frees its memory
+            try:
+                metrics, task_rows = harness.evaluate(folder, args.base, config, ranks)
+                results |= metrics
+                rows += task_rows
+            except PaddockError as error:  # raised after the other results have been printed
+                problem = error
     if not is_rank0:
         return
     if not rows and problem is None:

@@ -184,7 +184,8 @@ def main() -> None:
     if args.draft:
         generator.draft, other = load_to_generate(find_model(args.draft), weights=args.weights)
         if not tokenizer.is_same(other.sha256):
-            raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; leave it out")
+            raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; "
+                                "choose a draft with the same one, or leave --draft out")
     if args.prompts is not None:
         chunks = generator.stream(encode_prompts(generator.tokenizer, prompts))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +65,7 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
         if not asked.isdecimal() or not int(asked):
             raise SettingsError(f"NPROC={asked} must be a number of ranks, 1 or more")
         return int(asked)
-    if values.get("device") == "cpu":
+    if values.get("device") == "cpu" or version("torch").endswith("+cpu"):  # torch's import takes a second
         return 1
     import torch  # after .env's CUDA_VISIBLE_DEVICES has been exported
 

@@ -148,7 +148,7 @@ MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
          "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
          "lora-dpo": {**LORA, **DPO}}
 # Their steps cannot be replayed or sharded.
-ONLINE = {"grpo": GRPO, "lora-grpo": {**LORA, **GRPO, "GRPO_BETA": 0.1, "GRPO_UPDATES": 2},
+ONLINE = {"grpo": GRPO, "lora-grpo": {**LORA, **GRPO, "GRPO_BETA": 0.1, "GRPO_UPDATES": 2, "GRPO_LOSS": "grpo"},
           "gkd": {**GRPO, **DISTILLATION, "DISTILLATION_LOSS": "jsd", "DISTILLATION_LAMBDA": 0.5, "GRPO_GROUP": 1}}
 
 

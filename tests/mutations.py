@@ -52,6 +52,7 @@ SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_on
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
 STORED, LAUNCH = "tests/learn/test_teacher.py", "tests/system/launch/test_launch.py"
+FAMILIES, FAMILY_CHATS, API = "tests/system/test_families.py", "tests/data_pipeline/test_family_chats.py", "tests/serving/test_api.py"
 RESTART = "tests/system/launch/test_restart.py"
 SLOW_DISK = "tests/system/faults/test_slow_storage.py"
 MFU = "tests/learn/test_flops.py::test_mfu_is_of_the_work_and_the_peak_of_all_ranks"
@@ -80,6 +81,15 @@ FAULTS = [
           "(query_BT1 >= key_B1S)", MODEL),
     fault("RMSNorm: computed in bf16", "fused/norm.py", "x32 = x.float() normed", "x32 = x\n        normed",
           f"{HF}::test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers"),
+
+    fault("families: another layer without RoPE", "config.py", "(layer + 1) % self.no_rope_every != 0",
+          "layer % self.no_rope_every != 0", f"{HF}", MODEL),
+    fault("families: a window of one token more", "model.py", "(distance_BTS < config.sliding_window)",
+          "(distance_BTS <= config.sliding_window)", MODEL),
+    fault("families: no bias of values", "model.py", "(self.bq, self.bk, self.bv), projected",
+          "(self.bq, self.bk, nn.Identity()), projected", MODEL),
+    fault("families: norms of queries keep their order", "checkpoint/huggingface.py", '"bk", "q_norm", "k_norm")',
+          '"bk", "k_norm")', HF),
 
     # Optimizer and step
     fault("weight decay: norms decay", "learn/optim.py", '"weight_decay": 0.0',
@@ -149,6 +159,16 @@ FAULTS = [
     fault("chat targets: end of turn left out", "data_pipeline/templates.py",
           "self.tokenizer.encode(content.strip()), self.end_of_turn_id]",
           "self.tokenizer.encode(content.strip())]", "tests/data_pipeline/test_chat_templates.py"),
+    fault("chats: marks of a template shift by a character", "data_pipeline/templates.py", "accumulate(map(len, pieces[:-1]))",
+          "accumulate(map(len, pieces[:-1]), initial=1)", FAMILY_CHATS),
+    fault("chats: the template does not see the tools", "data_pipeline/templates.py", '"documents": None, **(options or {})',
+          '"documents": None', FAMILY_CHATS),
+    fault("chats: calls without arguments", "data_pipeline/chats.py", 'function.get("arguments") or {}', "{}", FAMILY_CHATS),
+    fault("server: calls stay text", "serving/calls.py", "held[:match.start()].rstrip() if call else", "", API),
+    fault("server: the beginning of a call is streamed", "serving/calls.py", "match = None if chunk.finish_reason else begun.search(held)",
+          "match = None", API),
+    fault("grammar: taken tokens do not count", "inference/engine.py", "self.grammar.take(token)", "pass",
+          "tests/inference/test_engine.py::test_a_grammar_decides_which_tokens_may_follow"),
     fault("pairs: chosen and rejected change places", "data_pipeline/chats.py",
           "(chosen, True), (rejected, True)", "(rejected, True), (chosen, True)",
           f"{EXAMPLES}::test_every_pair_is_its_prompt_once_and_its_two_answers"),
@@ -156,6 +176,8 @@ FAULTS = [
           'message.get("weight", 1) == 0 or', "", "tests/data_pipeline/test_chat_records.py"),
     fault("sources: all splits of a hub dataset are one", "data_pipeline/sources.py", '"split": source.split, "files"', '"files"',
           "tests/data_pipeline/test_sources.py::test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity"),
+    fault("tokenizer: a NUL joins the text before it", "tokenizer.py", r'.replace(r"\p{N}]", r"\p{N}\x00]")', "",
+          "tests/test_tokenizer.py::test_many_documents_at_once_have_the_ids_of_each"),
     fault("tokenizer: another normalizer changes nothing", "tokenizer.py", '("normalizer", "pre_tokenizer", "model",',
           '("pre_tokenizer", "model",', "tests/test_tokenizer.py::test_hash_follows_content_and_not_place"),
     fault("verified files: a modification time that was put back", "data_pipeline/shards.py", "status.st_ctime_ns}", "0}",
@@ -175,10 +197,10 @@ FAULTS = [
           OBJECTIVES),
     fault("SimPO: not by length", "learn/objectives.py", "simpo_beta * logprob_BP2 / length_BP2",
           "simpo_beta * logprob_BP2", OBJECTIVES),
-    fault("GRPO: clipped where that gains", "learn/grpo.py", "torch.minimum(ratio_BT * advantage_B1,",
-          "torch.maximum(ratio_BT * advantage_B1,", GRPO),
+    fault("GRPO: clipped where that gains", "learn/grpo.py", "torch.minimum(ratio_BT * advantage_BT,",
+          "torch.maximum(ratio_BT * advantage_BT,", GRPO),
     fault("GRPO: mean over all tokens for each answer", "learn/grpo.py",
-          "torch.ones_like(length_B1) if self.by_token else length_B1", "torch.ones_like(length_B1)", GRPO),
+          'torch.ones_like(stored["length_BT"]) if self.by_token else stored["length_BT"]', 'torch.ones_like(stored["length_BT"])', GRPO),
     fault("GRPO: each update has a ratio of 1", "learn/grpo.py", 'stored.setdefault("sampled_BT", logprob_BT.detach())',
           "logprob_BT.detach()", GRPO),
     fault("GRPO: answers of a group draw the same numbers", "run/rollouts.py", "key[2] + row, index]", "key[2] + row, 0]",
@@ -225,6 +247,14 @@ FAULTS = [
     fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[length for task in batch for length in task.ending_characters]",
           "[length for task in batch for length in task.ending_tokens]",
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
+    fault("GGUF: Qwen's heads as Llama's", "run/gguf.py", 'HALVES = ("qwen2", "qwen3")', "HALVES = ()",
+          "tests/scripts/test_convert_to_gguf.py"),
+    fault("lm-eval: each rank counts its own items alone", "evaluation/standalone.py", "ranks.all_gather_json(plain)",
+          "ranks.world_size * [plain]", "tests/scripts/test_evaluate_script.py::test_two_ranks_share_the_tasks"),
+    fault("growth: a new block is not the identity", "scripts/grow_checkpoint.py", "(o_proj|down_proj)", "(o_proj)",
+          "tests/scripts/test_grow_checkpoint.py"),
+    fault("merging: weights are ignored", "scripts/merge_checkpoints.py", "sum(weight * tensor", "sum(tensor",
+          "tests/scripts/test_merge_checkpoints.py"),
 
     # Checkpoints and resuming
     fault("checkpoint: hash not checked", "checkpoint/manifest.py",

@@ -2,9 +2,9 @@
 
     python scripts/dev/benchmark.py --model cpu-4k           (a CPU, 8 minutes)
     python scripts/dev/benchmark.py --model 174m --blocks 2  (a GPU)
-    python scripts/dev/benchmark.py --contenders paddock-causal,hf-compile
+    python scripts/dev/benchmark.py --contenders paddock-causal,hf --turns 3
 
-Contenders, each in a separate process (bf16 if the hardware is fast at it):
+Contenders, each in a separate process (bf16 if the hardware is fast at it, unless PRECISION=fp32):
     paddock          as in train.py: compiled, with document masking
     paddock-causal   the same without document masking, like the peers
     paddock-budget   with ACTIVATION_CHECKPOINTING=selective
@@ -16,6 +16,7 @@ All contenders get the same tokens. A contender is skipped if its package is not
 its first loss (initial weights, no document masking) differs. Each one processes as many rows at a time as
 fit into memory, and accumulates gradients to the same batch size. Compare figures only within one call:
 blocks run in the order A B B A, and the result is the median ratio with its 95 % bootstrap interval.
+With --turns, every contender is started once and stays in memory, which takes less time.
 """
 
 import argparse
@@ -26,12 +27,15 @@ import json
 import math
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +73,7 @@ MODELS = {
 }
 MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
+ALIVE: dict[str, subprocess.Popen] = {}  # contenders that take turns
 # The packages that a contender needs, for each word in its name.
 NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
 
@@ -178,8 +183,9 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
     return peer, loss_of
 
 
-def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
-    """Train one contender in this process, args.rows rows at a time, and return its figures."""
+def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterator[dict]:
+    """Train one contender in this process, args.rows rows at a time, and yield its figures for each line
+    that is read."""
     started = time.perf_counter()
     import torch
 
@@ -192,7 +198,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = torch.bfloat16 if bf16_is_fast(device.type) else torch.float32
+    fast = bf16_is_fast(device.type) and os.environ.get("PRECISION") != "fp32"
+    dtype = torch.bfloat16 if fast else torch.float32
     words = set(name.split("-"))
     eager = args.eager or "eager" in words
     config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
@@ -234,36 +241,38 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     for number in range(1, work.warmup):
         loss, _ = step(number)
     loss.item()  # wait until the GPU has finished the warm-up
-    wall, cpu = time.perf_counter(), time.process_time()
-    for number in range(work.steps):
-        loss, norm = step(number)
-        norm.item()  # as in train.py
-    last_loss = loss.item()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    tokens = work.steps * work.rows * work.seq_len
-    figures = {"contender": name, "rows": args.rows, "accumulation": accumulation,
-               "first_loss": first_loss if causal_loss is None else causal_loss,
-               "last_loss": last_loss, "tokens_per_second": tokens / wall,
-               "cpu_seconds_per_million_tokens": cpu / tokens * 1e6, "first_step_seconds": first_step_seconds,
-               "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
-    figures |= more_figures(config, work, device, dtype, tokens / wall)
-    if "paddock" not in words:
-        del figures["memory_forecast_gib"]
-    if args.profile:
-        figures["profile"] = profile(step, device, args.profile)
-    return figures
+    for _ in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for number in range(work.steps):
+            loss, norm = step(number)
+            norm.item()  # as in train.py
+        last_loss = loss.item()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        tokens = work.steps * work.rows * work.seq_len
+        figures = {"contender": name, "rows": args.rows, "accumulation": accumulation,
+                   "first_loss": first_loss if causal_loss is None else causal_loss, "last_loss": last_loss,
+                   "tokens_per_second": tokens / wall, "cpu_seconds_per_million_tokens": cpu / tokens * 1e6,
+                   "first_step_seconds": first_step_seconds,
+                   "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+        figures |= more_figures(config, work, device, dtype, tokens / wall)
+        if "paddock" not in words:
+            del figures["memory_forecast_gib"]
+        if args.profile:
+            figures["profile"] = profile(step, device, args.profile)
+        yield figures
 
 
-def run_or_report_memory(work: Workload, args: argparse.Namespace) -> dict:
-    """Return the figures of one contender, or `out_of_memory` with the reason."""
+def run_or_report_memory(work: Workload, args: argparse.Namespace) -> None:
+    """Print the figures of one contender whenever a line is read, or `out_of_memory` with the reason."""
     import torch
 
     try:
-        return run_contender(args.run, work, args)
+        for figures in run_contender(args.run, work, args):
+            print(json.dumps(figures), flush=True)
     except torch.OutOfMemoryError as error:
-        return {"contender": args.run, "out_of_memory": str(error).splitlines()[0]}
+        print(json.dumps({"contender": args.run, "out_of_memory": str(error).splitlines()[0]}))
 
 
 def more_figures(config, work: Workload, device, dtype, tokens_per_second: float) -> dict[str, Any]:
@@ -322,6 +331,8 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
     """Run a contender in a new process; return its figures, or a reason: skipped, error or out_of_memory."""
     if seconds <= 0:
         return {"contender": name, "skipped": "no time left"}
+    if name in ALIVE:
+        return figures_of(name, ALIVE[name], seconds)
     words = set(name.split("-"))
     if "budget" in words and (args.eager or "eager" in words):
         return {"contender": name, "skipped": "selective checkpointing needs the compiler"}
@@ -332,16 +343,35 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
     command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
                "--threads", str(args.threads), "--profile", str(profile_rows),
                *(["--eager"] if args.eager else []),
-               *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else [])]
+               *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else []),
+               "--turns", str(args.turns)]
     environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment,
-                              timeout=None if seconds == math.inf else seconds)
-    except subprocess.TimeoutExpired:
-        return {"contender": name, "skipped": f"not finished in the remaining {seconds:.0f} s"}
-    if done.returncode:
-        return {"contender": name, "error": last_line(done.stderr)}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    errors = tempfile.TemporaryFile("w+")  # deleted when it is no longer referenced
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                               text=True, env=environment)
+    figures = figures_of(name, process, seconds)
+    if args.turns and "tokens_per_second" in figures:
+        ALIVE[name] = process
+    else:
+        process.communicate()
+    if "error" in figures:
+        errors.seek(0)
+        figures["error"] = last_line(errors.read())
+    return figures
+
+
+def figures_of(name: str, process: subprocess.Popen, seconds: float) -> dict:
+    """Let a contender measure once; return its figures."""
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), process.kill)
+    timer.start()
+    print(file=process.stdin, flush=True)
+    line = next((line for line in process.stdout if line.startswith("{")), None)
+    timer.cancel()
+    if line is not None:
+        return json.loads(line)
+    if process.wait() == -signal.SIGKILL:
+        return {"contender": name, "skipped": f"not finished in the remaining {seconds:.0f} s, or killed"}
+    return {"contender": name, "error": "exited without a reason"}
 
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
@@ -400,6 +430,8 @@ def main() -> None:
     group.add_argument("--blocks", type=int, default=3, metavar="N",
                        help="number of runs of each contender (default: %(default)s)")
     group.add_argument("--fast", action="store_true", help="half the steps, enough for an unshared GPU")
+    group.add_argument("--turns", type=int, default=0, metavar="N",
+                       help="keep the contenders in memory, for turns of N steps")
     group.add_argument("--seconds", type=float, metavar="S", help="stop after this time")
     group.add_argument("--profile", type=int, default=0, metavar="N",
                        help="also print the profiler's top N rows for the first contender")
@@ -410,7 +442,7 @@ def main() -> None:
         work = MODELS[args.model]
         if args.fast:
             work = work._replace(warmup=max(2, work.warmup // 2), steps=max(2, work.steps // 2))
-        print(json.dumps(run_or_report_memory(work, args)))
+        run_or_report_memory(work._replace(steps=args.turns or work.steps), args)
         return
     names, deadline = args.contenders.split(","), time.monotonic() + (args.seconds or math.inf)
     results: list[list[dict]] = [[] for _ in range(args.blocks)]

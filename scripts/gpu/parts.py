@@ -196,7 +196,8 @@ def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> l
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", **changes: Any) -> None:
+def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", metric: str = "val_loss",
+                **changes: Any) -> None:
     """Train one stage, whose setting `base` is the pretrained checkpoint; its validation loss must fall."""
     from checkpoint.schema import read_entries
 
@@ -211,14 +212,31 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", *
         return
 
     lines = list(read_entries(task.runs / name / "metrics.jsonl"))
-    losses = [line["val_loss"] for line in lines if "val_loss" in line]
+    losses = [line[metric] for line in lines if metric in line]
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     first, last = (losses[0], losses[-1]) if losses else (None, None)
-    task.check("validation loss, first", len(losses) > 1, first)
-    task.check("validation loss, last", len(losses) > 1 and last < first + 1e-4, last)
+    task.check(f"{metric}, first", len(losses) > 1, first)
+    falls = len(losses) > 1 and (metric != "val_loss" or last < first + 1e-4)
+    task.check(f"{metric}, last", falls, last)
     task.figure("tokens a second, last", rates[-1])
     task.figure("recompilations", output.count("Recompiling function"))
     task.figure("warnings", sum("warning" in line.lower() for line in output.splitlines()))
+
+
+def grpo(task: Task) -> None:
+    """Train on a reward for short answers to the sample's questions."""
+    data = task.folder / "sample"
+    with open(data / "questions.jsonl") as questions, open(data / "prompts.jsonl", "w") as prompts:
+        for line in questions:
+            question, answer = (message["content"] for message in json.loads(line)["messages"])
+            prompts.write(json.dumps({"prompt": question, "answer": answer}) + "\n")
+    code, output = task.run("scripts/load_prompts_dataset.py", "--source", data / "prompts.jsonl",
+                            "--tokenizer-path", data / "tokenizer.model", "--output", data / "prompts")
+    task.check("prepare prompts: exit code", code == 0, last_line(output) if code else 0)
+    steps = 2 if task.tiny else 20
+    train_stage(task, "stage-grpo", base="instruct_checkpoint", metric="val_reward", training_stage="grpo",
+                grpo_data_path=data / "prompts", reward="length*-0.01", grpo_group=4, micro_batch_size=4,
+                grpo_max_tokens=16, max_steps=steps, validate_every=steps // 2)
 
 
 def use(task: Task) -> None:
@@ -418,6 +436,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-sft": dict(preset="sample,sample-sft", base="pretrain_checkpoint"),
     "stage-dpo": dict(DPO, dpo_reference="stored"),
     "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
+    "stage-windows": dict(model_type="smollm3", sliding_window=64, sliding_every=2, no_rope_every=2),
     "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
@@ -427,7 +446,7 @@ PARTS: dict[str, Callable[[Task], None]] = {
        for name in ("values", "attention", "compiled", "faults")},
     "ranks": partial(run_tests, prefix="test_ranks"),
     **{name: partial(train_stage, name=name, **stage) for name, stage in STAGES.items()},
-    "resume": partial(verify_resume, deterministic=False),
+    "stage-grpo": grpo, "resume": partial(verify_resume, deterministic=False),
     "resume-deterministic": partial(verify_resume, deterministic=True),
     "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
     "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile"),

@@ -76,8 +76,10 @@ PARTS = (
     *(Part(f"stage-{name}", "correctness", 120, content, needs=BASE) for name, content in {
         "sft": "SFT", "dpo": "DPO with a stored reference",
         "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation from a live teacher",
-        "distil-stored": "distillation from a stored teacher"}.items()),
+        "distil-stored": "distillation from a stored teacher",
+        "grpo": "GRPO: generation, rewards and updates in one process"}.items()),
     Part("stage-muon", "correctness", 120, "pretraining with Muon", needs=SAMPLE),
+    Part("stage-windows", "correctness", 120, "pretraining of SmolLM 3 with sliding windows", needs=SAMPLE),
     Part("stage-stops", "correctness", 150, "resuming after SIGTERM and after kill -9", needs=SAMPLE),
     Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
          needs=SAMPLE),

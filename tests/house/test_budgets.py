@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_440, 7_680, 30_470
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_050, 8_110, 30_930
 BUDGETS = {
     "config.py": 790,
     "data_preparation_utils.py": 300,
@@ -16,24 +16,24 @@ BUDGETS = {
     "lora.py": 290,
     "model.py": 370,
     "model_utils.py": 400,
-    "tokenizer.py": 490,
+    "tokenizer.py": 510,
     "train.py": 320,
     "checkpoint/": 2140,
     "common/": 1050,
-    "data_pipeline/": 3030,
+    "data_pipeline/": 3160,
     "debug/": 1040,
-    "evaluation/": 480,
-    "fused/": 910,
-    "inference/": 860,
-    "learn/": 2110,
+    "evaluation/": 510,
+    "fused/": 920,
+    "inference/": 920,
+    "learn/": 2130,
     "observe/": 2240,
     "parallel/": 1420,
-    "report/": 1360,
-    "run/": 3140,
-    "scripts/": 7680,
-    "serving/": 820,
+    "report/": 1370,
+    "run/": 3350,
+    "scripts/": 8110,
+    "serving/": 940,
     "settings/": 870,
-    "tests/": 30470,
+    "tests/": 30930,
 }
 
 

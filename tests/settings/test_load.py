@@ -43,6 +43,7 @@ from settings.load import (
 from settings.names import FOREIGN_NAMES, misspelt, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
 
@@ -264,7 +265,7 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrides .env: OMP_NUM_THREADS")
     assert "canary" not in ours + repr(loaded), "some are secrets"
     export(loaded)
-    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | HUGE_PAGES
 
 
 @pytest.mark.parametrize("environ, env, expected", [
@@ -276,7 +277,7 @@ def test_the_allocator_uses_expandable_segments_unless_the_user_configures_it(en
     monkeypatch.setattr(os, "environ", dict(environ))
     Path(".env").write_text(env)
     export(load_config([], {**os.environ, **DATA}))
-    assert os.environ == expected
+    assert os.environ == expected | HUGE_PAGES
 
 
 def test_variables_in_env_are_expanded():
