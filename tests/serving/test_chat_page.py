@@ -61,6 +61,8 @@ class Chat:
             self.reads("3 tokens", count)
 
     def do(self, action: str, nth: int = 0) -> None:
+        if action == "answer":  # does nothing while one is written
+            self.finishes()
         self.page.locator(f"[data-do={action}]").nth(nth).click()
 
     def sees(self, *texts: str, where: str = ".answer .text") -> None:
@@ -321,8 +323,8 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     page.locator("[data-mark=good]").click()
     page.say("More")
     for text in ("A", "B", " A "):
+        page.finishes()  # the answer before, which may not have asked for its pieces yet
         stub.pieces = [text]
-        page.reads("seed")
         page.do("answer")
         page.sees("Fine \ud83d", text)
         page.locator("[data-mark=bad]" if text == "B" else "[data-mark=good]").last.click()
@@ -707,9 +709,10 @@ def test_a_token_shows_how_likely_it_was(chat, stub):
 
 def test_the_speed_is_said_also_after_a_stop(chat, stub):
     page = chat()
-    stub.pause_seconds = 0.03
-    with held(stub, 2):
+    with held(stub, 1):
         page.say("Hi")
+        page.sees("Hello")
+        stub.hold_at = 2  # so that time passes between the two
         page.sees("Hello, ")
         page.click("#send")
     page.reads(r"^Stopped · 2 tokens · [\d,.]+ tokens/s · seed")
