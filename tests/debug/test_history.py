@@ -197,7 +197,8 @@ def test_data_that_was_prepared_again_is_an_error(first, words, prepared, tmp_pa
 FULL, HYBRID = {"SHARDING": "full", "MICRO_BATCH_SIZE": 1}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2, "MICRO_BATCH_SIZE": 1}
 
 
-@pytest.mark.parametrize("recorded, again, settings", [(1, 2, {}), (2, None, FULL), (2, 1, FULL), (4, None, HYBRID), (4, 1, HYBRID)])
+@pytest.mark.parametrize("recorded, again, settings", [
+    (1, 2, {}), (4, 1, HYBRID), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, None, FULL), (2, 1, FULL), (4, None, HYBRID)))])
 def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, again, settings, tiny_run, tmp_path, lines):
     run = tiny_run(**UNMEASURED | settings, REPRODUCIBLE="true", SAVE_EVERY=1, MAX_STEPS=3)
     run.ends([0] * recorded)

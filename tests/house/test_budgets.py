@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_050, 8_110, 30_930
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_050, 8_110, 30_940
 BUDGETS = {
     "config.py": 790,
     "data_preparation_utils.py": 300,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 8110,
     "serving/": 940,
     "settings/": 870,
-    "tests/": 30930,
+    "tests/": 30940,
 }
 
 
