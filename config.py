@@ -60,7 +60,8 @@ class RunConfig(Section):
     allow_resume_mismatch: str = safe("", "comma-separated settings that may differ from the checkpoint's")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
     data_seed: Optional[int] = fixed(None, "random seed for the row order alone; none = SEED", ge=0, lt=2**32)
-    device: Literal["auto", "cpu", "cuda"] = safe("auto", "auto = cuda if available")
+    device: Literal["auto", "cpu", "cuda", "mps"] = safe(
+        "auto", "auto = cuda (also ROCm) if available, else mps (Apple), else cpu")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
         "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware runs it fast")
     tf32: bool = curve(True, "allow TensorFloat-32 in fp32 matmuls on CUDA")
@@ -639,6 +640,19 @@ def reproducible_rules(c: Config) -> Iterator[str]:
         yield "PRECISION=fp16 and its loss scale do not work with REPRODUCIBLE=true; use bf16, or fp32"
     if c.cpu_offload:
         yield "CPU_OFFLOAD=true does not work with REPRODUCIBLE=true; remove it"
+
+
+def mps_rules(c: Config) -> Iterator[str]:
+    """Yield a sentence for every setting that does not work on Apple's GPUs."""
+    working = {"world_size": "1", "sharding": "none", "lora_base_quantization": "none",
+               "reproducible": "false", "deterministic": "false", "ledger_checksum": "false"}
+    used = {name: str(getattr(c, name)).lower() for name in working}
+    if c.precision == "fp16":
+        working["precision"], used["precision"] = "bf16 or fp32", "fp16"
+    for name, value in working.items():
+        if used[name] != value:
+            yield (f"{name.upper()}={used[name]} does not work on an Apple GPU; set it to {value}, or set "
+                   "DEVICE=cpu")
 
 
 def sharding_rules(c: Config) -> Iterator[str]:

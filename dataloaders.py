@@ -156,7 +156,8 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """Copy the batch to a device without waiting, if it is pinned. The host reads the document ids."""
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        on_cuda = device.type == "cuda"  # a copy to mps reads its source later, which may be gone
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=on_cuda))
         return replace(moved, document_ids_BT=self.document_ids_BT)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":

@@ -289,7 +289,7 @@ class Transformer(nn.Module):
                 cu_seqlens = cu_seqlens.to(device, non_blocking=True)
                 if "torch._dynamo" in sys.modules:  # one compilation for any number of documents
                     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-            document_ids = document_ids.to(device, non_blocking=True)
+            document_ids = document_ids.to(device, non_blocking=device.type == "cuda")
             positions = position_ids(document_ids)
             mask = attention_mask(document_ids) if cu_seqlens is None else None
         if cache is None:

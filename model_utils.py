@@ -39,17 +39,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_device(config: RunConfig) -> str:
-    """Return "cuda" or "cpu"."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("DEVICE=cuda, but torch sees no GPU; set it to cpu, or install torch for CUDA")
-    return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    """Return "cuda", "mps" or "cpu". A torch for ROCm calls AMD's GPUs cuda too."""
+    seen = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(name for name in seen if seen[name]) if config.device == "auto" else config.device
+    if not seen[device]:
+        raise SettingsError(f"DEVICE={device}, but torch sees no such GPU; set it to cpu, or install a torch "
+                            f"for {'CUDA or ROCm' if device == 'cuda' else 'Apple silicon'}")
+    return device
 
 
 def bf16_is_fast(device_type: str) -> bool:
     """Return whether the hardware multiplies bf16 natively. Other CPUs are several times faster in fp32."""
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return CPU_MULTIPLIES_BF16
+    return device_type == "cpu" and CPU_MULTIPLIES_BF16
 
 
 def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
@@ -63,8 +66,8 @@ def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
 
 def device_and_dtype(device: Optional[torch.device],
                      dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on a GPU, else fp32."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on CUDA, else fp32."""
+    device = device or torch.device(choose_device(RunConfig()))
     return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
@@ -92,6 +95,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(int(entropy) & (2**63 - 1))
     if torch.cuda.is_initialized():  # otherwise torch.manual_seed would format a stack, for later
         torch.cuda.manual_seed_all(int(entropy) & (2**63 - 1))
+    elif torch.backends.mps.is_available():
+        torch.mps.manual_seed(int(entropy) & (2**63 - 1))
     random.seed(int(entropy))
     np.random.seed(int(entropy) & 0xFFFFFFFF)
 
@@ -165,6 +170,8 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
     """Return why torch.compile cannot be used here, or None if it can."""
     if config.debug:
         return "DEBUG=true checks every module, which needs eager execution"
+    if device_type == "mps":
+        return "it is not used on mps, where torch calls it a prototype"
     language, compilers = "C++", (os.environ.get("CXX"), "g++", "clang++")
     if device_type == "cuda":
         language, compilers = "C", (os.environ.get("CC"), "gcc", "cc", "clang")

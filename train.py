@@ -47,7 +47,7 @@ from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
 from parallel.exact import exponent_for, place, share
 from parallel.fsdp import average_vectors, finite_gradients, is_sharded
-from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
+from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.life import (
     Run,
     StepResult,
@@ -180,7 +180,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
-    units = ranks.all_reduce(torch.full((), count, dtype=torch.float64, device=ranks.device))
+    units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
     fits, largest = units > 0, units
     if config.reproducible:
         ddp_model.begin(run.progress.gradient_exponent)
@@ -199,7 +199,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     stops = torch.full_like(norm, run.context.signals.received is not None)
     written = torch.full_like(norm, run.saving is not None and run.saving.is_done)
-    local_sums = [value.double().flatten() for value in (*sums.values(), norm, stops, written)]
+    local_sums = [widened(value).flatten() for value in (*sums.values(), norm, stops, written)]
     all_sums = ranks.all_reduce(torch.cat(local_sums)).split([*map(len, local_sums)])
     *totals, norms, stops, written = (values.sum() for values in all_sums)
     means = [total / units for total in totals]
@@ -212,7 +212,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
-    values = torch.stack([value.double() for value in
+    values = torch.stack([widened(value) for value in
                           (*means, norms, stops, written, norm, skipped, units, fits, largest)])
     has_checksums = config.ledger_checksum or config.reproducible
     halves = guards.weight_checksums(run.model) if has_checksums else values[:0]

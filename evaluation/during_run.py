@@ -22,7 +22,7 @@ from learn.objectives import Objective
 from model import Transformer
 from model_utils import forced_eager
 from parallel.fsdp import is_sharded
-from parallel.ranks import RunContext, collective
+from parallel.ranks import RunContext, collective, widened
 from run.life import Run
 from run.log import evaluation_columns
 from run.rollouts import Answer
@@ -140,14 +140,14 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
         names = [*summed.metrics]
         values = (objective.count(batch), summed.total, nats, is_target_BT.sum(), n_bytes,
                   *summed.metrics.values())
-        blocks.append(torch.stack([value.double() for value in values]))
+        blocks.append(torch.stack([widened(value) for value in values]))
     model.train()
 
     # The sums of the batches of all ranks, without padding: their order does not depend on the ranks.
     local_BK = torch.stack(blocks)
     every_RBK = local_BK.new_zeros(ranks.world_size, *local_BK.shape)
     every_RBK[ranks.rank] = local_BK
-    every_BK = ranks.all_reduce_sum(every_RBK).cpu().flatten(0, 1).numpy()
+    every_BK = ranks.all_reduce_sum(every_RBK).cpu().double().flatten(0, 1).numpy()
     every_BK = every_BK[every_BK[:, 0] > 0]
     count, loss, nats, targets, n_bytes, *others = every_BK.sum(axis=0).tolist()
     text = {"perplexity": torch.tensor(nats / targets, dtype=torch.float64).exp().item()}

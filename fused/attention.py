@@ -225,6 +225,8 @@ def choose_kernel(purpose: str, config: ModelConfig, device: torch.device, dtype
 @cache
 def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: torch.device, dtype: torch.dtype,
             deterministic: bool) -> str:
+    if device.type == "mps" and backend == "auto":
+        backend = "sdpa"  # the other kernels without a capability are a CPU's
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
     if order in (("sdpa",), ("blocks",), ("folded",)):  # always work

@@ -14,7 +14,7 @@ from fused.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # marks positions without a target
 LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
-CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # float32 logits of one chunk
+CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk
 CACHED_LOGITS = 2**19  # on a CPU, logits whose gradients are computed together
 # Without gradients, on a CPU: what malloc takes from its heap. The pages of larger blocks are new each time.
 CHUNK_BYTES_WITHOUT_GRADIENTS = 2**25
@@ -216,7 +216,7 @@ class HeadGradients:
             gradient_MV = gradient_MV[:, self.ids_K]
         if gradient_MV.dtype == torch.float32:
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out=self.learned)
-        elif gradient_MV.device.type == "cuda":  # its matmul accumulates bf16 products in float32
+        elif gradient_MV.device.type == "cuda" and not torch.version.hip:  # accumulates bf16 in float32
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=torch.float32, out=self.learned)
         else:
             self.learned += gradient_MV.T @ hidden_MD

@@ -19,6 +19,7 @@ from config import ModelConfig
 from fused.rotary import precompute_freqs
 from model import KVCache, Transformer, window_mask
 from parallel.fsdp import is_sharded, same_on_all
+from parallel.ranks import widened
 
 # Attention reads a multiple of this many tokens: few distinct lengths suit a GPU's allocator and kernels.
 LENGTH_MULTIPLE = {"cuda": 128}
@@ -150,7 +151,7 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: SamplingTensors) -> Te
     scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / samplings.temperature_R1
     if samplings.by_id:
         cumulative_RV = (scaled_RV.exp() * UNNORMALIZED_POINT).long().cumsum(dim=-1)
-        threshold_R1 = (draws_R[:, None].double() * cumulative_RV[:, -1:]).long()
+        threshold_R1 = (widened(draws_R[:, None]) * cumulative_RV[:, -1:]).long()
         chosen_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
         return chosen_R.clamp(max=scaled_RV.shape[1] - 1)  # NaN logits have no sum
     top_k_R1, top_p_R1, min_p_R1 = samplings.top_k_R1, samplings.top_p_R1, samplings.min_p_R1

@@ -18,6 +18,7 @@ from common.heartbeat import HEARTBEAT
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
 from learn.cost import reference_is_live
+from parallel.ranks import widened
 
 CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic
 # From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
@@ -84,7 +85,7 @@ def sums_by_pair(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
     """
     last = int(document_ids_BT.max())
     # Move first, then widen: the copy of pinned memory is asynchronous.
-    index_BT = document_ids_BT.to(values_BT.device, non_blocking=True).long()
+    index_BT = document_ids_BT.to(values_BT.device, non_blocking=values_BT.is_cuda).long()
     sums = torch.zeros(len(values_BT), last + 1, device=values_BT.device)
     sums = sums.scatter_add(1, index_BT, values_BT.float())
     # The id of padding is the odd number after the last pair.
@@ -252,7 +253,7 @@ class KTO(PairwiseObjective):
             HEARTBEAT.beat()
             _, gain_BP2 = self.gains(self.model.eval(), batch)
             is_pair_BP = is_pair(answer_lengths(batch))
-            sums.append(torch.stack([(gain_BP2[..., 1] * is_pair_BP).double().sum(), is_pair_BP.sum()]))
+            sums.append(torch.stack([widened(gain_BP2[..., 1] * is_pair_BP).sum(), is_pair_BP.sum()]))
         sums = torch.stack(sums).tolist()
         # Summed exactly, so that the point does not depend on the ranks.
         total, count = map(math.fsum, zip(*(each for rank in self.gather(sums) for each in rank)))

@@ -189,6 +189,12 @@ class Optimizer:
             rows.grad = None if parameter.grad is None else local_rows(parameter.grad)
         if any(rows.device.type == "cpu" for rows in self.sharded):  # CPU_OFFLOAD: the host has to wait
             grad_scale, found_inf = (each if each is None else each.cpu() for each in (grad_scale, found_inf))
+        if found_inf is not None and found_inf.device.type == "mps":  # whose fused AdamW ignores both
+            if found_inf:
+                return
+            if grad_scale is not None:
+                torch._foreach_div_([p.grad for p in self.names if p.grad is not None], grad_scale)
+            grad_scale = found_inf = None
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr

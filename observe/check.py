@@ -211,6 +211,8 @@ def provide_sample(config: Config, may_write: bool) -> None:
 
 
 def free_memory(device: torch.device) -> int:
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
@@ -224,8 +226,8 @@ def timed(device: torch.device, work: Callable) -> float:
     """Call a function; return the seconds until the device has finished its work."""
     started = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
     return time.perf_counter() - started
 
 

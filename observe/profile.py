@@ -51,6 +51,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # torch counts no peak there
+        return torch.mps.driver_allocated_memory()
     import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -34,6 +34,11 @@ GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
 
 
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64; on MPS, which has none, in float32."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
 def collective(function: Callable[..., T]) -> Callable[..., T]:
     """Mark a function that every rank must call."""
     return function
@@ -159,7 +164,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
         raise SettingsError(f"RANK={rank} must be from 0 to below WORLD_SIZE={world_size}; use a launcher")
-    device = torch.device("cpu")
+    device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()

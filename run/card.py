@@ -56,7 +56,7 @@ INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def code(text: Any) -> str:

@@ -196,7 +196,7 @@ class RunLog:
 
     def __init__(self, config: Config, rank: int, device_type: str):
         self.config, self.rank = config, rank
-        self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
+        self.prefix = f"[{f'GPU{number_of(rank)}' if device_type != 'cpu' else f'CPU{rank}'}]"
         self.shown_prefix = f"{self.prefix} " * (config.world_size > 1)  # on a terminal
         self.on_console = rank == 0 or config.log_all_ranks
         self.file = LineFile(self.warn)

@@ -116,8 +116,8 @@ class Share:
                 copied.copy_(rows, non_blocking=True)
             self.copied[name] = copied
             HEARTBEAT.beat()
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
+        if self.ranks.device.type != "cpu":
+            torch.get_device_module(self.ranks.device).synchronize()
 
 
 @dataclass

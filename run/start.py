@@ -23,7 +23,7 @@ from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
-from config import FEED_FORWARD, MODEL_SETTINGS, Config, numeric_rules, rules, shape_rules
+from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.cost import with_head_chunk
@@ -101,6 +101,8 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
 def prepare_device(config: Config) -> torch.device:
     """Return the compute device, after applying DETERMINISTIC to torch's kernels."""
     device = torch.device(model_utils.choose_device(config))
+    if device.type == "mps" and (refused := [*mps_rules(config)]):
+        raise SettingsError(*refused)
     if config.memory_snapshot and device.type != "cuda":
         raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, but torch "
                             "sees no GPU here; remove it")

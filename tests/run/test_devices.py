@@ -1,0 +1,146 @@
+"""Apple's GPUs and ROCm, simulated: no such device is here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from factories import TinyRun
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+import model_utils
+import train
+from common.errors import SettingsError
+from config import Config, RunConfig, mps_rules
+from evaluation import during_run
+from fused.attention import choose_kernel
+from fused.head import HeadGradients
+from learn.optim import Optimizer
+from parallel.ranks import widened
+from run.start import prepare_device
+
+ROOT = Path(__file__).resolve().parents[2]
+MPS = torch.device("mps")
+
+
+@pytest.mark.parametrize("seen, chosen", [("cuda mps", "cuda"), ("mps", "mps"), ("", "cpu")])
+def test_auto_takes_cuda_then_mps_then_the_cpu(seen, chosen, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in seen)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in seen)
+    assert model_utils.choose_device(RunConfig()) == chosen
+    if "mps" not in seen:
+        with pytest.raises(SettingsError, match="DEVICE=mps, but torch sees no such GPU"):
+            model_utils.choose_device(RunConfig(device="mps"))
+
+
+def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    unable = {"world_size": 2, "sharding": "full", "precision": "fp16", "reproducible": True, "deterministic": True,
+              "ledger_checksum": True, "lora_base_quantization": "nf4"}
+    for name, value in unable.items():
+        shown = f"{name.upper()}={str(value).lower()}"
+        with pytest.raises(SettingsError, match=f"{shown} does not work on an Apple GPU; .*DEVICE=cpu"):
+            prepare_device(Config(device="mps", **{name: value}))
+    assert not [*mps_rules(Config())] and prepare_device(Config(device="mps")) == MPS
+    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA"):
+        prepare_device(Config(device="mps", memory_snapshot=3))
+    assert "prototype" in model_utils.why_not_compile(RunConfig(), "mps")
+    assert model_utils.choose_dtype(RunConfig(), "mps") == torch.float32
+
+
+class OnCpu(TorchFunctionMode):
+    """Computes on the CPU what is asked of an Apple GPU; what its driver cannot do or may get wrong is an error."""
+
+    asked = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        def place(value):
+            self.asked += value == MPS if isinstance(value, torch.device) else 0
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        before, kwargs = self.asked, kwargs or {}
+        args, kwargs = tree_map(place, args), tree_map(place, kwargs)
+        assert self.asked == before or not (kwargs.get("non_blocking") or kwargs.get("pin_memory")), function
+        if function is torch.Tensor.double or (self.asked > before and kwargs.get("dtype") is torch.float64):
+            assert hasattr(args[0], "left"), "an Apple GPU has no float64"
+        result = function(*args, **kwargs)
+        if function is torch.Tensor.cpu:
+            result = result.clone()
+            result.left = True
+        return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_on_a_simulated_apple_gpu_saves_resumes_and_learns_as_on_a_cpu(precision, prepared, tmp_path, monkeypatch):
+    settings = {"PRECISION": precision, "SAVE_EVERY": 2, "MAX_STEPS": 4, "SAMPLE_EVERY": 0}
+    expected = TinyRun(prepared, tmp_path / "cpu", **settings)
+    assert expected.train() == 0
+    calls, generator = [], torch.Generator
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for name, value in {"manual_seed": calls.append, "synchronize": lambda: calls.append("synchronize"),
+                        "driver_allocated_memory": lambda: 1, "recommended_max_memory": lambda: 2**40}.items():
+        monkeypatch.setattr(torch.mps, name, value)
+    monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
+    for module in (train, during_run):
+        monkeypatch.setattr(module, "widened", torch.Tensor.float)
+    run = TinyRun(prepared, tmp_path / "mps", DEVICE="auto", **settings)
+    with OnCpu() as mode:
+        assert run.train(STOP_STEP=2) == 0 and run.train() == 0
+    assert mode.asked > 20 and "synchronize" in calls and len(calls) > 4 and run.steps_saved()[-1] == 4
+    assert run.lines("events")[0]["device"] == "Apple GPU (mps)"
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+
+
+def on(device: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that says that it is on another device."""
+    return tensor.as_subclass(type("Moved", (torch.Tensor,), {"device": torch.device(device)}))
+
+
+def test_mps_has_torchs_attention_and_no_float64():
+    for purpose in ("causal", "documents", "mask"):
+        assert choose_kernel(purpose, Config(), MPS, torch.bfloat16) == "sdpa"
+    with pytest.raises(SettingsError, match="ATTENTION_BACKEND=flash cannot run here .*mps.*no such kernel"):
+        choose_kernel("causal", Config(attention_backend="flash"), MPS, torch.bfloat16)
+    assert widened(on("mps", torch.ones(2))).dtype == torch.float32 and widened(torch.ones(2)).dtype == torch.float64
+
+
+def test_an_update_on_mps_is_scaled_and_skipped_although_its_kernel_ignores_both():
+    results = []
+    for found_inf in (torch.zeros(()), on("mps", torch.zeros(())), on("mps", torch.ones(()))):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        before = layer.weight.detach().clone()
+        optimizer = Optimizer(layer, Config())
+        layer(torch.ones(1, 4)).sum().backward()
+        optimizer.step(0.1, torch.tensor(2.0), found_inf)
+        state = optimizer.optimizers[0].state[layer.weight]
+        results.append((layer.weight.detach() - before, state.get("exp_avg")))
+    (expected, moment), (scaled, its_moment), (skipped, none) = results
+    assert torch.equal(scaled, expected) and torch.equal(its_moment, moment) and moment.any()
+    assert none is None and not skipped.any()
+
+
+@pytest.mark.parametrize("hip", [None, "7.0"])
+def test_rocm_does_without_the_matmul_that_only_cuda_has(hip, monkeypatch):
+    calls, half = [], torch.ones(4, 2, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch, "addmm", lambda *_, **options: calls.append(options["out_dtype"]))
+    gradients = HeadGradients(half, torch.zeros(3, 2), None)
+    gradients.add(slice(0, 4), on("cuda", half.new_ones(4, 3)), half, half[:3])
+    assert calls == ([] if hip else [torch.float32]) and torch.all(gradients.learned == (4 if hip else 0))
+
+
+def test_nothing_calls_cuda_when_it_is_imported():
+    """A torch for another device may have none of its functions."""
+    def calls(node):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.Lambda, ast.AsyncFunctionDef)):
+                continue
+            if isinstance(child, ast.Call) and ast.unparse(child.func).startswith(("torch.cuda.", "torch.mps.")):
+                yield ast.unparse(child)
+            yield from calls(child)
+
+    files = [path for path in ROOT.rglob("*.py") if not {".venv", "tests"} & {*path.relative_to(ROOT).parts}]
+    assert len(files) > 100
+    assert not {str(path): found for path in files if (found := [*calls(ast.parse(path.read_text()))])}
