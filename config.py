@@ -128,6 +128,8 @@ class ModelConfig(Section):
     n_layers: int = fixed(12, "number of transformer blocks", ge=1, le=65_536)
     keep_layers: Optional[int] = fixed(
         None, "keep only the first N layers of the start checkpoint (also sets N_LAYERS)", ge=1)
+    train_only: Optional[str] = curve(
+        None, "train only these layers, from 0, such as 1,3; none = everything; no LoRA, no SHARDING")
     n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
     head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)
@@ -590,6 +592,8 @@ def shape_rules(c: Config) -> Iterator[str]:
     elif not c.head_width and (c.dim % c.n_heads or c.head_dim % 2):
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
+    if c.train_only and not {*c.train_only.split(",")} <= {str(layer) for layer in range(c.n_layers)}:
+        yield f"TRAIN_ONLY={c.train_only} must be layers from 0 to {c.n_layers - 1}, such as 0,1"
     if c.n_heads % c.n_kv_heads:
         divisors = [str(n) for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
         yield f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; try one of {', '.join(divisors)}"
@@ -742,6 +746,9 @@ def stage_rules(c: Config) -> Iterator[str]:
         other = "LORA_ENABLED=true" if c.lora_enabled else f"TRAINING_STAGE={c.training_stage}"
         yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start model; "
                "train the first layers in the stage pretrain or sft, and start from that run")
+    if c.train_only and (c.lora_enabled or c.sharding != "none"):
+        other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
+        yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
         yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"

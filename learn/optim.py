@@ -157,6 +157,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks = Ranks()):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         # torch's optimizers see this rank's rows of a sharded parameter as a separate parameter.
         self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
@@ -213,7 +214,8 @@ class Optimizer:
                 for parameter, state in optimizer.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
-        """Restore a checkpoint's state, which is empty before the first update."""
+        """Restore a checkpoint's state, but not of frozen layers; it is empty before the first update."""
+        tensors = {key: each for key, each in tensors.items() if key.rpartition(".")[0] not in self.frozen}
         if not tensors:
             return
         places = {f"{self.names[p]}.{entry}": (optimizer, p, entry) for optimizer in self.optimizers

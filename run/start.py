@@ -478,6 +478,10 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         if start.folder is not None:
             finite = not (for_replay and start.is_own)
             ranks.raise_on_all(lambda: model_utils.load_weights(start.folder, model, finite))
+    if config.train_only:
+        trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".".join(name.split(".")[:2]) in trained)
     optimizer = Optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = restore(start, model, optimizer, scaler)

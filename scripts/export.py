@@ -3,7 +3,7 @@
     ./paddock export first --to hf --output models/first
     ./paddock export lora --to merged --output models/merged
     ./paddock export first --to gguf --type q8_0 --output first.gguf
-    ./paddock export first --to hub --repo NAME/first
+    ./paddock export first --to hub OWNER/NAME
 
 hf copies a checkpoint without the files that only resuming needs. Checkpoints and their copies load in
 `transformers` and PEFT without conversion. hub uploads the same files as one commit; a new repository is
@@ -40,14 +40,16 @@ def parse_args() -> argparse.Namespace:
         os.execv(sys.executable, [sys.executable, script, *flags])
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
+    parser.add_argument("name", nargs="?", metavar="OWNER/NAME", help="repository, for --to hub")
     parser.add_argument("--to", choices=("hf", "merged", "gguf", "hub"), required=True, help="format")
     parser.add_argument("--output", type=errors.local_path, metavar="FOLDER", help="new folder, for --to hf")
-    parser.add_argument("--repo", metavar="OWNER/NAME", help="repository, for --to hub")
+    parser.add_argument("--repo", metavar="OWNER/NAME", help="the same, as a flag")
     parser.add_argument("--public", action="store_true", help="make a new repository public, for --to hub")
-    args = parser.parse_args()
-    needed = {"hf": "output", "hub": "repo"}[args.to]
-    if not getattr(args, needed):
-        parser.error(f"--to {args.to} requires --{needed}")
+    args = parser.parse_intermixed_args()
+    args.repo = args.repo or args.name
+    needed, flag = {"hf": ("output", "--output"), "hub": ("repo", "OWNER/NAME")}[args.to]
+    if not getattr(args, needed) or (args.name and (args.to == "hf" or args.repo != args.name)):
+        parser.error(f"--to {args.to} requires one {flag}")
     return args
 
 

@@ -5,8 +5,9 @@
     ./paddock train --run-name grown --pretrain-checkpoint models/grown
 
 New layers are copies of the layers before them, evenly spaced, whose WO and W2 are zero, so the logits are
-equal to the last bit. New rows of W1 and W3 are random, and new columns of W2 zero. The optimizer's state is
-kept; that of new parameters starts from zero. A run from the folder continues the schedule at its step.
+equal to the last bit. Their numbers are printed; TRAIN_ONLY can train these layers alone. New rows of W1 and
+W3 are random, and new columns of W2 zero. The optimizer's state is kept; that of new parameters starts from
+zero. A run from the folder continues the schedule at its step.
 Source: Wu et al. 2024 (arXiv:2401.02415); Chen et al. 2016 (arXiv:1511.05641).
 """
 
@@ -37,12 +38,17 @@ from tokenizer import load_tokenizer
 LAYER = re.compile(r"((?:model\.)?layers\.)(\d+)(\..+)")
 
 
+def layers_and_copies(old: ModelConfig, new: ModelConfig) -> list[tuple[int, int]]:
+    """Return for each layer of the larger model the layer that it comes from, and 0, or the copy's number."""
+    added = new.n_layers - old.n_layers
+    after = [-(-(number + 1) * old.n_layers // added) - 1 for number in range(added)]
+    return [(layer, copy) for layer in range(old.n_layers) for copy in range(1 + after.count(layer))]
+
+
 def grown(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfig,
           is_optimizer: bool) -> dict[str, LazyTensor]:
     """Return a model's tensors under Hugging Face's names, or its optimizer's state, for the larger model."""
-    added = new.n_layers - old.n_layers
-    after = [-(-(number + 1) * old.n_layers // added) - 1 for number in range(added)]
-    places = [(layer, copy) for layer in range(old.n_layers) for copy in range(1 + after.count(layer))]
+    places = layers_and_copies(old, new)
     generator, wider, result = torch.Generator().manual_seed(0), new.hidden_dim - old.hidden_dim, {}
     for name, tensor in tensors.items():
         value = tensor.whole()
@@ -64,8 +70,8 @@ def grown(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfig,
     return result
 
 
-def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path) -> None:
-    """Write the grown checkpoint, with the optimizer's state if it has one."""
+def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path) -> list[int]:
+    """Write the grown checkpoint, with the optimizer's state if it has one; return the new layers."""
     if os.path.lexists(output):
         raise CheckpointError(f"{output} already exists; choose a new folder")
     store.verify(folder) if store.read_state(folder) else store.verify_model(folder)
@@ -100,6 +106,7 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
     sizes = [sum(tensor.nbytes for tensor in file.tensors.values()) for file in all_files.values()]
     step = state["progress"]["step"] if state else 0
     store.publish(output, write, {"step": step, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
+    return [place for place, (_, copy) in enumerate(layers_and_copies(old, new)) if copy]
 
 
 def main() -> None:
@@ -110,8 +117,10 @@ def main() -> None:
                         help="width of its feed-forwards (default: as now)")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="new folder")
     args = parser.parse_args()
-    grow(find_model(args.model), args.layers, args.ffn_dim, args.output.expanduser())
-    show(f"The grown checkpoint is in {args.output}. Start a run with PRETRAIN_CHECKPOINT={args.output}.")
+    new = grow(find_model(args.model), args.layers, args.ffn_dim, args.output.expanduser())
+    alone = f"; TRAIN_ONLY={','.join(map(str, new))} trains only its new layers" if new else ""
+    show(f"The grown checkpoint is in {args.output}. Start a run with PRETRAIN_CHECKPOINT={args.output}"
+         f"{alone}.")
 
 
 if __name__ == "__main__":

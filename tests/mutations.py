@@ -164,6 +164,8 @@ FAULTS = [
     fault("chats: the template does not see the tools", "data_pipeline/templates.py", '"documents": None, **(options or {})',
           '"documents": None', FAMILY_CHATS),
     fault("chats: calls without arguments", "data_pipeline/chats.py", 'function.get("arguments") or {}', "{}", FAMILY_CHATS),
+    fault("growth: frozen layers are trained too", "run/start.py", 'parameter.requires_grad_(".".join(name.split(".")[:2]) in trained)',
+          "pass", "tests/scripts/test_grow_checkpoint.py::test_only_the_new_layers_are_trained_and_exactly_after_a_resume"),
     fault("mps: updates are not clipped", "learn/optim.py", "if grad_scale is not None:\n                torch._foreach",
           "if False:\n                torch._foreach", "tests/run/test_devices.py"),
     fault("mps: the batch is copied later", "dataloaders.py", 'device.type == "cuda"  # a copy', "True  # a copy",

@@ -4,8 +4,9 @@ import pytest
 import torch
 from factories import UNMEASURED, TinyRun, assert_same_run
 
-from checkpoint import store
+from checkpoint import huggingface, store
 from common.errors import CheckpointError, SettingsError
+from config import Config, rules
 from run.adapters import load_model
 from scripts.grow_checkpoint import grow
 
@@ -47,3 +48,26 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
     assert run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
+
+
+def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tmp_path):
+    settings = {**UNMEASURED, "MAX_STEPS": 8}
+    base = TinyRun(prepared, tmp_path / "base", **settings)
+    assert base.train(STOP_STEP=4) == 0
+    new = grow(base.checkpoint(4), 4, None, tmp_path / "grown")
+    settings |= {"PRETRAIN_CHECKPOINT": tmp_path / "grown", "TRAIN_ONLY": "1,3", "N_LAYERS": 4}
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
+    assert new == [1, 3] and run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
+    assert_same_run(run, parted, 8, logs=("ledger",))
+    before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
+    changed = {name for name in before if not torch.equal(before[name].whole(), after[name].whole())}
+    assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
+    assert {name.split(".")[1] for name in store.read_optimizer(run.checkpoint(8))} == {"1", "3"}
+
+
+@pytest.mark.parametrize("changes, words", (
+    ({"train_only": "1,12"}, "TRAIN_ONLY=1,12 must be layers from 0 to 11"),
+    ({"train_only": "new"}, "TRAIN_ONLY=new must be layers from 0 to 11"),
+    ({"train_only": "1", "sharding": "full"}, "TRAIN_ONLY=1 does not work with SHARDING=full")))
+def test_what_cannot_be_trained_alone_is_refused(changes, words):
+    assert any(words in conflict for conflict in rules(Config(**changes)))
