@@ -16,8 +16,7 @@ IGNORE_INDEX = -100  # marks positions without a target
 LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
 CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk
 CACHED_LOGITS = 2**19  # on a CPU, logits whose gradients are computed together
-# Without gradients, on a CPU: what malloc takes from its heap. The pages of larger blocks are new each time.
-CHUNK_BYTES_WITHOUT_GRADIENTS = 2**25
+CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits of a tile
 
 # From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
 # losses and its gradient to the logits.
@@ -88,6 +87,23 @@ def logprob_and_lse(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tu
     return torch.where(targets_M == IGNORE_INDEX, 0, logprob_M1[:, 0]), lse_M1[:, 0]
 
 
+def logprob_in_tiles(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> Tensor:
+    """Return (M,) float32 log-probabilities of the targets, from tiles of logits that fit a CPU's cache."""
+    logprob_M = torch.empty(len(hidden_MD))
+    tiles = slices(vocab_size, CACHED_IDS)
+    for chunk in slices(len(hidden_MD), CACHED_POSITIONS):
+        index_M1, chunk_MD = targets_M[chunk, None], hidden_MD[chunk]
+        target_M1, lse_MK = torch.zeros(len(index_M1), 1), torch.empty(len(index_M1), len(tiles))
+        for number, ids in enumerate(tiles):
+            logits_MV = linear(chunk_MD, weight_VD[ids]).float()
+            is_inside_M1 = (index_M1 >= ids.start) & (index_M1 < ids.stop)
+            within_M1 = (index_M1 - ids.start).clamp(0, logits_MV.shape[1] - 1)
+            target_M1 = torch.where(is_inside_M1, logits_MV.gather(1, within_M1), target_M1)
+            torch.logsumexp(logits_MV, 1, out=lse_MK[:, number])
+        logprob_M[chunk] = target_M1[:, 0] - lse_MK.logsumexp(1)
+    return logprob_M.where(targets_M != IGNORE_INDEX, 0)
+
+
 def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, factor_M: Tensor,
                         vocab_size: int) -> Tensor:
     """Return the gradient of the sum of factor * log-probability to the logits, in their dtype."""
@@ -153,12 +169,9 @@ class ChunkedHead:
         for name in ("logprob_and_gradient", "logprob_and_lse", "gradient_of_logprob"):
             setattr(self, name, torch.compile(getattr(self, name)))
 
-    def chunks(self, hidden_MD: Tensor, weight_VD: Tensor, with_gradients: bool = True) -> list[slice]:
+    def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
         """Return slices of positions whose logits are computed together."""
-        size = self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type)
-        if not with_gradients and hidden_MD.device.type == "cpu":
-            size = min(size, max(1, CHUNK_BYTES_WITHOUT_GRADIENTS // 4 // len(weight_VD)))
-        return slices(len(hidden_MD), size)
+        return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
                  target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
@@ -169,7 +182,11 @@ class ChunkedHead:
             hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
             return self.sum_over_logits(weight, hidden_MD, targets_M, reduction)
-        logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self)
+        if torch.is_grad_enabled() or hidden_MD.device.type != "cpu":
+            logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self)
+        else:
+            weight_VD = weight.values_VD.to(hidden_MD.dtype)
+            logprob_M = logprob_in_tiles(hidden_MD, weight_VD, targets_M, self.vocab_size)
         if reduction == "sum":
             return logprob_M.sum()
         if target_index_M is not None:
@@ -254,7 +271,7 @@ class LogprobOfTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
         weight_VD = values_VD.to(hidden_MD.dtype)
-        chunks = head.chunks(hidden_MD, values_VD, any(ctx.needs_input_grad))
+        chunks = head.chunks(hidden_MD, values_VD)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for chunk in chunks:
             logits_MV = linear(hidden_MD[chunk], weight_VD)

@@ -70,6 +70,8 @@ FAULTS = [
           "else self.packed, self.weight.detach())", MODEL),
     fault("chunked head: gradient not scaled", "fused/head.py", "learned.mul_(factor)", "learned",
           MODEL),
+    fault("tiles of logits: the first id of a tile is missing", "fused/head.py", "(index_M1 >= ids.start)",
+          "(index_M1 > ids.start)", MODEL),
     fault("grouped queries: wrong key heads", "fused/attention.py", "heads.repeat_interleave(group, dim=2)",
           "heads.repeat(1, 1, group, 1)",
           f"{ATTENTION}::test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups"),

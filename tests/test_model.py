@@ -239,6 +239,18 @@ def test_weights_begin_as_the_settings_say():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
 
 
+def test_without_gradients_tiles_of_logits_give_torchs_log_softmax(monkeypatch):
+    monkeypatch.setattr("fused.head.CACHED_POSITIONS", 5)
+    monkeypatch.setattr("fused.head.CACHED_IDS", 60)  # the last tile of 200 ids is shorter
+    model = new_model(ModelConfig(**SMALL), 200)
+    hidden_MD, targets_M = 9 * torch.randn(12, SMALL["dim"]), torch.tensor([0, 59, 60, 199, IGNORE_INDEX] + [7] * 7)
+    with torch.no_grad():
+        logprob_M = model.logprobs(hidden_MD, targets_M)
+    expected_M = -F.cross_entropy(hidden_MD.double() @ model.head_matrix.weight[:200].double().T, targets_M,
+                                  ignore_index=IGNORE_INDEX, reduction="none")
+    torch.testing.assert_close(logprob_M.double(), expected_M, rtol=1e-6, atol=1e-5)
+
+
 def test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to():
     """WO WV is positive semi-definite for each query head, and its trace is that of random weights of INIT_STD."""
     config = ModelConfig(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, init_std=0.05, init_copy=True)
