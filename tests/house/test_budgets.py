@@ -7,15 +7,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_050, 8_110, 30_940
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_120, 8_120, 31_170
 BUDGETS = {
-    "config.py": 790,
+    "config.py": 810,
     "data_preparation_utils.py": 300,
     "dataloaders.py": 760,
     "hellaswag_utils.py": 250,
     "lora.py": 290,
     "model.py": 370,
-    "model_utils.py": 400,
+    "model_utils.py": 410,
     "tokenizer.py": 510,
     "train.py": 320,
     "checkpoint/": 2140,
@@ -23,17 +23,17 @@ BUDGETS = {
     "data_pipeline/": 3160,
     "debug/": 1040,
     "evaluation/": 510,
-    "fused/": 920,
+    "fused/": 940,
     "inference/": 920,
-    "learn/": 2130,
+    "learn/": 2140,
     "observe/": 2240,
-    "parallel/": 1420,
+    "parallel/": 1430,
     "report/": 1370,
     "run/": 3350,
-    "scripts/": 8110,
+    "scripts/": 8120,
     "serving/": 940,
     "settings/": 870,
-    "tests/": 30940,
+    "tests/": 31170,
 }
 
 
