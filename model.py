@@ -20,13 +20,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, padded
-from fused.attention import VARLEN, attend, choose_kernel, compute_cu_seqlens
+from fused.attention import SHARED_PREFIX, VARLEN, attend, choose_kernel, compute_cu_seqlens, document_spans
 from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 from fused.norm import Normalized
 from fused.rotary import apply_rotary_emb, precompute_freqs
 
-SHARED_PREFIX = 0  # id of the document that every later document of its row attends to
+LONG_ROW = 256  # tokens; up to here, evaluation with a shared prefix is faster with a mask, on a CPU
 
 
 class RMSNorm(nn.Module):
@@ -68,11 +68,8 @@ class AttentionMeta(NamedTuple):
 
 def position_ids(document_ids_BS: Tensor) -> Tensor:
     """Return each token's position for the rotary embedding: how many earlier tokens it attends to."""
-    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
-    starts_BS = F.pad(document_ids_BS[:, 1:] != document_ids_BS[:, :-1], (1, 0))
-    within_BS = index_S - (index_S * starts_BS).cummax(dim=1).values
-    prefix_B1 = (document_ids_BS == SHARED_PREFIX).sum(dim=1, keepdim=True)
-    return within_BS + torch.where(document_ids_BS == SHARED_PREFIX, 0, prefix_B1)
+    start_BS, prefix_BS, end_BS = document_spans(document_ids_BS)
+    return torch.arange(start_BS.shape[1], device=start_BS.device) - start_BS + end_BS - prefix_BS
 
 
 def attention_mask(document_ids_BS: Tensor) -> Tensor:
@@ -80,10 +77,10 @@ def attention_mask(document_ids_BS: Tensor) -> Tensor:
 
     A token attends to itself and to earlier tokens of its own document and of the shared prefix.
     """
-    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
-    causal_TS = index_S[:, None] >= index_S
-    query_BT1, key_B1S = document_ids_BS[:, :, None], document_ids_BS[:, None, :]
-    return (causal_TS & ((query_BT1 == key_B1S) | (key_B1S == SHARED_PREFIX)))[:, None]
+    start_BT1, prefix_BT1, end_BT1 = (index_BT[..., None] for index_BT in document_spans(document_ids_BS))
+    key_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
+    is_in_prefix_BTS = (key_S >= prefix_BT1) & (key_S < end_BT1)
+    return ((key_S <= key_S[:, None]) & ((key_S >= start_BT1) | is_in_prefix_BTS))[:, None]
 
 
 def window_mask(config: ModelConfig, queries_BT: Tensor, keys_BS: Tensor) -> Tensor:
@@ -281,14 +278,16 @@ class Transformer(nn.Module):
         elif document_ids is None:
             kernel, positions = choose("causal"), torch.arange(queries, device=device)[None]
         else:
-            kernel = choose("mask" if int(document_ids.min()) == SHARED_PREFIX else "documents")
+            blocks_pay = device.type == "cpu" and (torch.is_grad_enabled() or queries > LONG_ROW)
+            has_prefix = int(document_ids.min()) == SHARED_PREFIX
+            kernel = choose("mask" if has_prefix and not blocks_pay else "documents")
             if kernel in VARLEN:
                 cu_seqlens = compute_cu_seqlens(document_ids)
                 if device.type == "cuda":
                     cu_seqlens = cu_seqlens.pin_memory()  # a copy from unpinned memory waits for the device
                 cu_seqlens = cu_seqlens.to(device, non_blocking=True)
                 if "torch._dynamo" in sys.modules:  # one compilation for any number of documents
-                    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+                    torch._dynamo.maybe_mark_dynamic(cu_seqlens, cu_seqlens.ndim - 1)
             document_ids = document_ids.to(device, non_blocking=device.type == "cuda")
             positions = position_ids(document_ids)
             mask = attention_mask(document_ids) if cu_seqlens is None else None
@@ -328,8 +327,8 @@ class Transformer(nn.Module):
         Args:
             tokens_BT: int64 ids.
             targets_BT: int64 ids, already shifted; IGNORE_INDEX marks positions to skip, which count as 0.
-            document_ids_BT: int32; a token attends to its own document and to SHARED_PREFIX. None = each
-                row is one document.
+            document_ids_BT: int32; a token attends to its own document and to the latest SHARED_PREFIX of its
+                row. None = each row is one document.
             target_index_M: int64 positions of the flattened targets to predict; None = all.
             reduction: "none" returns (B, T). "sum" returns their sum and saves a matmul of the head. A
                 LogitsLoss returns the sum of that loss.

@@ -46,6 +46,7 @@ KERNELS = {
 VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as cu_seqlens, without a mask
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
+SHARED_PREFIX = 0  # id of a document that later ones of its row attend to, up to the next with this id
 FOLDED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "folded"
 CHOSEN: set[str] = set()  # kernels that this process uses
 
@@ -59,7 +60,7 @@ ORDERS = {
     "documents": {10: ("flash-2", "varlen", "efficient", "math"),
                   9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
                   8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
-    "mask": {0: ("efficient", "math")},  # HellaSwag's shared prefixes, and prompts with a cache
+    "mask": {0: ("efficient", "math")},  # shared prefixes on a GPU, and prompts with a cache
 }
 NAMED = {"cudnn": ("cudnn", "cudnn-expanded"), "math": ("math",), "sdpa": ("sdpa",)}
 
@@ -138,16 +139,35 @@ def attend_folded(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Opt
     return attended.view_as(q_BKTGH).transpose(1, 2).flatten(2, 3)
 
 
+def document_spans(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where each token's document starts, and start and end of the shared prefix that it attends to.
+
+    All are (B, T) indices in the row. Without a prefix, its start is its end.
+    """
+    index_T = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
+    is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
+    is_prefix_BT = document_ids_BT == SHARED_PREFIX
+    start_BT, prefix_BT, end_BT = (index_BT.cummax(dim=1).values for index_BT in (
+        index_T * is_start_BT, index_T * (is_start_BT & is_prefix_BT), (index_T + 1) * is_prefix_BT))
+    return start_BT, prefix_BT, torch.where(is_prefix_BT, prefix_BT, end_BT)
+
+
 def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
     """Return the int32 offsets of the documents in the flattened batch and its end, for varlen kernels.
 
     The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
-    shapes.
+    shapes. With shared prefixes, which only "blocks" can compute, two lines more: the first key that each
+    document attends to, and the end of its prefix.
     """
-    is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
-    starts = is_start_BT.flatten().nonzero().flatten()
-    size = -(-(len(starts) + 1) // 64) * 64
-    return F.pad(starts, (0, size - len(starts)), value=document_ids_BT.numel()).to(torch.int32)
+    start_BT, prefix_BT, end_BT = document_spans(document_ids_BT)
+    index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
+    is_start_BT = start_BT == index_BT - index_BT[:, :1]
+    offsets = index_BT[is_start_BT]
+    if (end_BT > prefix_BT).any():
+        lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
+        offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
+    size = -(-(offsets.shape[-1] + 1) // 64) * 64
+    return F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).to(torch.int32)
 
 
 @cache

@@ -39,11 +39,12 @@ def kept_count(rows: int, tokens: int, n_heads: int) -> int:
 
 @lru_cache(4)
 def plan(rows: int, n_kv_heads: int, length: int, dtype: torch.dtype,
-         offsets: Optional[tuple[int, ...]]) -> list[Group]:
+         offsets: Optional[tuple[tuple[int, ...], ...]]) -> list[Group]:
     """Return the groups of a batch, which are the same in all layers.
 
     Args:
-        offsets: `cu_seqlens` of the documents; None = each row is one.
+        offsets: `cu_seqlens` of the documents, the first keys that they see, and where these shared prefixes
+            end; None = each row is a document.
     """
     blocks, pairs, within_C = length // BLOCK, rows * n_kv_heads, torch.arange(BLOCK)
     minus_infinity = torch.full((), -torch.inf, dtype=dtype)
@@ -51,10 +52,11 @@ def plan(rows: int, n_kv_heads: int, length: int, dtype: torch.dtype,
         bias = torch.where(within_C[:, None] < within_C, minus_infinity, 0)[None, None]
         return [Group(slice(block * pairs, (block + 1) * pairs), slice(0, (block + 1) * BLOCK), bias)
                 for block in range(blocks)]
-    ends = torch.tensor(offsets)
-    starts_BT = torch.repeat_interleave(ends[:-1], ends.diff()).view(rows, -1)
-    first_BT = starts_BT - torch.arange(rows)[:, None] * starts_BT.shape[1]  # the first key that a query sees
-    first_BXC = F.pad(first_BT, (0, length - first_BT.shape[1])).unflatten(1, (-1, BLOCK))
+    borders_3D = torch.tensor(offsets)
+    flat_3BT = borders_3D[:, :-1].repeat_interleave(borders_3D[0].diff(), dim=1).view(3, rows, -1)
+    bounds_3BT = flat_3BT - torch.arange(rows)[:, None] * flat_3BT.shape[2]
+    bounds_3BXC = F.pad(bounds_3BT, (0, length - bounds_3BT.shape[2])).unflatten(2, (-1, BLOCK))
+    first_BXC = bounds_3BXC[1]
     seen_BX = torch.arange(blocks) + 1 - first_BXC[:, :, 0] // BLOCK
     head_K1 = torch.arange(n_kv_heads)[:, None]
 
@@ -65,7 +67,9 @@ def plan(rows: int, n_kv_heads: int, length: int, dtype: torch.dtype,
         keys_KJS = (pair_KJ * blocks + block_J)[..., None] + torch.arange(1 - seen, 1)
         key_J1S = (block_J[:, None, None] + 1 - seen) * BLOCK + torch.arange(seen * BLOCK)
         query_JC1 = block_J[:, None, None] * BLOCK + within_C[:, None]
-        hidden_JCS = (key_J1S < first_BXC[row_J, block_J][..., None]) | (key_J1S > query_JC1)
+        start_JC1, first_JC1, end_JC1 = bounds_3BXC[:, row_J, block_J, :, None]
+        hidden_JCS = (key_J1S < first_JC1) | (key_J1S > query_JC1)
+        hidden_JCS |= (key_J1S >= end_JC1) & (key_J1S < start_JC1)
         groups.append(Group((block_J * pairs + pair_KJ).flatten(), keys_KJS.flatten(),
                             torch.where(hidden_JCS, minus_infinity, 0)[:, None]))
     return groups
@@ -95,7 +99,8 @@ def scaled_bmm(x_JQH: Tensor, y_JSH: Tensor) -> Tensor:
 
 def groups_of(k_BKLH: Tensor, cu_seqlens: Optional[Tensor]) -> list[Group]:
     """Return the `plan` of these tensors."""
-    return plan(*k_BKLH.shape[:3], k_BKLH.dtype, None if cu_seqlens is None else tuple(cu_seqlens.tolist()))
+    offsets = None if cu_seqlens is None else tuple(map(tuple, cu_seqlens.expand(3, -1).tolist()))
+    return plan(*k_BKLH.shape[:3], k_BKLH.dtype, offsets)
 
 
 @torch.library.custom_op("paddock::attention_in_blocks", mutates_args=())

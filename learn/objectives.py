@@ -7,7 +7,7 @@ C = K + 1 classes, the last of which is all other tokens.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Optional, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from common.heartbeat import HEARTBEAT
 from config import Config, DistillationConfig, PreferenceConfig
+from fused.attention import SHARED_PREFIX
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
 from learn.cost import reference_is_live
 from parallel.ranks import widened
@@ -97,7 +98,31 @@ def pair_logprobs(model: nn.Module, batch) -> Tensor:
 
     Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290).
     """
+    # A compiler wants rows of one length, and no kernel of a GPU is fast with shared prefixes.
+    if batch.tokens_BT.device.type == "cpu" and not any(each._compiled_call_impl for each in model.modules()):
+        batch = share_prompts(batch)
     return sums_by_pair(token_logprobs(model, batch), batch.document_ids_BT)
+
+
+def share_prompts(batch):
+    """Return rows with each prompt once, as a SHARED_PREFIX of both answers, which begin with its last token.
+
+    If a prompt has no other token, return the batch.
+    """
+    document_BT, is_target_BT = batch.document_ids_BT, batch.targets_BT != IGNORE_INDEX
+    if (F.pad(document_BT.diff(dim=1) != 0, (1, 0), value=True) & is_target_BT).any():
+        return batch
+    last_B1, padding = document_BT.amax(dim=1, keepdim=True), int(document_BT.max()) | 1
+    is_second_BT = document_BT % 2 == 0  # the last document is padding unless its number is even
+    is_left_out_BT = ~is_target_BT & (is_second_BT | (document_BT == last_B1))
+    document_BT = document_BT.where(is_target_BT, SHARED_PREFIX)
+    document_BT[is_left_out_BT] = padding
+    length = -(-int((~is_left_out_BT).sum(dim=1).max()) // 64) * 64
+    order_BT = is_left_out_BT.byte().argsort(dim=1, stable=True)[:, :length]
+    tokens_BT, targets_BT, document_BT = (
+        each.gather(1, order_BT) for each in (batch.tokens_BT, batch.targets_BT, document_BT))
+    return replace(batch, tokens_BT=tokens_BT, targets_BT=targets_BT, document_ids_BT=document_BT,
+                   target_index_M=(targets_BT != IGNORE_INDEX).flatten().nonzero().flatten())
 
 
 def token_logprobs(model: nn.Module, batch) -> Tensor:

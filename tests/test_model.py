@@ -129,18 +129,33 @@ def test_documents_in_a_row_equal_rows_of_their_own():
     assert_all_close(together, gradients(model))
 
 
-def test_a_shared_prefix_equals_rows_that_repeat_it():
-    model = make()
-    prefix, endings, padding = 6, [3, 1, 8], 4
-    tokens = random_ids(1, prefix + sum(endings) + padding)
-    documents = torch.tensor([[SHARED_PREFIX] * prefix + [1] * 3 + [2] * 1 + [3] * 8 + [9] * padding], dtype=torch.int32)
-    logits = model.logits(tokens, documents)
-    torch.testing.assert_close(model.logits(tokens[:, :prefix]), logits[:, :prefix], atol=1e-4, rtol=0)
-    start = prefix
-    for length in endings:
-        alone = model.logits(torch.cat([tokens[:, :prefix], tokens[:, start:start + length]], dim=1))
-        torch.testing.assert_close(alone[:, prefix:], logits[:, start:start + length], atol=1e-4, rtol=0)
-        start += length
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
+    """In blocks and with a mask: values and gradients; the second row has two prefixes, and none has the same."""
+    model, groups = make(), [[(6, [3, 1, 8])], [(70, [5, 60]), (1, [2, 3])]]
+    tokens, documents = random_ids(2, 160), torch.full((2, 160), 9, dtype=torch.int32)
+    alone, places = [], []
+    for row, rows in enumerate(groups):
+        start, number = 0, 1
+        for prefix, answers in rows:
+            documents[row, start:start + prefix] = SHARED_PREFIX
+            shared, start = tokens[row, start:start + prefix], start + prefix
+            for length in answers:
+                documents[row, start:start + length], number = number, number + 1
+                alone.append(torch.cat([shared, tokens[row, start:start + length]])[None])
+                places.append((row, slice(start, start + length), prefix))
+                start += length
+    with torch.set_grad_enabled(with_gradients):
+        together = model.logits(tokens, documents)
+        found = [together[row, place] for row, place, _ in places]
+        wanted = [model.logits(ids)[0, prefix:] for ids, (_, _, prefix) in zip(alone, places)]
+    for ours, theirs in zip(found, wanted):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    if with_gradients:
+        sums = (sum((each.float() * (number + 1)).square().mean() for number, each in enumerate(one)) for one in (found, wanted))
+        ours, theirs = (torch.autograd.grad(each, list(model.parameters())) for each in sums)
+        for one, other in zip(ours, theirs):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
 def test_borders_are_where_documents_begin_in_the_flattened_batch():
@@ -149,7 +164,7 @@ def test_borders_are_where_documents_begin_in_the_flattened_batch():
     assert borders.dtype == torch.int32 and len(borders) == 64
     assert borders[:6].tolist() == [0, 2, 4, 6, 8, 12], "a row's begin is a border even where the number goes on"
     assert (borders[5:] == 12).all()
-    single = compute_cu_seqlens(torch.arange(64, dtype=torch.int32)[None])
+    single = compute_cu_seqlens(torch.arange(1, 65, dtype=torch.int32)[None])
     assert single.tolist() == [*range(65)] + [64] * 63
 
 

@@ -14,8 +14,19 @@ from checkpoint.tensors import read_all
 from config import ModelConfig, PreferenceConfig
 from dataloaders import Batch
 from fused import head
+from fused.attention import SHARED_PREFIX
 from fused.head import IGNORE_INDEX
-from learn.objectives import DPO, KTO, ORPO, NextToken, PairwiseObjective, SimPO, frozen_logprobs, log1mexp
+from learn.objectives import (
+    DPO,
+    KTO,
+    ORPO,
+    NextToken,
+    PairwiseObjective,
+    SimPO,
+    frozen_logprobs,
+    log1mexp,
+    share_prompts,
+)
 from model import Transformer
 
 VOCAB, T = 61, 24
@@ -267,6 +278,18 @@ class Fused(torch.nn.Module):
 
 TRL_LOSSES = {"sigmoid": {}, "hinge": {"dpo_loss": "hinge"}, "ipo": {"dpo_loss": "ipo"},
               "sigmoid_norm": {"dpo_length_normalised": True}}
+
+
+def test_a_prompt_is_computed_once_for_both_answers():
+    batch = pair_rows(9, (3, 1))
+    shared = share_prompts(batch)
+    prompts = (1 + 2 + 3, 1)  # without their last tokens
+    counts = [(each.document_ids_BT < each.document_ids_BT.max(1, keepdim=True).values).sum(1) for each in (batch, shared)]
+    assert (counts[0] - counts[1]).tolist() == [*prompts]
+    assert (shared.document_ids_BT == SHARED_PREFIX).sum(1).tolist() == [*prompts]
+    alone = replace(batch, tokens_BT=batch.tokens_BT[:, 1:], targets_BT=batch.targets_BT[:, 1:],
+                    document_ids_BT=batch.document_ids_BT[:, 1:])
+    assert share_prompts(alone) is alone, "the first prompt has one token, so that no prefix precedes its answers"
 
 
 @pytest.mark.parametrize("loss_type", TRL_LOSSES)
