@@ -113,7 +113,7 @@ class StepFlops:
             elif teacher := getattr(objective, "teacher", None):
                 others = teacher_flops(teacher, rows, config.max_seq_len)
             if config.training_stage == "dpo" and config.preference_objective == "kto":
-                others += forward  # before the first backward
+                others += others + forward  # of the other answers, before the first backward
             return forward + Flops(2 * adapter_count(config)) + backward_flops(config, model, rows) + others
 
         self.needed, self.computed = flops(vocab_size), flops(rows) + recomputed(config)

@@ -276,7 +276,9 @@ class KTO(PairwiseObjective):
         sums = []
         for batch in batches:
             HEARTBEAT.beat()
-            _, gain_BP2 = self.gains(self.model.eval(), batch)
+            batch.stored["reference_BP2"] = self.reference(batch)
+            # The point needs only the other answers, and the loss only the own ones.
+            _, gain_BP2 = self.gains(self.model.eval(), self.only(batch, -1))
             is_pair_BP = is_pair(answer_lengths(batch))
             sums.append(torch.stack([widened(gain_BP2[..., 1] * is_pair_BP).sum(), is_pair_BP.sum()]))
         sums = torch.stack(sums).tolist()
@@ -285,23 +287,45 @@ class KTO(PairwiseObjective):
         for batch in batches:
             point = max(total / count, 0.0)  # NaN stays
             batch.stored["point_B1"] = torch.full_like(batch.stored["reference_BP2"][:, :1, 0], point)
-        return Prepared(batches, round(sum(pairs for _, pairs in sums)), {})
+        own = [self.only(batch, 1) for batch in batches]
+        return Prepared(own, round(sum(pairs for _, pairs in sums)), {})
+
+    def side(self, batch) -> Tensor:
+        """Return (B, T), on the CPU: 1 for tokens of a record's own answer, -1 of the other, 0 of padding."""
+        document_BT = batch.document_ids_BT.long() - 1
+        label_BT = F.pad(batch.stored["label_BP"].cpu(), (0, 1)).gather(1, document_BT // 2)
+        return torch.where(document_BT % 2 == 0, label_BT, -label_BT)
+
+    def only(self, batch, side: int):
+        """Return a batch of the tokens of one side, in shorter rows unless a compiler wants equal shapes."""
+        is_kept_BT, last = self.side(batch) == side, int(batch.document_ids_BT.max())
+        length = is_kept_BT.shape[1] if self.config.compile else int(is_kept_BT.sum(dim=1).max()) + 1
+        order_BT = (~is_kept_BT).int().argsort(dim=1, stable=True)[:, :length]
+        is_kept_BT = is_kept_BT.gather(1, order_BT)
+        # The odd number after the last pair is that of padding.
+        document_ids_BT = batch.document_ids_BT.gather(1, order_BT).where(is_kept_BT, last // 2 * 2 + 1)
+        order_BT, kept_BT = order_BT.to(batch.tokens_BT.device), is_kept_BT.to(batch.tokens_BT.device)
+        targets_BT = batch.targets_BT.gather(1, order_BT).where(kept_BT, IGNORE_INDEX)
+        return replace(batch, tokens_BT=batch.tokens_BT.gather(1, order_BT) * kept_BT, targets_BT=targets_BT,
+                       document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
+                       target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
 
     def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:
         """Return the (B, P, 2) log-probabilities of the own and the other answer, and their gains over the
         reference."""
-        if "reference_BP2" not in batch.stored:
-            batch.stored["reference_BP2"] = self.reference(batch)
-        logprob_BP2 = pair_logprobs(model, batch)
-        gain_BP2 = logprob_BP2 - batch.stored["reference_BP2"][:, :logprob_BP2.shape[1]]
-        is_good_BP1 = batch.stored["label_BP"][:, :logprob_BP2.shape[1], None] > 0
-        return (torch.where(is_good_BP1, logprob_BP2, logprob_BP2.flip(-1)),
-                torch.where(is_good_BP1, gain_BP2, gain_BP2.flip(-1)))
+        logprob_BP2, reference_BP2 = pair_logprobs(model, batch), batch.stored.get("reference_BP2")
+        reference_BP2 = self.reference(batch) if reference_BP2 is None else reference_BP2
+        gain_BP2 = logprob_BP2 - reference_BP2[:, :logprob_BP2.shape[1]]
+        return self.own_first(batch, logprob_BP2), self.own_first(batch, gain_BP2)
+
+    def own_first(self, batch, values_BP2: Tensor) -> Tensor:
+        is_good_BP1 = batch.stored["label_BP"][:, :values_BP2.shape[1], None] > 0
+        return torch.where(is_good_BP1, values_BP2, values_BP2.flip(-1))
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         c, (logprob_BP2, gain_BP2) = self.config, self.gains(model, batch)
         gain_BP, other_BP = gain_BP2.unbind(dim=-1)
-        is_pair_BP = is_pair(answer_lengths(batch))
+        is_pair_BP = self.own_first(batch, answer_lengths(batch))[..., 0] > 0
         label_BP = batch.stored["label_BP"][:, :gain_BP.shape[1]]
         point_B1 = batch.stored.get("point_B1")
         if point_B1 is None:
@@ -315,10 +339,7 @@ class KTO(PairwiseObjective):
             name: (value.detach() * is_pair_BP).sum() for name, value in metrics.items()})
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        label_BP, document_BT = batch.stored["label_BP"], batch.document_ids_BT.long() - 1
-        document_BT = document_BT.to(label_BP.device)
-        label_BT = label_BP.gather(1, (document_BT // 2).clamp(max=label_BP.shape[1] - 1))
-        is_own_BT = (document_BT % 2 == 0) == (label_BT > 0)
+        is_own_BT = (self.side(batch) > 0).to(batch.targets_BT.device)
         return batch.targets_BT.where(is_own_BT, IGNORE_INDEX), -summed.metrics["logprob_answer"]
 
 

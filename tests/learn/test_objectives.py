@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
-from config import ModelConfig, PreferenceConfig
+from config import Config, ModelConfig, PreferenceConfig
 from dataloaders import Batch
 from fused import head
 from fused.attention import SHARED_PREFIX
@@ -361,11 +361,13 @@ def test_kto_equals_trl(point):
     (their_point,) = trainer._metrics["train"]["kl"]
     assert (their_point > 0.1) == (point == "above 0")
 
-    objective = KTO(PreferenceConfig(dpo_beta=0.25, **weights), partial(frozen_logprobs, reference), model)
+    objective = KTO(Config(compile=False, dpo_beta=0.25, **weights), partial(frozen_logprobs, reference), model)
     prepared = objective.prepare_step([batch], 0)
     assert prepared.count == objective.count(batch) == 4
-    summed = objective.loss_sum(model, batch)
-    loss = summed.total / 4
+    (own,) = prepared.batches  # the other answers, which the loss does not need, are left out
+    assert own.targets == (batch.targets_BT != IGNORE_INDEX)[objective.side(batch) == 1].sum() < batch.targets
+    assert own.tokens_BT.shape[1] < batch.tokens_BT.shape[1]
+    loss = objective.loss_sum(model, own).total / 4
     loss.backward()
     assert float(batch.stored["point_B1"][0]) == pytest.approx(their_point, rel=1e-6)
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), abs=1e-6)
@@ -379,7 +381,7 @@ def test_kto_equals_trl(point):
 
 def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
     batch = unpaired_rows(3, point=None)
-    objective = KTO(PreferenceConfig(), partial(frozen_logprobs, model_of(99)), model_of(0))
+    objective = KTO(Config(compile=False), partial(frozen_logprobs, model_of(99)), model_of(0))
     objective.prepare_step([batch], 0)
     point = batch.stored["point_B1"]
     first, second = (rows_of(unpaired_rows(3, point=None), rows) for rows in (slice(0, 1), slice(1, 3)))
