@@ -57,7 +57,8 @@ def make(folder: Path, stories: int) -> None:
     prepare_set("documents", str(folder / "stories.jsonl"), folder / "pretrain", options)
     for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
-                                         ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
+                                         ("pairs", "preferences-held-out", "dpo-held-out", 0.0),
+                                         ("prompts", "prompts", "prompts", 0.0)):
         prepare_set(kind, str(folder / f"{name}.jsonl"), folder / output,
                          replace(options, validation_fraction=held_out))
     (folder / STAMP).write_text(json.dumps(made_from(stories), indent=1))

@@ -142,6 +142,11 @@ def run_stages(pipeline: Pipeline) -> dict:
     instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 700)
     preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
     adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
+    # Rewards and a teacher's scores improve a model that answers only some questions.
+    start = train("short-sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 200)
+    rewarded = train("grpo", "sample,sample-grpo", "--instruct-checkpoint", start)
+    taught = train("on-policy", "sample,sample-grpo,sample-on-policy", "--instruct-checkpoint", start,
+                   "--teacher-model", instruct)
     losses: dict[str, list[float]] = {"alone": [], "distilled": []}
     for seed in SEEDS:
         student = ("sample,sample-student", "--seed", seed)
@@ -156,7 +161,8 @@ def run_stages(pipeline: Pipeline) -> dict:
     merged = RUNS / "lora-merged"
     shutil.rmtree(merged, ignore_errors=True)
     run_python("scripts/merge_lora.py", adapter, "--output", merged)
-    models = {"pretrain": base, "sft": instruct, "dpo": preferred, "lora": merged}
+    models = {"pretrain": base, "sft": instruct, "dpo": preferred, "lora": merged, "start": start,
+              "grpo": rewarded, "on-policy": taught}
     right, stops = zip(*map(exact_answers, models.values()))
     right, stops = dict(zip(models, right)), dict(zip(models, stops))
     items = [value for _, value in curve("pretrain", "hellaswag_acc")]
@@ -168,6 +174,7 @@ def run_stages(pipeline: Pipeline) -> dict:
                 "stops": [stops["pretrain"], stops["sft"]]},
         "dpo": {"preference_accuracy": [preference_accuracy(instruct), preference_accuracy(preferred)],
                 "exact_answers": [right["sft"], right["dpo"]]},
+        **{name: {"exact_answers": [right["start"], right[name]]} for name in ("grpo", "on-policy")},
         "distill": {"val_loss": [losses["alone"], losses["distilled"]]},
         "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / whole},
     }
@@ -192,6 +199,9 @@ def table(summary: dict) -> str:
         "DPO | questions answered exactly": percent(dpo["exact_answers"]),
         f"LoRA SFT, {100 * lora['trainable_fraction']:.1f} % of the parameters | questions answered exactly "
         f"({100 * gain / (whole_gain or 1):.0f} % of full SFT's gain)": percent(lora["exact_answers"]),
+        "GRPO after a short SFT | questions answered exactly": percent(summary["grpo"]["exact_answers"]),
+        "on-policy distillation after a short SFT | questions answered exactly":
+            percent(summary["on-policy"]["exact_answers"]),
         f"distillation into a smaller student | validation loss without / with teacher ({len(SEEDS)} seeds)":
             losses}
     return "\n".join(["| stage | measured on held-out data | before | after |", "|---|---|---|---|",
@@ -210,12 +220,14 @@ def plot(summary: dict, output: Path) -> None:
     shares = {"pretraining: right ending": summary["pretrain"]["item_accuracy"],
               "SFT: exact answer": summary["sft"]["exact_answers"],
               "LoRA SFT: exact answer": summary["lora"]["exact_answers"],
-              "DPO: right preference": summary["dpo"]["preference_accuracy"]}
+              "DPO: right preference": summary["dpo"]["preference_accuracy"],
+              "GRPO: exact answer": summary["grpo"]["exact_answers"],
+              "on-policy: exact answer": summary["on-policy"]["exact_answers"]}
     for place, (before, after) in enumerate(shares.values()):
         stages.plot([100 * before, 100 * after], [place, place], color="C0")
         stages.plot(100 * before, place, "o", color="C0", markerfacecolor="white", label="before")
         stages.plot(100 * after, place, "o", color="C0", label="after")
-    stages.set(xlabel="held-out items (%)", yticks=range(len(shares)), yticklabels=shares, ylim=(3.6, -0.6))
+    stages.set(xlabel="held-out items (%)", yticks=range(len(shares)), yticklabels=shares, ylim=(5.6, -0.6))
     handles, labels = stages.get_legend_handles_labels()
     figure.legend(handles[:2], labels[:2], loc="outside upper left", ncols=2)
 

@@ -188,6 +188,13 @@ def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
         yield chat(f"{story.text}\n\n{tell(question, story.facts)}", tell(answer, story.facts))
 
 
+def prompts(count: int, seed: int) -> Iterator[dict]:
+    """Yield questions about training facts for rewards, with their answers."""
+    for record in questions(count, seed, held_out=False):
+        question, answer = record["messages"]
+        yield {"prompt": question["content"], "answer": answer["content"]}
+
+
 def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
     """Yield chats: a story, and a kind or unkind epilogue, so that a model learns both."""
     dice = Dice(seed)
@@ -226,6 +233,7 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
         "questions-held-out.jsonl": questions(held_out, 5, held_out=True),
         "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
         "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),
+        "prompts.jsonl": prompts(chats, 8),
     }
 
 
