@@ -24,7 +24,7 @@ from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
 from inference.text import UNKNOWN, Prompt
 from serving.batcher import Answer, Batcher, Job
-from serving.calls import CallReader, form_of_calls
+from serving.calls import CallReader, begin_call, form_of_calls, schema_of_call
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
@@ -123,7 +123,7 @@ class ChatBody(RequestBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"  # or a function by its name
     chat_template_kwargs: dict[str, Any] = {}
     response_format: ResponseFormat = ResponseFormat(type="text")
 
@@ -184,14 +184,12 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
 class AnswerResponse(Response):
     """Sends an answer, and cancels it if the client disconnects."""
 
-    def __init__(self, answer: Answer, body: RequestBody, model: str):
+    def __init__(self, answer: Answer, body: RequestBody, model: str, form_of_calls: str = "none"):
         self.answer, self.request_body, self.model = answer, body, model
         self.created = int(time.time())
         self.model_header = {MODEL_HEADER: quote(model, safe="/@")}
         self.is_chat = isinstance(body, ChatBody)
-        has_tools = self.is_chat and body.tools
-        form = form_of_calls(answer.batcher.model.chat_format) if has_tools else "none"
-        self.readers = [CallReader(form) for _ in answer.jobs]
+        self.readers = [CallReader(form_of_calls) for _ in answer.jobs]
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -334,8 +332,9 @@ class Api:
             reason = batcher.model.no_chat_reason
             raise ApiError(400, f"{name} cannot chat: {reason}; use /v1/completions", "model")
         batcher.check_room(body.n)
-        body.tools = body.tools if body.tool_choice == "auto" else []
-        if body.tools and form_of_calls(batcher.model.chat_format) == "none":
+        body.tools = body.tools if body.tool_choice != "none" else []
+        form = form_of_calls(batcher.model.chat_format) if body.tools else "none"
+        if body.tools and form == "none":
             raise ApiError(400, f"tools are not supported by {name}: its chat template has no calls in a "
                                 "known form; leave them out, or use a model whose template has them", "tools")
         field, grammar, wanted = "messages", None, body.response_format
@@ -346,7 +345,13 @@ class Api:
                     message["tool_calls"] = calls_in("tool_calls", message["tool_calls"])
             options = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
-            if wanted.type != "text":
+            if body.tool_choice not in ("auto", "none"):
+                field = "tool_choice"
+                schema = schema_of_call(form, body.tools, body.tool_choice)
+                begun = begin_call(form, batcher.model.tokenizer)
+                prompt = prompt._replace(ids=[*prompt.ids, *begun])
+                form, grammar = "json", await asyncio.to_thread(JsonGrammar, batcher.model, schema)
+            elif wanted.type != "text":
                 field, schema = "response_format", wanted.json_schema.get("schema", {"type": "object"})
                 grammar = await asyncio.to_thread(JsonGrammar, batcher.model, schema)
         except DataError as error:
@@ -354,7 +359,7 @@ class Api:
         limit = body.max_completion_tokens or body.max_tokens
         jobs = self.jobs(batcher, prompt, body, limit, "messages")
         jobs = [replace(job, grammar=grammar) for job in jobs]
-        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
+        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form)
 
     async def complete(self, request: Request) -> Response:
         body = await read(request, CompletionBody)

@@ -172,7 +172,7 @@ FAULTS = [
           "if False:\n                torch._foreach", "tests/run/test_devices.py"),
     fault("mps: the batch is copied later", "dataloaders.py", 'device.type == "cuda"  # a copy', "True  # a copy",
           "tests/run/test_devices.py"),
-    fault("server: calls stay text", "serving/calls.py", "held[:match.start()].rstrip() if call else", "", API),
+    fault("server: calls stay text", "serving/calls.py", "held[:match.start()].rstrip() if found else", "", API),
     fault("server: the beginning of a call is streamed", "serving/calls.py", "match = None if chunk.finish_reason else begun.search(held)",
           "match = None", API),
     fault("grammar: taken tokens do not count", "inference/engine.py", "self.grammar.take(token)", "pass",

@@ -259,7 +259,7 @@ REFUSED = [
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools are not supported by tiny"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "'auto' or 'none'"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "one of those in `tools`: none"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "need the package llguidance.*requirements-extras"),
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
     ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
@@ -322,12 +322,21 @@ def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):
     assert {request.finish_reason for request in requests} == {"cancelled"}
 
 
+# The form of Mistral 7B Instruct 0.3's template, in few lines; its control tokens are ones of the tiny tokenizer.
+MISTRAL = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}{% if message.role == "assistant" %}<|im_start|>{{ message.content }}
+{%- if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}{% if not loop.first %}, {% endif -%}
+{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]{% endif %}<|im_end|>
+{%- else %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>{% endif %}"""
+
+
 @pytest.fixture(scope="module", params=["qwen2_5", "llama3_1"])
 def with_tools(request, prepared, tmp_path_factory):
     """A server of a model whose template has tools, and the model; its end of turn ends answers."""
     folder, model = tmp_path_factory.mktemp(request.param), tiny_model(prepared.tokenizer)
     model.tokenizer.save_huggingface(folder)
-    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
+    template = MISTRAL if request.param == "mistral" else (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
     for name, known in (("<|im_start|>", "<|start_header_id|>"), ("<|im_end|>", "<|eot_id|>")):
         template = template.replace(name, known)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -356,6 +365,8 @@ SEE, ADD = ("see", '{"city": "Z\u00fcrich"}'), ("add", "{}")
     ("qwen2_5", TAGS, None, [SEE]), ("llama3_1", '{"name": "see", "parameters": {"city": "Z\u00fcrich"}}', None, [SEE]),
     ("qwen2_5", f'Let me see.\n{TAGS}\n<tool_call>{{"name": "add"}}</tool_call>\n{TAGS}\n',
      'Let me see.\n<tool_call>{"name": "add"}</tool_call>\n', [SEE, SEE]),
+    ("mistral", 'So: [TOOL_CALLS] [{"name": "see", "arguments": {"city": "Z\u00fcrich"}}, {"name": "add", "arguments": {}}]',
+     "So:", [SEE, ADD]), ("mistral", "a [TOOL_CALLS] b [TOOL", "a [TOOL_CALLS] b [TOOL", []),
     ("qwen2_5", TAGS + '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', None, [SEE, ADD]),
     ("qwen2_5", "a <tool_call> b <tool", "a <tool_call> b <tool", []), ("qwen2_5", '{"name": "add", "arguments": {}}', ..., []),
     ("llama3_1", ' <|python_tag|>{"name": "add", "parameters": {}} ', None, [ADD]), ("llama3_1", '{"name": 1}', ..., []),
@@ -403,3 +414,24 @@ def test_an_answer_in_json_keeps_to_its_schema(with_tools, monkeypatch):
     assert text.lstrip().startswith("{")
     with pytest.raises(openai.BadRequestError, match="schema cannot be used"):
         chat(with_tools[0], response_format={"type": "json_schema", "json_schema": {"schema": {"type": "cat"}}})
+
+
+@pytest.mark.parametrize("with_tools", ["qwen2_5", "llama3_1", "mistral"], indirect=True)
+def test_a_call_can_be_forced_and_keeps_to_its_schema(with_tools):
+    pytest.importorskip("llguidance")
+    city = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": city}} for name in ("see", "go")]
+    ask = partial(chat, with_tools[0], tools=tools, max_tokens=300, temperature=1)
+    see = {"type": "function", "function": {"name": "see"}}
+    for choice, names in (("required", {"see", "go"}), (see, {"see"})):
+        answers = ask(tool_choice=choice, n=4, seed=1).choices
+        assert {answer.message.tool_calls[0].function.name for answer in answers} <= names
+        assert all(json.loads(answer.message.tool_calls[0].function.arguments)["city"] in ("Bern", "Rome") for answer in answers)
+        assert {(answer.finish_reason, answer.message.content) for answer in answers} == {("tool_calls", None)}
+    chunks = [chunk.choices[0].delta for chunk in ask(tool_choice=see, stream=True)]
+    assert [call.function.name for chunk in chunks for call in chunk.tool_calls or []] == ["see"]
+    for wrong in ({"type": "function", "function": {"name": "fly"}}, {"type": "function"}):
+        with pytest.raises(openai.BadRequestError, match="not one of those in `tools`: see, go|a function is named as"):
+            ask(tool_choice=wrong)
+    with pytest.raises(openai.BadRequestError, match="in `tools`: none"):
+        chat(with_tools[0], tool_choice="required")
