@@ -275,8 +275,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
-                # A dataset of the hub, and the pieces of documents whose ends are held out, have no place.
-                has_place = plan.inputs[0].path and fraction is not None
+                # Arrow files of a dataset of the hub, and documents whose ends are held out, have no place.
+                has_place = fraction is not None and (plan.inputs[0].path or chunk.end.place.state)
                 end = {"end": {**chunk.end._asdict(), "held_out": fraction}} if has_place else {}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},

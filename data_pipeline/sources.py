@@ -87,6 +87,7 @@ class Place(NamedTuple):
     file: int = 0
     record: int = 0  # records, or lines, before it in the file
     offset: int = 0  # bytes before it in a file of lines that is not compressed
+    state: dict | None = None  # before it, of a stream of `datasets`
 
 
 @dataclass
@@ -535,7 +536,7 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
         revision = remote.hub_revision(source.name, revision, source.config)
     copy = remote.cached_dataset(source.name, source.config, revision)
     if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
-        if not source.files:
+        if not source.files and not reading.start.state:
             for file in list_files(str(copy), source.split):
                 reading.place = Place()
                 yield from READERS[file.kind](file, columns, reading)
@@ -546,8 +547,13 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
         rows = remote.retry(source.name, lambda: datasets.load_dataset(
             str(copy or source.name), source.config or None, split=source.split, streaming=True,
             revision=revision or None, data_files={source.split: source.files} if source.files else None))
-        for number, record in enumerate(rows, 1):
+        state = reading.start.state
+        if state:
+            rows.load_state_dict(state)
+        for number, record in enumerate(rows, reading.start.record + 1):
+            reading.place = Place(record=number - 1, state=state)
             yield f"{source.name}[{source.split}] row {number}", record
+            state = rows.state_dict()
 
 
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:

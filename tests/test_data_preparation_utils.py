@@ -21,6 +21,7 @@ from factories import prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
+from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS, describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source
@@ -234,6 +235,36 @@ def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_pat
     size = sum(path.stat().st_size for path in Path(source.path).iterdir())
     # A Parquet file of this size is read at once, and the first file, a sixth of the source, never again.
     assert 0 < sum(read) < size * (0.6 if kind in (".jsonl", ".txt blank", ".txt line", ".txt wikitext") else 1.2)
+
+
+def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch):
+    pytest.importorskip("datasets")
+    texts, hub = stories(600), tmp_path / "hub"
+    hub.mkdir()
+    for number in range(3):
+        write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
+    monkeypatch.setattr("data_pipeline.sources.remote.hub_revision", lambda *named: "c0ffee")
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
+    source, chunks = Source(name=str(hub)), []
+    options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}
+    calm = prepare(source, tokenizer_path, tmp_path / "calm", **options)
+
+    def fails_late(spec, documents):
+        chunks.append(documents)
+        if sum(map(len, chunks)) > 450:
+            raise DataError("planted")
+        return DOCUMENTS.tokenize(spec, documents)
+
+    with monkeypatch.context() as patch:
+        tokenize_by(patch, fails_late)
+        with pytest.raises(DataError, match="planted"):
+            prepare(source, tokenizer_path, tmp_path / "out", **options)
+    read, rows = [], sources._read_hub
+    monkeypatch.setattr(sources, "_read_hub", lambda *arguments: (read.append(row) or row for row in rows(*arguments)))
+    resumed = prepare(source, tokenizer_path, tmp_path / "out", **options)
+    assert shards_of(resumed) == shards_of(calm)
+    assert (resumed / MANIFEST).read_text() == (calm / MANIFEST).read_text()
+    assert 0 < len(read) < 250
 
 
 def test_no_validation_is_a_warning(tmp_path, tokenizer_path):
