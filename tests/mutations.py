@@ -227,6 +227,7 @@ FAULTS = [
     fault("KTO: the reference point is below 0", "learn/objectives.py", "max(total / count, 0.0)", "total / count", OBJECTIVES),
     fault("KTO: each rank has its own reference point", "learn/objectives.py", "for rank in self.gather(sums) for each in rank",
           "for each in sums", OBJECTIVES),
+    fault("KTO: the loss is that of the other answers", "learn/objectives.py", "self.only(batch, 1) for", "self.only(batch, -1) for", OBJECTIVES),
     fault("KTO: the weights of good and bad are exchanged", "learn/objectives.py",
           "torch.where(label_BP > 0, c.kto_desirable_weight", "torch.where(label_BP < 0, c.kto_desirable_weight", OBJECTIVES),
     fault("KTO: the answer of the same prompt is the other one", "data_pipeline/chats.py",
