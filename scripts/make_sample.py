@@ -26,7 +26,7 @@ STAMP = "made-from.json"
 STORIES = 40_000
 RANKS = 1024
 VALIDATION_FRACTION = 0.005
-EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
+EXAMPLES_HELD_OUT = 0.02  # of chats, pairs and prompts, which are fewer
 # The files that determine the sample's bytes: when one of them changes, the sample is created again.
 SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
@@ -57,8 +57,8 @@ def make(folder: Path, stories: int) -> None:
     prepare_set("documents", str(folder / "stories.jsonl"), folder / "pretrain", options)
     for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
-                                         ("pairs", "preferences-held-out", "dpo-held-out", 0.0),
-                                         ("prompts", "prompts", "prompts", 0.0)):
+                                         ("prompts", "prompts", "prompts", EXAMPLES_HELD_OUT),
+                                         ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
         prepare_set(kind, str(folder / f"{name}.jsonl"), folder / output,
                          replace(options, validation_fraction=held_out))
     (folder / STAMP).write_text(json.dumps(made_from(stories), indent=1))
