@@ -6,6 +6,7 @@ Hermes and Qwen write `<tool_call>{...}</tool_call>`, Mistral `[TOOL_CALLS][{...
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -32,19 +33,17 @@ TRIAL = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", 
 
 def read_calls(text: str) -> list[dict[str, Any]]:
     """Return the calls in a text, as in OpenAI's API; none if it is anything else."""
-    calls = []
     try:
         written = json.loads(text)
-        for call in written if isinstance(written, list) else [written]:
-            name, arguments = call["name"], call.get("parameters", call.get("arguments"))
-            if not isinstance(name, str) or not isinstance(arguments, dict):
-                return []
-            function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-            # Mistral's templates accept only ids of nine letters or digits.
-            calls.append({"id": uuid4().hex[:9], "type": "function", "function": function})
+        calls = [(call["name"], call.get("parameters", call.get("arguments")))
+                 for call in (written if isinstance(written, list) else [written])]
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return []
-    return calls
+    if not all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls):
+        return []
+    return [{"id": uuid4().hex[:9], "type": "function",  # Mistral's templates accept only ids of nine letters
+             "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
+            for name, arguments in calls]
 
 
 def begin_call(form: str, tokenizer: Any) -> list[int]:
@@ -56,27 +55,17 @@ def begin_call(form: str, tokenizer: Any) -> list[int]:
 
 
 def schema_of_call(form: str, tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any]:
-    """Return the schema of a call. Raises DataError.
-
-    Args:
-        choice: "required" for any of the tools, or {"type": "function", "function": {"name": ...}}.
-    """
-    key, calls, names = "parameters" if form == "json" else "arguments", [], []
-    try:
-        wanted = None if choice == "required" else choice["function"]["name"]
-        for function in (tool["function"] for tool in tools):
-            names.append(function["name"])
-            if wanted in (None, names[-1]):
-                arguments = function.get("parameters", {"type": "object"})
-                properties = {"name": {"const": names[-1]}, key: arguments}
-                calls.append({"type": "object", "properties": properties, "required": ["name", key],
-                              "additionalProperties": False})
-    except (LookupError, TypeError) as error:
-        raise DataError("a function is named as {\"type\": \"function\", \"function\": {\"name\": ...}}"
-                        ) from error
-    if not calls:
-        raise DataError(f"the named function is not one of those in `tools`: {', '.join(names) or 'none'}")
-    return {"anyOf": calls}
+    """Return the schema of a call, of any function ("required") or a named one. Raises DataError."""
+    key = "parameters" if form == "json" else "arguments"
+    with suppress(LookupError, TypeError):
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        calls = [{"type": "object", "required": ["name", key], "additionalProperties": False, "properties": {
+                  "name": {"const": name}, key: functions[name].get("parameters", {"type": "object"})}}
+                 for name in ([*functions] if choice == "required" else [choice["function"]["name"]])]
+        if calls:
+            return {"anyOf": calls}
+    raise DataError("tool_choice must be auto, none, required with `tools`, or one of these functions as "
+                    '{"type": "function", "function": {"name": ...}}')
 
 
 def form_of_calls(chat_format: ChatFormat | TemplateFormat) -> str:

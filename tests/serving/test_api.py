@@ -259,7 +259,7 @@ REFUSED = [
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools are not supported by tiny"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "one of those in `tools`: none"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "required with `tools`"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "need the package llguidance.*requirements-extras"),
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
     ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
@@ -431,7 +431,7 @@ def test_a_call_can_be_forced_and_keeps_to_its_schema(with_tools):
     chunks = [chunk.choices[0].delta for chunk in ask(tool_choice=see, stream=True)]
     assert [call.function.name for chunk in chunks for call in chunk.tool_calls or []] == ["see"]
     for wrong in ({"type": "function", "function": {"name": "fly"}}, {"type": "function"}):
-        with pytest.raises(openai.BadRequestError, match="not one of those in `tools`: see, go|a function is named as"):
+        with pytest.raises(openai.BadRequestError, match="tool_choice must be .* one of these functions"):
             ask(tool_choice=wrong)
-    with pytest.raises(openai.BadRequestError, match="in `tools`: none"):
+    with pytest.raises(openai.BadRequestError, match="required with `tools`"):
         chat(with_tools[0], tool_choice="required")
