@@ -45,7 +45,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     now = config.public() | now_identity
     # Older versions had fewer settings.
     defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
-    before = {"KEEP_LAYERS": None, "REPRODUCIBLE": False, **defaults} | state["settings"] | state["identity"]
+    defaults |= {"KEEP_LAYERS": None, "REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95}
+    before = defaults | state["settings"] | state["identity"]
     if now["N_LAYERS"] == before.get("N_LAYERS"):  # only matters at the start of a run
         del now["KEEP_LAYERS"]
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling

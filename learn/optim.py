@@ -77,7 +77,7 @@ class Muon(Uncompiled):
     sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
     ranks = Ranks()  # they have equal gradients
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -172,7 +172,7 @@ class Optimizer:
             AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
                   betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
-            muon = Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay)
+            muon = Muon(with_muon, config.learning_rate, config.weight_decay, config.muon_momentum)
             muon.sharded, muon.ranks = self.sharded, ranks
             self.optimizers.append(muon)
 

@@ -138,7 +138,7 @@ def run_stages(pipeline: Pipeline) -> dict:
     # Train each stage from an earlier one, and the students with and without a teacher.
     train = pipeline.train
     # More steps than the presets: questions about the second person of a story need them.
-    base = train("pretrain", "sample", "--sample-every", 0, "--max-steps", 1000)
+    base = train("pretrain", "sample", "--sample-every", 0, "--max-steps", 1000, "--muon-momentum", 0.95)
     instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 700)
     preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
     adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)

@@ -30,6 +30,7 @@ FOREIGN_NAMES = {foreign: name for name, names in {
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr lr_decay_style",
     "max_grad_norm": "grad_clip clip_grad gradient_clipping gradient_clip_val max_norm", "weight_decay": "wd",
     "adam_beta1": "beta1 betas", "adam_beta2": "beta2", "adam_eps": "eps epsilon adam_epsilon",
+    "muon_momentum": "momentum",
     "precision": "dtype torch_dtype bf16 fp16 mixed_precision", "seed": "random_seed",
     "validate_every": "eval_interval eval_every eval_steps eval_freq val_every val_steps val_interval "
                       "validation_every validation_steps", "validation_rows": "eval_iters",

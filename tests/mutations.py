@@ -100,6 +100,8 @@ FAULTS = [
           "parameter.device, copy=True)", 'parameter.device, copy=True) * (entry != "step")', RESUMED),
     fault("Muon: size of the update", "learn/optim.py", "math.sqrt(max(self._whole(batch[0]).shape))",
           "math.sqrt(min(self._whole(batch[0]).shape))", OPTIM),
+    fault("Muon: MUON_MOMENTUM is ignored", "learn/optim.py", "config.muon_momentum)", "0.95)",
+          "tests/test_train_step.py"),
     fault("learning rate: warm-up off by one", "learn/optim.py", "(step + 1) / config.warmup_steps",
           "step / config.warmup_steps", OPTIM),
     fault("clipping: small gradients are stretched", "model_utils.py", "/ max_norm).clamp(min=1)",

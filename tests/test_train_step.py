@@ -87,7 +87,7 @@ def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log)
     assert result.finite and result.updated == (len(read) == 1) and log == ["update", "update", *read]
 
 
-def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float = 0.95) -> None:
+def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float) -> None:
     for parameter, gradient, buffer in zip(parameters, gradients, buffers):
         buffer.lerp_(gradient, 1 - momentum)
         update = newton_schulz(gradient.lerp(buffer, momentum)[None])[0]
@@ -100,7 +100,7 @@ def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: floa
 def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
     """Compared with clipping the gradients first, and then an update without grad_scale."""
     config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind, adam_beta1=0.8,
-                    adam_beta2=0.9, adam_eps=1e-6)
+                    adam_beta2=0.9, adam_eps=1e-6, muon_momentum=0.7)
     mine, theirs = (new_model(config, 512, seed=1) for _ in range(2))
     optimizer = Optimizer(mine, config)
     others = {name: p for name, p in theirs.named_parameters() if kind == "muon" and name.startswith("layers.") and p.ndim == 2}
@@ -117,7 +117,7 @@ def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
         optimizer.step(0.01, clip_scale(norm, max_norm), torch.zeros(()))
         if max_norm:
             torch.nn.utils.clip_grads_with_norm_(theirs.parameters(), max_norm, norm)
-        muon_in_plain_words(others.values(), [p.grad for p in others.values()], buffers, 0.01, config.weight_decay)
+        muon_in_plain_words(others.values(), [p.grad for p in others.values()], buffers, 0.01, config.weight_decay, 0.7)
         adamw.step()
         for p, q in zip(mine.parameters(), theirs.parameters()):
             assert float((p.grad - q.grad).abs().max() / q.grad.abs().max()) <= 1.2e-7

@@ -27,7 +27,8 @@ PROMISED = {
     "curve": """
         distillation_top_k validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
         early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
-        decay_fraction train_only weight_decay adam_beta1 adam_beta2 adam_eps max_grad_norm gradient_dtype loss_spike_policy
+        decay_fraction train_only weight_decay adam_beta1 adam_beta2 adam_eps muon_momentum max_grad_norm gradient_dtype
+        loss_spike_policy
         loss_spike_threshold loss_spike_window precision tf32""",
 }
 KINDS = dict.fromkeys(Config.model_fields, "safe") | {name: kind for kind, names in PROMISED.items() for name in names.split()}

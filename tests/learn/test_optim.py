@@ -104,7 +104,7 @@ def test_muon_is_torchs_muon_in_float32():
     torch.manual_seed(0)
     shapes = [(8, 24), (24, 8), (8, 8), (8, 24)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    mine = Muon(ours, lr=0.1, weight_decay=0.1)
+    mine = Muon(ours, lr=0.1, weight_decay=0.1, momentum=0.95)
     reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         for a, b in zip(ours, theirs):
