@@ -163,7 +163,7 @@ def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
     index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
     is_start_BT = start_BT == index_BT - index_BT[:, :1]
     offsets = index_BT[is_start_BT]
-    if (end_BT > prefix_BT).any():
+    if int(document_ids_BT.min()) == SHARED_PREFIX:
         lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
         offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
     size = -(-(offsets.shape[-1] + 1) // 64) * 64

@@ -182,7 +182,8 @@ class ChunkedHead:
             hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
             return self.sum_over_logits(weight, hidden_MD, targets_M, reduction)
-        if torch.is_grad_enabled() or hidden_MD.device.type != "cpu":
+        in_rows = reduction == "none" and hidden_BTD.dim() > 2  # compared with another model's, to the bit
+        if in_rows or torch.is_grad_enabled() or hidden_MD.device.type != "cpu":
             logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self)
         else:
             weight_VD = weight.values_VD.to(hidden_MD.dtype)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_120, 8_120, 31_170
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_240, 8_150, 31_270
 BUDGETS = {
     "config.py": 810,
     "data_preparation_utils.py": 300,
@@ -20,20 +20,20 @@ BUDGETS = {
     "train.py": 320,
     "checkpoint/": 2140,
     "common/": 1050,
-    "data_pipeline/": 3160,
+    "data_pipeline/": 3170,
     "debug/": 1040,
     "evaluation/": 510,
-    "fused/": 940,
+    "fused/": 960,
     "inference/": 920,
-    "learn/": 2140,
+    "learn/": 2190,
     "observe/": 2240,
     "parallel/": 1430,
     "report/": 1370,
     "run/": 3350,
-    "scripts/": 8120,
-    "serving/": 940,
+    "scripts/": 8150,
+    "serving/": 980,
     "settings/": 870,
-    "tests/": 31170,
+    "tests/": 31270,
 }
 
 
