@@ -99,9 +99,10 @@ def pair_logprobs(model: nn.Module, batch) -> Tensor:
     Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290).
     """
     # A compiler wants rows of one length, no kernel of a GPU is fast with shared prefixes, and one side of
-    # KTO's pairs is missing.
-    if (batch.tokens_BT.device.type == "cpu" and "label_BP" not in batch.stored
-            and not any(each._compiled_call_impl for each in model.modules())):
+    # KTO's pairs is missing. A traced step has no values.
+    has_values_here = type(batch.tokens_BT) is Tensor and batch.tokens_BT.device.type == "cpu"
+    is_compiled = any(each._compiled_call_impl for each in model.modules())
+    if has_values_here and "label_BP" not in batch.stored and not is_compiled:
         batch = share_prompts(batch)
     return sums_by_pair(token_logprobs(model, batch), batch.document_ids_BT)
 

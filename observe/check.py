@@ -568,7 +568,10 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
     work, rows = Work(tokens, 0, tokens, tokens if tokens > flops.chunk else 0), size
     if inputs and config.training_stage != "grpo":  # whose rows are not full, either
         indices = inputs.order(config, Ranks()).all_rows(0)[:max(PLANNED_ROWS // size, 1) * size]
-        work, rows = flops.read(map(inputs.rows, indices.reshape(-1, size))), len(indices)
+        batches = map(inputs.rows, indices.reshape(-1, size))
+        if isinstance(objective, objectives.KTO):  # a step's batches have the own answers
+            batches = (objective.only(batch, 1) for batch in batches)
+        work, rows = flops.read(batches), len(indices)
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))
 
     trained = trained_bytes(model) // cost.FLOAT32

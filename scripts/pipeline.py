@@ -145,8 +145,8 @@ def run_stages(pipeline: Pipeline) -> dict:
     # Rewards and a teacher's scores improve a model that answers only some questions.
     start = train("short-sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 200)
     rewarded = train("grpo", "sample,sample-grpo", "--instruct-checkpoint", start)
-    taught = train("on-policy", "sample,sample-grpo,sample-on-policy", "--instruct-checkpoint", start,
-                   "--teacher-model", instruct)
+    taught = train("on-policy", "sample,sample-on-policy", "--instruct-checkpoint", start,
+                   "--distillation-enabled", "true", "--grpo-group", 1, "--teacher-model", instruct)
     losses: dict[str, list[float]] = {"alone": [], "distilled": []}
     for seed in SEEDS:
         student = ("sample,sample-student", "--seed", seed)

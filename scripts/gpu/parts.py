@@ -224,19 +224,11 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", m
 
 
 def grpo(task: Task) -> None:
-    """Train on a reward for short answers to the sample's questions."""
-    data = task.folder / "sample"
-    with open(data / "questions.jsonl") as questions, open(data / "prompts.jsonl", "w") as prompts:
-        for line in questions:
-            question, answer = (message["content"] for message in json.loads(line)["messages"])
-            prompts.write(json.dumps({"prompt": question, "answer": answer}) + "\n")
-    code, output = task.run("scripts/load_prompts_dataset.py", "--source", data / "prompts.jsonl",
-                            "--tokenizer-path", data / "tokenizer.model", "--output", data / "prompts")
-    task.check("prepare prompts: exit code", code == 0, last_line(output) if code else 0)
+    """Train on a reward for short answers to the sample's prompts."""
     steps = 2 if task.tiny else 20
     train_stage(task, "stage-grpo", base="instruct_checkpoint", metric="val_reward", training_stage="grpo",
-                grpo_data_path=data / "prompts", reward="length*-0.01", grpo_group=4, micro_batch_size=4,
-                grpo_max_tokens=16, max_steps=steps, validate_every=steps // 2)
+                grpo_data_path=task.folder / "sample" / "prompts", reward="length*-0.01", grpo_group=4,
+                micro_batch_size=4, grpo_max_tokens=16, max_steps=steps, validate_every=steps // 2)
 
 
 def use(task: Task) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_240, 8_150, 31_270
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_250, 8_140, 31_270
 BUDGETS = {
     "config.py": 810,
     "data_preparation_utils.py": 300,
@@ -26,11 +26,11 @@ BUDGETS = {
     "fused/": 960,
     "inference/": 920,
     "learn/": 2190,
-    "observe/": 2240,
+    "observe/": 2250,
     "parallel/": 1430,
     "report/": 1370,
     "run/": 3350,
-    "scripts/": 8150,
+    "scripts/": 8140,
     "serving/": 980,
     "settings/": 870,
     "tests/": 31270,
