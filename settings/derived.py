@@ -9,16 +9,17 @@ resume on a different number.
 import math
 import os
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Optional
 
 from common.files import read_json
-from config import MODEL_SETTINGS, START_FROM, Config
+from config import MODEL_SETTINGS, START_FROM, Config, on_resume
 from settings.names import validate
 
+PRESETS_DIR = Path(__file__).parent / "presets"
 STATE = "trainer_state.json"  # in each checkpoint
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # NAME/NAME, without a file extension
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
@@ -56,8 +57,11 @@ def saved_settings(checkpoint: Path) -> dict[str, Any]:
     return {}
 
 
-def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and its settings; new defaults do not apply."""
+def recorded_settings(config: Config, given: Mapping[str, tuple[Any, str]]) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint of the run to resume, and the settings that it keeps.
+
+    New defaults do not apply, nor do other values in the preset that the run was started with.
+    """
     if config.resume == "never" or config.resume == "auto" and config.run_name is None:
         return Path(), {}
     named = config.resume != "auto"
@@ -73,8 +77,12 @@ def recorded_settings(config: Config, given: Container[str]) -> tuple[Path, dict
         left_out |= settings_of_depth(same_stage, ()).keys()
     if named or any(name in given for name in START_FROM):
         left_out |= {*START_FROM}
-    values = {name: saved[name.upper()] for name in Config.model_fields
-              if name.upper() in saved and name not in given and name not in left_out}
+    before = {name: saved.get(name.upper(), field.default) for name, field in Config.model_fields.items()}
+    updated = {name for name, (_, where) in given.items() if saved.get("PRESET") == config.preset
+               and where.startswith(f"{PRESETS_DIR}{os.sep}") and on_resume(name) != "safe"
+               and before[name] != getattr(config, name)}
+    values = {name: before[name] for name in Config.model_fields if name not in left_out
+              and (name in updated or name not in given and name.upper() in saved)}
     valid, invalid = validate({name: (value, str(checkpoint)) for name, value in values.items()})
     # Keep equal values unchanged, so that 600 is not recorded as 600.0.
     return checkpoint, {name: value if value == getattr(valid, name) else getattr(valid, name)

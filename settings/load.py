@@ -24,9 +24,9 @@ from common.text import command, exit_if_unread, print_safely, show, without_pas
 from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
+from settings.derived import PRESETS_DIR
 from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag, validate
 
-PRESETS_DIR = Path(__file__).parent / "presets"
 # Settings with several values, and their separator. In JSON they may be lists.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
          "eval_tasks": ","}
@@ -249,6 +249,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
     # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, the stage.
     checkpoint, recorded = derived.recorded_settings(config, given)
+    updated = {name: value for name, value in recorded.items() if name in given}  # by the run's own preset
+    given = {name: pair for name, pair in given.items() if name not in updated}
     config = config.model_copy(update=recorded)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
@@ -281,7 +283,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
     by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
-    kept = [f"Kept from {checkpoint}: {text}" for text in [assigned(recorded)] if text]
+    texts = {"": assigned({name: value for name, value in recorded.items() if name not in updated}),
+             ", instead of the preset's value": assigned(updated, also_defaults=True)}
+    kept = [f"Kept from {checkpoint}{reason}: {text}" for reason, text in texts.items() if text]
     places = dict.fromkeys(recorded, str(checkpoint)) | sources
     notes = [*kept, *decisions(config, places, by_depth, by_start, by_stage)]
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"

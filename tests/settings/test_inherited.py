@@ -49,6 +49,25 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
     assert load(*DPO, "--run-name", "first").config.learning_rate == 1e-6, "another stage is another run"
 
 
+def test_a_resumed_run_keeps_what_its_preset_said_when_it_started(monkeypatch):
+    """MUON_MOMENTUM is newer than the run, so its default is what the run had. SAVE_EVERY does not change the curve."""
+    preset = Path("presets/mine.env").resolve()
+    monkeypatch.setattr("settings.derived.PRESETS_DIR", preset.parent)
+    monkeypatch.setattr("settings.load.PRESETS_DIR", preset.parent)
+    preset.parent.mkdir()
+    preset.write_text("LEARNING_RATE=0.01\nMUON_MOMENTUM=0.8\nSAVE_EVERY=5\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
+    save_state(3, PRESET="mine", LEARNING_RATE=0.02, SAVE_EVERY=7, TOKENIZER_PATH="t",
+               PRETRAIN_DATA_PATH="d")
+    state = Path("runs/first/checkpoints/step-00000003/trainer_state.json")
+    state.write_text(state.read_text().replace("MUON_MOMENTUM", "GONE"))
+    loaded = load("--preset", "mine", "--run-name", "first")
+    assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
+    assert any("preset" in note and note.endswith("LEARNING_RATE=0.02, MUON_MOMENTUM=0.95") for note in loaded.notes)
+    assert load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03).config.learning_rate == 0.03
+    for flags in (["--preset", "mine", "--run-name", "other"], ["--preset", "mine,mine", "--run-name", "first"]):
+        assert load(*flags).config.muon_momentum == 0.8
+
+
 @pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', '{"settings": {"LEARNING_RATE": "x", "MAX_STEPS": -1}}'])
 def test_a_damaged_state_gives_nothing(state):
     save_state(3)
