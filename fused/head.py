@@ -15,7 +15,7 @@ from fused.matmul import linear, upcast_for_matmul
 IGNORE_INDEX = -100  # marks positions without a target
 LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
 CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk
-CACHED_LOGITS = 2**19  # on a CPU, logits whose gradients are computed together
+CACHED_LOGITS, CACHED_ROWS = 2**19, 2**12  # on a CPU, logits or weights' rows with gradients at a time
 CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits of a tile
 
 # From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
@@ -237,7 +237,8 @@ class HeadGradients:
         elif gradient_MV.device.type == "cuda" and not torch.version.hip:  # accumulates bf16 in float32
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=torch.float32, out=self.learned)
         else:
-            self.learned += gradient_MV.T @ hidden_MD
+            for rows in slices(len(self.learned), CACHED_ROWS):
+                self.learned[rows] += gradient_MV[:, rows].T @ hidden_MD
 
 
 class ChunkedLogitsLoss(torch.autograd.Function):
@@ -255,6 +256,7 @@ class ChunkedLogitsLoss(torch.autograd.Function):
             added, gradient_MV = total_and_gradient(hidden_MD[chunk], weight_VD, chunk)
             total += added
             ctx.gradients.add(chunk, gradient_MV, hidden_MD[chunk], weight_VD)
+            del gradient_MV  # before the next one
         return total
 
     @staticmethod
@@ -271,8 +273,7 @@ class LogprobOfTargets(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
-        weight_VD = values_VD.to(hidden_MD.dtype)
-        chunks = head.chunks(hidden_MD, values_VD)
+        weight_VD, chunks = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for chunk in chunks:
             logits_MV = linear(hidden_MD[chunk], weight_VD)
@@ -293,4 +294,5 @@ class LogprobOfTargets(torch.autograd.Function):
             gradient_MV = head.gradient_of_logprob(logits_MV, targets_M[chunk], lse_M[chunk],
                                                    factor_M[chunk], head.vocab_size)
             gradients.add(chunk, gradient_MV, hidden_MD[chunk], weight_VD)
+            del logits_MV, gradient_MV  # before the next ones
         return gradients.hidden_MD, None, gradients.learned, None, None, None

@@ -301,17 +301,15 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
                device_type: str) -> float:
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
     tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
-    # Per logit of a chunk: if compiled, its value and gradient in the compute dtype; else a float32 copy,
-    # which becomes the gradient in place. The gradient of the previous chunk lives until it is replaced.
-    before = compute_bytes if chunks > 1 else 0
+    # Per logit of a chunk: its value and gradient, if compiled; else a float32 copy, overwritten by it.
     copy = compute_bytes if half or vocab_size % 128 else 0
-    logit = before + (2 * compute_bytes if config.compile else FLOAT32 + copy)
+    logit = 2 * compute_bytes if config.compile else FLOAT32 + copy
     if device_type == "cpu" and config.training_stage in ("pretrain", "sft"):  # the gradient overwrites it
-        logit = before + compute_bytes
+        logit = compute_bytes
     if config.training_stage in ("dpo", "grpo") and not (config.compile or config.distillation_enabled):
         logit += FLOAT32  # the softmax
     elif config.distillation_enabled:  # both models' logits, and the divergence's temporaries
-        logit = before + compute_bytes + 2 * FLOAT32
+        logit = compute_bytes + 2 * FLOAT32
         if device_type == "cuda":
             logit += FLOAT32 if config.compile else 4 * FLOAT32
     # The ranks of a sharded model gather it in the compute dtype.

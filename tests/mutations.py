@@ -70,6 +70,8 @@ FAULTS = [
           "else self.packed, self.weight.detach())", MODEL),
     fault("chunked head: gradient not scaled", "fused/head.py", "learned.mul_(factor)", "learned",
           MODEL),
+    fault("chunked head: only the last chunk's gradient in bf16", "fused/head.py", "self.learned[rows] +=", "self.learned[rows] =",
+          f"{MODEL}::test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_rows"),
     fault("tiles of logits: the first id of a tile is missing", "fused/head.py", "(index_M1 >= ids.start)",
           "(index_M1 > ids.start)", MODEL),
     fault("grouped queries: wrong key heads", "fused/attention.py", "heads.repeat_interleave(group, dim=2)",

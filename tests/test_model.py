@@ -11,8 +11,9 @@ from torch.nn import functional as F
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
+from fused import matmul
 from fused.attention import compute_cu_seqlens
-from fused.head import IGNORE_INDEX, float_logits
+from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
 from model import SHARED_PREFIX, Transformer, padded
@@ -264,6 +265,18 @@ def test_without_gradients_tiles_of_logits_give_torchs_log_softmax(monkeypatch):
     expected_M = -F.cross_entropy(hidden_MD.double() @ model.head_matrix.weight[:200].double().T, targets_M,
                                   ignore_index=IGNORE_INDEX, reduction="none")
     torch.testing.assert_close(logprob_M.double(), expected_M, rtol=1e-6, atol=1e-5)
+
+
+def test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_rows(monkeypatch):
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)
+    monkeypatch.setattr("fused.head.CACHED_ROWS", 60)  # the last slice of 200 rows is shorter
+    gradient_MV, hidden_MD, weight_VD = (torch.randn(size).bfloat16() for size in ((9, 200), (9, 8), (200, 8)))
+    gradients = HeadGradients(hidden_MD, weight_VD, None)
+    for chunk in (slice(0, 5), slice(5, 9)):
+        gradients.add(chunk, gradient_MV[chunk], hidden_MD[chunk], weight_VD)
+    expected_VD = gradient_MV.double().T @ hidden_MD.double()
+    torch.testing.assert_close(gradients.learned.double(), expected_VD, rtol=0, atol=0.05)  # each chunk's product is rounded to bf16
+    assert gradients.learned.dtype == torch.float32
 
 
 def test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to():

@@ -190,7 +190,7 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
 
 
 @pytest.mark.parametrize("changes, gigabytes, factor", [
-    ({}, 80, 4), ({}, 20, 2), ({}, 16, None), ({"reproducible": True, "micro_batch_size": 8}, 80, None), ({"head_chunk_tokens": 100}, 80, None),
+    ({}, 80, 4), ({}, 18, 2), ({}, 15, None), ({"reproducible": True, "micro_batch_size": 8}, 80, None), ({"head_chunk_tokens": 100}, 80, None),
     ({"training_stage": "dpo"}, 80, None)])
 def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor):
     config = Config(**{"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "max_seq_len": 2048,
