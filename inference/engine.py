@@ -34,8 +34,9 @@ class RowCache(KVCache):
     def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
         # The extra column absorbs writes of padding past a row's capacity; no token attends to it.
         shape = (config.n_layers, rows, length + 1, config.n_kv_heads, config.head_dim)
-        # On a CPU, a head's tokens lie together and keys are transposed in memory, as "folded" reads them.
-        orders = ((0, 1, 3, 4, 2), (0, 1, 3, 2, 4)) if device.type == "cpu" else ((0, 1, 2, 3, 4),) * 2
+        # On a CPU, a head's tokens lie together; bf16 matmuls read keys faster if transposed in memory.
+        keys_order = (0, 1, 3, 4, 2) if dtype == torch.bfloat16 else (0, 1, 3, 2, 4)
+        orders = (keys_order, (0, 1, 3, 2, 4)) if device.type == "cpu" else ((0, 1, 2, 3, 4),) * 2
         self.keys, self.values = (torch.empty_permuted(shape, order, device=device, dtype=dtype).zero_()
                                   for order in orders)
         self.index_S = torch.arange(length + 1, device=device)
@@ -148,9 +149,9 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: SamplingTensors) -> Te
     Source: Holtzman et al. 2020 (arXiv:1904.09751): top-p; Nguyen et al. 2024 (arXiv:2407.01082): min-p.
     """
     # Subtract the maximum first: logits divided by a small temperature would overflow.
-    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / samplings.temperature_R1
+    scaled_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)).div_(samplings.temperature_R1)
     if samplings.by_id:
-        cumulative_RV = (scaled_RV.exp() * UNNORMALIZED_POINT).long().cumsum(dim=-1)
+        cumulative_RV = scaled_RV.exp_().mul_(UNNORMALIZED_POINT).long().cumsum(dim=-1)
         threshold_R1 = (widened(draws_R[:, None]) * cumulative_RV[:, -1:]).long()
         chosen_R = torch.searchsorted(cumulative_RV, threshold_R1, right=True)[:, 0]
         return chosen_R.clamp(max=scaled_RV.shape[1] - 1)  # NaN logits have no sum
@@ -283,9 +284,9 @@ class Batch:
         if self.counts_RV is not None:
             logits_RV = logits_RV - self.samplings.frequency_B1 * self.counts_RV
             logits_RV = logits_RV - self.samplings.presence_B1 * (self.counts_RV > 0)
-        for logits_V, request in zip(logits_RV, self.requests):
+        for index, request in enumerate(self.requests):
             if request.grammar is not None:
-                logits_V.masked_fill_(~request.grammar.allowed().to(logits_V.device), -torch.inf)
+                logits_RV[index].masked_fill_(~request.grammar.allowed().to(logits_RV.device), -torch.inf)
         next_R = same_on_all(self.model, choose(logits_RV, self.draws_RN[:, self.steps], self.samplings))
 
         # A decoding batch feeds the chosen tokens to its next step.

@@ -1,5 +1,8 @@
 """Weights laid out for generation: packed for the matmuls of a CPU, or in int8."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +36,21 @@ def pack_weights(model: Transformer, int8: bool = False) -> None:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, Int8Linear(layer.weight))
         elif type(layer) is Linear:
-            layer.weight = nn.Parameter(pack(layer.weight), requires_grad=False)
+            layer.weight = nn.Parameter(pack(layer.weight.to(model.compute_dtype)), requires_grad=False)
     head = model.head_matrix
     if type(head) is VocabularyMatrix and head.weight.device.type == "cpu":
-        head.packed = pack(head.weight)
+        head.packed = pack(head.weight.to(model.compute_dtype))
+
+
+@contextmanager
+def packed_weights(model: Transformer) -> Iterator[None]:
+    """Lay out the matrices of a model in training as `pack_weights` does, and restore them at the end."""
+    before = [(layer, layer.weight) for layer in model.modules() if type(layer) is Linear]
+    try:
+        with torch.no_grad():
+            pack_weights(model)
+        yield
+    finally:
+        for layer, weight in before:
+            layer.weight = weight
+        model.head_matrix.packed = None

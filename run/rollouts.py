@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from select import select
 from typing import NamedTuple, Optional
 
@@ -29,10 +30,12 @@ from data_pipeline.templates import load_chat_format
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine, Request, Sampling
+from inference.weights import packed_weights
 from learn.grpo import advantages, all_equal
 from learn.objectives import Prepared
 from model import SHARED_PREFIX, Transformer
 from parallel.exact import share
+from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -216,8 +219,11 @@ class Rollouts:
                     if request.output_ids[-1] in self.chat_format.stop_ids:
                         engine.cancel(request)
 
+        # In float32, packing pays for large matrices only.
+        packs = self.model.compute_dtype == torch.bfloat16 and not is_sharded(self.model)
+        packing = packed_weights(self.model) if packs and engine.device.type == "cpu" else nullcontext()
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), packing:
                 # The first answer of each group computes the prompt; the others copy it.
                 run([requests[0] for requests in groups], until_first=True)
                 run([request for requests in groups for request in requests[1:]], until_first=False)

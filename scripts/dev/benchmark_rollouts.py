@@ -1,10 +1,11 @@
-"""Time the generation of a GRPO step in pairs with that of TRL's GRPOTrainer (transformers' generate), fp32.
+"""Time the generation of a GRPO step in pairs with that of TRL's GRPOTrainer (transformers' generate).
+
+Both have huge pages. With --bf16, transformers' model is cast once.
 
     python scripts/dev/benchmark_rollouts.py --shape sample --pairs 7
 """
 
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from benchmark_generate import SHAPES, huggingface_model
+from paired import ratio
 
 from common.command_line import CommandParser
 from common.errors import run_script
@@ -26,20 +28,23 @@ from config import Config
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from model import Transformer
+from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
 from run.rollouts import Rollouts
 from tokenizer import load_tokenizer
 
 
 def main() -> None:
-    """Print the CPU seconds per pair, and the ratio's median and range."""
+    """Print the CPU seconds per pair, and the median of their ratios with its 95 % interval."""
     parser = CommandParser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="sample")
     parser.add_argument("--tokenizer", default="data/sample/tokenizer.model")
     for name, default in (("prompts", 8), ("group", 8), ("new-tokens", 64), ("pairs", 7), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--stop-share", type=float, default=0.0, help="share of the ids that end an answer")
+    parser.add_argument("--bf16", action="store_true", help="bf16 instead of fp32")
     args = parser.parse_args()
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
     torch.set_num_threads(args.threads)
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -48,7 +53,7 @@ def main() -> None:
     vocab, shape = SHAPES[args.shape]
     config = Config(**shape, init_std=0.04, max_seq_len=32 + args.new_tokens, grpo_max_tokens=args.new_tokens,
                     grpo_group=args.group, training_stage="grpo", device="cpu")
-    model, tokenizer = Transformer(config, vocab), load_tokenizer(args.tokenizer)
+    model, tokenizer = Transformer(config, vocab, dtype), load_tokenizer(args.tokenizer)
     model.init_weights(torch.Generator().manual_seed(0))
     rollouts = Rollouts(model, config, tokenizer, RunContext(Ranks(device=torch.device("cpu")), None, None))
     dice = random.Random(0)
@@ -63,7 +68,7 @@ def main() -> None:
         theirs = AutoTokenizer.from_pretrained(folder)
         theirs.pad_token_id = theirs.pad_token_id or 0
         trainer = GRPOTrainer(
-            huggingface_model(model, config, vocab, config.max_seq_len),
+            huggingface_model(model, config, vocab, config.max_seq_len).to(dtype),
             lambda completions, **_: [0.0] * len(completions),
             GRPOConfig(folder, per_device_train_batch_size=args.group * args.prompts,
                        num_generations=args.group, max_completion_length=args.new_tokens, use_cpu=True,
@@ -88,10 +93,11 @@ def main() -> None:
                 ratios.append((their / m) / (ours / n))
                 print(f"Paddock {ours:.3f} s for {n} tokens, TRL {their:.3f} s for {m}: "
                       f"{ratios[-1]:.2f} x a token", flush=True)
-    print(f"{args.shape}: median {statistics.median(ratios):.2f} x, {np.min(ratios):.2f} to "
-          f"{np.max(ratios):.2f}, {args.pairs} pairs, {args.prompts} x {args.group} answers of at most "
-          f"{args.new_tokens} tokens, {args.stop_share:.1%} of ids end one, threads {args.threads}")
+    print(f"{args.shape}, {dtype}: median {ratio(ratios)} x, {args.pairs} pairs, {args.prompts} x {args.group} "
+          f"answers of at most {args.new_tokens} tokens, {args.stop_share:.1%} of ids end one, "
+          f"threads {args.threads}")
 
 
 if __name__ == "__main__":
+    configure_allocator()
     run_script(main)

@@ -8,7 +8,7 @@ import torch
 from config import ModelConfig
 from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
 from inference.generate import generate
-from inference.weights import INT8_ROWS, Int8Linear, pack_weights
+from inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
 from lora import cast_base
 from model import Transformer
 
@@ -33,6 +33,22 @@ def test_packed_weights_write_the_same_tokens(tie):
     with torch.no_grad():
         torch.testing.assert_close(packed.logits(tokens), plain.logits(tokens), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(packed(tokens, tokens), plain(tokens, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_training_is_packed_for_a_while(dtype):
+    model = Transformer(new_model(dtype).config, 61, dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    before, tokens = dict(model.named_parameters()), torch.tensor(PROMPTS[1:2])
+    with torch.no_grad():
+        expected = model.logits(tokens)
+        with pytest.raises(KeyError), packed_weights(model):
+            assert model.layers[0].feed_forward.w1.weight.is_mkldnn == (dtype == torch.float32 or CPU_MULTIPLIES_BF16)
+            torch.testing.assert_close(model.logits(tokens), expected, rtol=2e-2, atol=2e-2)
+            raise KeyError
+        assert torch.equal(model.logits(tokens), expected)
+    after = dict(model.named_parameters())
+    assert [*after] == [*before] and all(after[name] is before[name] for name in before)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
