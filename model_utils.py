@@ -299,9 +299,11 @@ def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
 
 def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
                     finite: bool = True) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, limited to this model's rows and layers."""
+    """Return the parameters of the model in a folder, limited to this model's rows and layers, or grown."""
     refuse_adapters(folder)
     stored = huggingface.load_model_weights(folder)
+    if config.growth:
+        stored = huggingface.grown(stored, read_model_config(folder), config)
     tensors = huggingface.select_rows_and_layers(stored, vocab_size, config.keep_layers)
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
@@ -356,6 +358,7 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
             raise CheckpointError(f"KEEP_LAYERS={config.keep_layers}, but the model in {folder} has "
                                   f"{saved.n_layers} layers; lower it")
         saved = saved.model_copy(update={"n_layers": config.keep_layers})
+    saved = saved.model_copy(update={name: new for name, (_, new) in config.growth.items()})
 
     def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the saved values of settings that differ, and a description."""

@@ -21,6 +21,7 @@ from config import (
 
 # Reported elsewhere (EPOCHS as MAX_STEPS), or not worth reporting.
 SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
+RESIZING = ("KEEP_LAYERS", "GROW_LAYERS", "GROW_FFN_DIM")  # only matter at the start of a run
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 
@@ -45,10 +46,11 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     now = config.public() | now_identity
     # Older versions had fewer settings.
     defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
-    defaults |= {"KEEP_LAYERS": None, "REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95}
+    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95, **dict.fromkeys(RESIZING)}
     before = defaults | state["settings"] | state["identity"]
-    if now["N_LAYERS"] == before.get("N_LAYERS"):  # only matters at the start of a run
-        del now["KEEP_LAYERS"]
+    if all(now[name] == before.get(name) for name in ("N_LAYERS", "HIDDEN_DIM")):
+        for name in RESIZING:
+            del now[name]
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling
         before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}

@@ -301,10 +301,19 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
     if loaded.config.keep_layers:
         del values["n_layers"]
+    for name, (old, new) in loaded.config.growth.items():
+        values.pop(name, None)
+        if (size := model.hidden_dim if name == "ffn_dim" else model.n_layers) not in (old, new):
+            raise CheckpointError(f"GROW_{name.removeprefix('n_').upper()}={old}:{new}, but the model in "
+                                  f"{folder} has {name.upper()}={size}; change or remove the setting")
     config = decide_compile(loaded.with_defaults(values).config, loaded)
     adopted = {name.upper(): value for name, value in values.items()
                if getattr(config, name) != getattr(loaded.config, name)}
     notes = [f"model settings from {folder}: {assignments(adopted).removeprefix('set ')}"] if adopted else []
+    if config.growth and not is_own:
+        state = huggingface.grown_state(state, config) if state else state
+        notes.append(f"growing N_LAYERS from {model.n_layers} to {config.n_layers}, and FFN_DIM from "
+                     f"{model.hidden_dim} to {config.hidden_dim}; the logits stay equal")
 
     # Check settings and inputs against the checkpoint, and against each other.
     if resumed and inputs:
@@ -536,7 +545,11 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
     config, progress = start.config, Progress()
     if start.state:
         progress = Progress(**start.state["progress"])
-        optimizer.load_state_tensors(model_utils.restore_padding(store.read_optimizer(start.folder), model))
+        tensors = store.read_optimizer(start.folder)
+        if config.growth:
+            saved = model_utils.read_model_config(start.folder)
+            tensors = huggingface.grown(tensors, saved, config, is_optimizer=True)
+        optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])
     if not start.is_own and config.start_step is not None:  # restart all counters that depend on the step

@@ -4,70 +4,29 @@
         --output models/grown
     ./paddock train --run-name grown --pretrain-checkpoint models/grown
 
-New layers are copies of the layers before them, evenly spaced, whose WO and W2 are zero, so the logits are
-equal to the last bit. Their numbers are printed; TRAIN_ONLY can train these layers alone. New rows of W1 and
-W3 are random, and new columns of W2 zero. The optimizer's state is kept; that of new parameters starts from
-zero. A run from the folder continues the schedule at its step.
-Source: Wu et al. 2024 (arXiv:2401.02415); Chen et al. 2016 (arXiv:1511.05641).
+GROW_LAYERS=16:24 and GROW_FFN_DIM=1024:4096 do the same at the start of a run, without a new folder. The
+numbers of the new layers are printed; TRAIN_ONLY can train these layers alone. The optimizer's state is kept;
+that of new parameters starts from zero. A run from the folder continues the schedule at its step.
 """
 
 import json
 import os
-import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
-import torch
-from torch.nn import functional as F
-
 from checkpoint import huggingface, store
-from checkpoint.tensors import LazyTensor, TensorFile, lazy, write_files
+from checkpoint.tensors import TensorFile, write_files
 from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, local_path, run_script
 from common.text import show
-from config import ModelConfig
+from config import grown_layers
 from model_utils import find_model, read_model_config
 from run.card import derived_card, write_card
 from tokenizer import load_tokenizer
-
-LAYER = re.compile(r"((?:model\.)?layers\.)(\d+)(\..+)")
-
-
-def layers_and_copies(old: ModelConfig, new: ModelConfig) -> list[tuple[int, int]]:
-    """Return for each layer of the larger model the layer that it comes from, and 0, or the copy's number."""
-    added = new.n_layers - old.n_layers
-    after = [-(-(number + 1) * old.n_layers // added) - 1 for number in range(added)]
-    return [(layer, copy) for layer in range(old.n_layers) for copy in range(1 + after.count(layer))]
-
-
-def grown(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfig,
-          is_optimizer: bool) -> dict[str, LazyTensor]:
-    """Return a model's tensors under Hugging Face's names, or its optimizer's state, for the larger model."""
-    places = layers_and_copies(old, new)
-    generator, wider, result = torch.Generator().manual_seed(0), new.hidden_dim - old.hidden_dim, {}
-    for name, tensor in tensors.items():
-        value = tensor.whole()
-        if value.ndim == 2 and re.search(r"\.(gate_proj|up_proj|w1|w3)\.", name):
-            rows = torch.zeros(wider, value.shape[1])
-            if not is_optimizer:
-                rows.normal_(0.0, old.init_std, generator=generator)
-            value = torch.cat([value, rows.to(value.dtype)])
-        elif value.ndim == 2 and re.search(r"\.(down_proj|w2)\.", name):
-            value = F.pad(value, (0, wider))
-        if not (match := LAYER.fullmatch(name)):
-            result[name] = lazy(value)
-            continue
-        is_zero = is_optimizer or re.search(r"\.(o_proj|down_proj)\.", name)
-        for place, (layer, copy) in enumerate(places):
-            if layer == int(match[2]):
-                placed = torch.zeros_like(value) if copy and is_zero else value
-                result[f"{match[1]}{place}{match[3]}"] = lazy(placed)
-    return result
 
 
 def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path) -> list[int]:
@@ -80,18 +39,14 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
     if new.n_layers < old.n_layers or new.hidden_dim < old.hidden_dim or new == old:
         raise SettingsError(f"{folder} has {old.n_layers} layers and feed-forwards of {old.hidden_dim}; set "
                             "--layers to more, or --ffn-dim to a larger width")
-    if layers and (old.no_rope_every or (old.sliding_window and old.sliding_every)):
-        raise SettingsError("new layers would shift which layers have a window or no rotary embedding; use "
-                            "--ffn-dim")
-    weights = grown(huggingface.load_model_weights(folder), old, new, is_optimizer=False)
+    weights = huggingface.grown(huggingface.load_model_weights(folder), old, new)
     files = huggingface.weight_files(weights, new.head_dim)
     state, tokenizer = store.read_state(folder), load_tokenizer(str(folder))
     context = huggingface.context_length(huggingface.read_json(folder / "config.json"))
     all_files = dict(files)
     if state:
-        state["settings"] |= {"N_LAYERS": new.n_layers, "FFN_DIM": new.hidden_dim}
-        state["identity"]["HIDDEN_DIM"] = new.hidden_dim
-        moments = grown(store.read_optimizer(folder), old, new, is_optimizer=True)
+        state = huggingface.grown_state(state, new)
+        moments = huggingface.grown(store.read_optimizer(folder), old, new, is_optimizer=True)
         all_files[store.OPTIMIZER] = TensorFile(moments, block_multiple=new.head_dim)
 
     def write(temporary: Path) -> dict[str, Any]:
@@ -106,7 +61,7 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
     sizes = [sum(tensor.nbytes for tensor in file.tensors.values()) for file in all_files.values()]
     step = state["progress"]["step"] if state else 0
     store.publish(output, write, {"step": step, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
-    return [place for place, (_, copy) in enumerate(layers_and_copies(old, new)) if copy]
+    return [place for place, (_, copy) in enumerate(grown_layers(old.n_layers, new.n_layers)) if copy]
 
 
 def main() -> None:

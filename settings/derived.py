@@ -27,8 +27,9 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing o
 # be set in several ways, comes with the checkpoint itself.
 FOR_ONE_START = {
     "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "stop_step",
-    "epochs", "keep_layers", "allow_resume_mismatch", "cache_dir", "device", "world_size", "device_memory",
-    "debug", "profile_steps", "power_steps", "memory_snapshot", *MODEL_SETTINGS}
+    "epochs", "keep_layers", "grow_layers", "grow_ffn_dim", "allow_resume_mismatch", "cache_dir", "device",
+    "world_size", "device_memory", "debug", "profile_steps", "power_steps", "memory_snapshot",
+    *MODEL_SETTINGS}
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}

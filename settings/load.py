@@ -21,7 +21,7 @@ from common.command_line import VERSION, filled
 from common.errors import SettingsError, run_script
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
-from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
+from config import SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
 from settings.derived import PRESETS_DIR
@@ -266,6 +266,10 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         config = config.model_copy(update={"micro_batch_size": rows})
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
+    config = config.model_copy(update={name: new for name, (_, new) in config.growth.items()})
+    if config.train_only == "new" and config.grow_layers:
+        added = (place for place, (_, copy) in enumerate(grown_layers(*config.growth["n_layers"])) if copy)
+        config = config.model_copy(update={"train_only": ",".join(map(str, added))})
 
     # Errors. A plan for other hardware needs neither data nor a tokenizer.
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)

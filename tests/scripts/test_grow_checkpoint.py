@@ -7,6 +7,7 @@ from factories import UNMEASURED, TinyRun, assert_same_run
 from checkpoint import huggingface, store
 from common.errors import CheckpointError, SettingsError
 from config import Config, rules
+from model_utils import read_model_config
 from run.adapters import load_model
 from scripts.grow_checkpoint import grow
 
@@ -30,23 +31,29 @@ def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ("adamw", "muon"))
-def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
+def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path, capsys):
+    """By the script's folder, or by settings."""
     settings = {**UNMEASURED, "MAX_STEPS": 8, "OPTIMIZER": optimizer}
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
     grow(base.checkpoint(4), 4, 128, tmp_path / "grown")
+    width = read_model_config(base.checkpoint(4)).hidden_dim
     kept, moved = (store.read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
     for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
         there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].whole()
         assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.whole())
-    settings["PRETRAIN_CHECKPOINT"] = tmp_path / "grown"
-    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
+    by_setting = {"PRETRAIN_CHECKPOINT": base.checkpoint(4), "GROW_LAYERS": "2:4", "GROW_FFN_DIM": f"{width}:128"}
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings, **growth) for name, growth in (
+        ("whole", {"PRETRAIN_CHECKPOINT": tmp_path / "grown"}), ("parted", by_setting)))
     for each in (run, parted):
         each.settings.pop("N_LAYERS")
         each.settings.pop("MULTIPLE_OF")
-    assert run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
+    assert run.train() == parted.train(STOP_STEP=6) == 0
+    assert f"growing N_LAYERS from 2 to 4, and FFN_DIM from {width} to 128" in capsys.readouterr().out
+    assert parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
+    assert parted.train(MAX_STEPS=9, **dict.fromkeys(by_setting, "none")) == 0
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
 
 
@@ -55,8 +62,9 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
     new = grow(base.checkpoint(4), 4, None, tmp_path / "grown")
-    settings |= {"PRETRAIN_CHECKPOINT": tmp_path / "grown", "TRAIN_ONLY": "1,3", "N_LAYERS": 4}
-    run, parted = (TinyRun(prepared, tmp_path / name, **settings) for name in ("whole", "parted"))
+    run = TinyRun(prepared, tmp_path / "whole", **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown", TRAIN_ONLY="1,3", N_LAYERS=4)
+    parted = TinyRun(prepared, tmp_path / "parted", **settings, PRETRAIN_CHECKPOINT=base.checkpoint(4), TRAIN_ONLY="new",
+                     GROW_LAYERS="2:4")
     assert new == [1, 3] and run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
     before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
@@ -67,7 +75,23 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
 
 @pytest.mark.parametrize("changes, words", (
     ({"train_only": "1,12"}, "TRAIN_ONLY=1,12 must be layers from 0 to 11"),
-    ({"train_only": "new"}, "TRAIN_ONLY=new must be layers from 0 to 11"),
+    ({"train_only": "new"}, "TRAIN_ONLY=new must be layers from 0 to 11, such as 0,1, or new with GROW_LAYERS"),
+    ({"grow_layers": "2:4"}, "GROW_LAYERS=2:4 needs a checkpoint"),
+    ({"grow_ffn_dim": "2:4", "pretrain_checkpoint": "a", "lora_enabled": True}, "GROW_FFN_DIM=2:4 conflicts with LORA_ENABLED=true"),
+    ({"grow_layers": "2:4", "pretrain_checkpoint": "a", "keep_layers": 1}, "KEEP_LAYERS=1 conflicts with GROW_LAYERS"),
     ({"train_only": "1", "sharding": "full"}, "TRAIN_ONLY=1 does not work with SHARDING=full")))
 def test_what_cannot_be_trained_alone_is_refused(changes, words):
     assert any(words in conflict for conflict in rules(Config(**changes)))
+
+
+def test_what_cannot_grow_is_named(whole, prepared, tmp_path, capsys):
+    start = TinyRun(prepared, tmp_path / "run", PRETRAIN_CHECKPOINT=whole.checkpoint(4), MAX_STEPS=5)
+    for changes, words in (({"GROW_LAYERS": "4:2"}, "GROW_LAYERS"), ({"GROW_LAYERS": "many"}, "GROW_LAYERS"),
+                           ({"GROW_LAYERS": "3:4"}, "GROW_LAYERS=3:4, but the model in"), ({"DIM": 96}, "DIM was 32, is 96"),
+                           ({"GROW_FFN_DIM": "9:400"}, "GROW_FFN_DIM=9:400, but the model in")):
+        assert start.train(**changes) in (2, 4, 5) and words in (error := capsys.readouterr().err), error
+    config = Config(n_layers=4, no_rope_every=2, model_type="smollm3")
+    with pytest.raises(SettingsError, match="would shift which layers have a window or no rotary embedding"):
+        huggingface.grown({}, config, config.model_copy(update={"n_layers": 6}))
+    windows = config.model_copy(update={"no_rope_every": None, "sliding_window": 8})  # every layer has one
+    assert huggingface.grown({}, windows, windows.model_copy(update={"n_layers": 6})) == {}
