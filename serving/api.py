@@ -24,7 +24,7 @@ from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
 from inference.text import UNKNOWN, Prompt
 from serving.batcher import Answer, Batcher, Job
-from serving.calls import CallReader, begin_call, form_of_calls, schema_of_call
+from serving.calls import THINK, CallReader, ReasoningReader, begin_call, form_of_calls, schema_of_call
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
@@ -184,12 +184,13 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
 class AnswerResponse(Response):
     """Sends an answer, and cancels it if the client disconnects."""
 
-    def __init__(self, answer: Answer, body: RequestBody, model: str, form_of_calls: str = "none"):
+    def __init__(self, answer: Answer, body: RequestBody, model: str, form_of_calls: str = "none",
+                 place: str = "content"):
         self.answer, self.request_body, self.model = answer, body, model
         self.created = int(time.time())
         self.model_header = {MODEL_HEADER: quote(model, safe="/@")}
         self.is_chat = isinstance(body, ChatBody)
-        self.readers = [CallReader(form_of_calls) for _ in answer.jobs]
+        self.readers = [(ReasoningReader(place), CallReader(form_of_calls)) for _ in answer.jobs]
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -217,18 +218,22 @@ class AnswerResponse(Response):
         """Return the complete answer. Raises ApiError if it cannot be finished."""
         whole = [TextChunk(index, "", 0, None) for index in range(len(self.answer.jobs))]
         calls: list[list[dict[str, Any]]] = [[] for _ in whole]
-        async for chunk, completed in self.chunks():
+        reasoning = [""] * len(whole)
+        async for chunk, completed, thought in self.chunks():
             before = whole[chunk.index]
             whole[chunk.index] = chunk._replace(text=before.text + chunk.text,
                                                scores=[*before.scores, *chunk.scores])
             calls[chunk.index] += completed
-        return self.object([*map(self.choice, whole, calls)]) | {
+            reasoning[chunk.index] += thought
+        return self.object([*map(self.choice, whole, calls, reasoning)]) | {
             "usage": self.answer.usage(self.request_body.n)}
 
-    async def chunks(self) -> AsyncIterator[tuple[TextChunk, list[dict[str, Any]]]]:
-        """Yield the chunks of the answer, each with the tool calls that it completes."""
+    async def chunks(self) -> AsyncIterator[tuple[TextChunk, list[dict[str, Any]], str]]:
+        """Yield the chunks of the answer, each with the tool calls that it completes, and reasoning."""
         async for chunk in self.answer.chunks():
-            yield self.readers[chunk.index].add(chunk)
+            thinking, calling = self.readers[chunk.index]
+            chunk, reasoning = thinking.add(chunk)
+            yield *calling.add(chunk), reasoning
 
     async def events(self) -> AsyncIterator[str]:
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -238,9 +243,9 @@ class AnswerResponse(Response):
             for index in range(self.request_body.n if self.is_chat else 0):
                 opening = {"role": "assistant", "content": ""}
                 yield event([self.choice(TextChunk(index, "", 0, None)) | {"delta": opening}])
-            async for chunk, calls in self.chunks():
-                if chunk.text or chunk.finish_reason or chunk.scores or calls:
-                    yield event([self.choice(chunk, calls)])
+            async for chunk, calls, reasoning in self.chunks():
+                if chunk.text or chunk.finish_reason or chunk.scores or calls or reasoning:
+                    yield event([self.choice(chunk, calls, reasoning)])
             if self.request_body.stream_options and self.request_body.stream_options.include_usage:
                 yield event([], usage=self.answer.usage(self.request_body.n))
         except ApiError as error:
@@ -255,13 +260,15 @@ class AnswerResponse(Response):
         return {"id": self.id, "object": name, "created": self.created, "model": self.model,
                 "choices": choices}
 
-    def choice(self, chunk: TextChunk, calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def choice(self, chunk: TextChunk, calls: Sequence[dict[str, Any]] = (), reasoning: str = ""
+               ) -> dict[str, Any]:
         content: dict[str, Any] = {"text": (text := chunk.text)}
         called = {"tool_calls": [*calls]} if calls else {}
+        called |= {"reasoning_content": reasoning} if reasoning else {}
         if self.is_chat and self.request_body.stream:
             content = {"delta": ({"content": text} if text else {}) | called}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text if text or not calls else None,
+            content = {"message": {"role": "assistant", "content": text if text or not called else None,
                                    "refusal": None, **called}}
         return {"index": chunk.index, "finish_reason": chunk.finish_reason,
                 "logprobs": self.logprobs(chunk) if chunk.scores else None, **content}
@@ -359,7 +366,10 @@ class Api:
         limit = body.max_completion_tokens or body.max_tokens
         jobs = self.jobs(batcher, prompt, body, limit, "messages")
         jobs = [replace(job, grammar=grammar) for job in jobs]
-        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form)
+        place, tokenizer = "content", batcher.model.tokenizer
+        if THINK in (getattr(tokenizer, "chat_template", None) or "") and grammar is None:
+            place = "inside" if tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(THINK) else "start"
+        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form, place)
 
     async def complete(self, request: Request) -> Response:
         body = await read(request, CompletionBody)

@@ -1,4 +1,4 @@
-"""Tool calls in an answer.
+"""Reasoning and tool calls in an answer.
 
 Hermes and Qwen write `<tool_call>{...}</tool_call>`, Mistral `[TOOL_CALLS][{...}]`, and Llama 3 JSON alone.
 """
@@ -14,6 +14,7 @@ from common.errors import DataError
 from data_pipeline.templates import ChatFormat, TemplateFormat
 from inference.generate import TextChunk
 
+THINK, THOUGHT = "<think>", "</think>"
 BEGIN, END, LIST = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 
 
@@ -79,6 +80,33 @@ def form_of_calls(chat_format: ChatFormat | TemplateFormat) -> str:
         return "list"
     match = re.search(rf"({BEGIN}\s*)?(?<!\[)(\{{.*\}})", written, re.DOTALL)
     return ("tags" if match[1] else "json") if match and read_calls(match[2]) else "none"
+
+
+class ReasoningReader:
+    """Separates the reasoning at the beginning of a streamed answer, and holds back what may be a tag.
+
+    Args:
+        place: "start", "inside" the tags if the prompt opens them, or "content" if there are none.
+    """
+
+    def __init__(self, place: str):
+        self._place, self._held = place, ""
+
+    def add(self, chunk: TextChunk) -> tuple[TextChunk, str]:
+        """Return a chunk without reasoning, and its reasoning."""
+        text, reasoning, is_last = self._held + chunk.text, "", chunk.finish_reason is not None
+        if self._place == "start" and (begun := text.lstrip()).startswith(THINK):
+            self._place, text = "inside", begun.removeprefix(THINK)
+        elif self._place == "start" and (is_last or not THINK.startswith(begun)):
+            self._place = "content"
+        if self._place == "inside":
+            reasoning, tag, text = text.partition(THOUGHT)
+            sizes = (size for size in range(len(THOUGHT)) if reasoning.endswith(THOUGHT[:size]))
+            end = len(reasoning) - (0 if tag or is_last else max(sizes))
+            reasoning, text = reasoning[:end], reasoning[end:] + text
+            self._place = "content" if tag else "inside"
+        self._held, text = ("", text) if is_last or self._place == "content" else (text, "")
+        return chunk._replace(text=text), reasoning
 
 
 class CallReader:

@@ -265,6 +265,8 @@ FAULTS = [
           "tests/scripts/test_convert_to_gguf.py"),
     fault("lm-eval: each rank counts its own items alone", "evaluation/standalone.py", "ranks.all_gather_json(plain)",
           "ranks.world_size * [plain]", "tests/scripts/test_evaluate_script.py::test_two_ranks_share_the_tasks"),
+    fault("server: half an end tag is shown as reasoning", "serving/calls.py", "(0 if tag or is_last else max(sizes))", "0",
+          "tests/serving/test_api.py::test_reasoning_is_returned_beside_the_content"),
     fault("growth: TRAIN_ONLY=new trains the old layers", "settings/load.py", "if copy)", "if not copy)", "tests/scripts/test_grow_checkpoint.py"),
     fault("growth: the optimizer's state is grown like weights", "run/start.py", "saved, config, is_optimizer=True)", "saved, config)",
           "tests/scripts/test_grow_checkpoint.py"),

@@ -120,7 +120,7 @@ async function answer(turn, column, seed) {
   const before = turn.answers[column], versions = versionsOf(turn, column).filter(({text}) => text);
   const stopper = new AbortController(), work = {stopper, since: Date.now()};
   const tokens = [];
-  let first = null, last = null, reason = UNREACHABLE;
+  let first = null, last = null, reason = UNREACHABLE, isThinking = false;
   turn.versions ??= [];
   turn.versions[column] = {before: versions, after: []};
   turn.answers[column] = reply;
@@ -135,7 +135,10 @@ async function answer(turn, column, seed) {
     for await (const event of events(response.body)) {
       const {error, choices = [], usage} = event;
       if (error) throw new ApiError(event);
-      const written = choices[0]?.delta?.content ?? choices[0]?.text;
+      const {reasoning_content: thought, content} = choices[0]?.delta ?? {};
+      const tag = thought && !reply.text ? "<think>" : content && isThinking ? "</think>" : "";
+      const written = tag + (thought ?? content ?? choices[0]?.text ?? "");
+      isThinking = thought ? true : content ? false : isThinking;
       if (written) {
         reply.text += written;
         last = work.since = Date.now();

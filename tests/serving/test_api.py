@@ -399,6 +399,28 @@ def test_tool_calls_are_returned_whole_and_streamed(with_tools, monkeypatch, wri
         assert ask(messages=messages).usage.prompt_tokens == len(ids)
 
 
+@pytest.mark.parametrize("with_tools", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("written, reasoning, content, called", [
+    ("<think>\nIs it 1 < 2?\n\n</thin\n</think>\n\nIt is. </think>", "\nIs it 1 < 2?\n\n</thin\n", "\n\nIt is. </think>", []),
+    (f"<think>Hm.</think>\n\n{TAGS}", "Hm.", None, [SEE]), ("<think>\nI wonder </th", "\nI wonder </th", None, []),
+    (" <thin", None, " <thin", []), ("So <think>x</think>", None, ..., [])])
+def test_reasoning_is_returned_beside_the_content(with_tools, monkeypatch, written, reasoning, content, called):
+    client, model = with_tools
+    scripted(monkeypatch, model.tokenizer.encode(written))
+    ask = partial(chat, client, max_tokens=500, tools=TOOLS)
+    message = ask().choices[0].message
+    content = written if content is ... else content
+    assert (message.content, getattr(message, "reasoning_content", None), len(message.tool_calls or [])) == (content, reasoning, len(called))
+    deltas = [chunk.choices[0].delta for chunk in ask(stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (reasoning or "")
+    assert "".join(delta.content or "" for delta in deltas) == (content or "")
+    if reasoning and content:  # or the prompt opens the tags
+        scripted(monkeypatch, model.tokenizer.encode(written.removeprefix("<think>")))
+        known = model.chat_prompt
+        monkeypatch.setattr(model, "chat_prompt", lambda *given: known(*given)._replace(ids=[*known(*given).ids, *model.tokenizer.encode("<think>")]))
+        assert ask().choices[0].message.reasoning_content == reasoning
+
+
 def test_an_answer_in_json_keeps_to_its_schema(with_tools, monkeypatch):
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"kind": {"enum": ["cat", "dog"]}, "count": {"type": "integer", "maximum": 99, "minimum": 1}},
