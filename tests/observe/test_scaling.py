@@ -14,7 +14,7 @@ from config import Config
 from dataloaders import Batch
 from learn.objectives import NextToken
 from model_utils import build_model, gradient_sync, wrap_model
-from observe.scaling import Hardware, collectives
+from observe.forecast import Hardware, collectives
 from parallel import fsdp
 from parallel.ranks import joined_ranks
 
