@@ -61,7 +61,6 @@ class MixFile(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="after")
     def check_sources(self) -> "MixFile":
-        """Check that each source has a path or a name, and that weights are not in two places."""
         for place, source in enumerate(self.sources, 1):
             if bool(source.path) == bool(source.name):
                 raise ValueError(f"source {place}: give either a path (files) or a name (on the hub)")

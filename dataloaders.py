@@ -532,7 +532,6 @@ class MixedRows:
         return f"{len(self):,} rows" + (f" (none of {', '.join(missing)})" if missing else "")
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each row, and its index within the source."""
         indices = indices if self.chosen is None else self.chosen[indices]
         ends = np.cumsum(self.mixing.sizes)
         sources = np.searchsorted(ends, indices, side="right")
@@ -552,7 +551,6 @@ class MixedRows:
 
 
 def rows_by_source(rows) -> tuple:
-    """Return the rows of each source of a mixture; for other data, only the rows themselves."""
     return rows.source_rows if isinstance(rows, MixedRows) else (rows,)
 
 

@@ -99,7 +99,6 @@ class BaseTokenizer:
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
     def document_ids(self, texts: Iterable[str]) -> array:
-        """Return the ids of documents, one after another."""
         return array("I", chain.from_iterable(map(self.encode_document, texts)))
 
     def _document_sha256(self, document: Mapping[str, Any]) -> str:

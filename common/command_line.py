@@ -57,7 +57,6 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
-        """Suggest a flag for an unknown one, then exit as argparse does."""
         unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
         guess = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
         super().error(message + "".join(f"; did you mean {flag}?" for flag in guess))

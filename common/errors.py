@@ -73,7 +73,6 @@ def requires_package(package: str, feature: str) -> Iterator[None]:
 
 
 def local_path(text: str) -> Path:
-    """Return a script flag's value as a local path. Raises SettingsError for a URL."""
     if is_url(text):
         raise SettingsError(f"{text} is a URL, but must be a path on this machine; mount it or copy it")
     return Path(text)

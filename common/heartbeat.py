@@ -119,6 +119,5 @@ class Background(threading.Thread):
         return self.value
 
     def cancel(self) -> None:
-        """End the work at its next beat, and wait a while for that."""
         self.is_cancelled = True
         self.join(CANCEL_SECONDS)

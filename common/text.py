@@ -65,7 +65,6 @@ def is_url(text: str) -> bool:
 
 
 def obeys_escapes(stream: TextIO) -> bool:
-    """Whether a stream is a terminal with more than plain text."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -178,7 +177,6 @@ def show(*lines: str, wraps: bool = False) -> None:
 
 
 def show_part(text: str) -> None:
-    """Print a part of a text to stdout; on a terminal, control characters but line ends are escaped."""
     if sys.stdout.isatty():
         text = "\n".join(map(printable, text.split("\n")))
     print(text.encode(errors="replace").decode(), end="", flush=True)
@@ -238,7 +236,6 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def last_line(text: str) -> str:
-    """The last line that is not empty, at most 300 characters, or that there is none."""
     return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
 
 

@@ -366,7 +366,6 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
 
 
 def text_of(example: Example, separator: str = "\n") -> str:
-    """Return all messages of an example as one text."""
     return separator.join([text for message in example.messages for text in (
         message.get("reasoning_content"), message["content"]) if text is not None] + [*example.answers])
 

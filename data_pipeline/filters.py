@@ -117,7 +117,6 @@ class NearDuplicates:
             self.table[band, chosen[fits], way[fits]] = order[fits] + 1
 
     def _sets_of(self, bands: np.ndarray) -> np.ndarray:
-        """Return the set that each band (a row) selects."""
         hashes = np.zeros(len(bands), np.uint64)
         for row in range(self.rows):
             hashes = (hashes + bands[:, row]) * SEEDS[0]
@@ -222,7 +221,6 @@ class Filters:
 
     def apply(self, chunks: Iterable[tuple[list, Any]],
               in_order: InOrder) -> Iterator[tuple[list, Passed]]:
-        """Yield the chunks without the removed documents."""
         if not self.removed:
             yield from ((items, Passed(end, [], 0)) for items, end in chunks)
             return
@@ -241,7 +239,6 @@ class Filters:
             yield kept, Passed(end, removed, self.seen.count if self.options.similarity else 0)
 
     def count(self, removed: list[tuple[str, str]]) -> None:
-        """Count and list the documents removed from a chunk that is being written."""
         for reason, description in removed:
             self.removed[reason]["count"] += 1
             if len(self.removed[reason]["listed"]) < LISTED_BAD_RECORDS:

@@ -86,7 +86,6 @@ class Mixture(BaseModel, strict=True):
                      for step, weights in zip(begins, self.weights))
 
     def fingerprint(self, set_fingerprints: Sequence[str]) -> str:
-        """Return a hash of everything that determines the rows of a run."""
         phases = [[phase.until, weight_units(weights)] for phase, weights in zip(self.phases, self.weights)]
         return hashlib.sha256(json.dumps([*set_fingerprints, phases]).encode()).hexdigest()
 

@@ -333,7 +333,6 @@ def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, fil
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
-    """Return the advice for too few documents, or examples of a kind."""
     is_text = not kind and any(kind_of(path)[0] == "text" for path in paths)
     split_text = ", or split the text into more (--documents)" if is_text else ""
     return f"add more {'examples' if kind else 'documents'}{split_text}"

@@ -196,7 +196,6 @@ class Stream(BaseModel, strict=True):
 
     @model_validator(mode="after")
     def check_sum(self) -> "Stream":
-        """Check that no shard is missing or listed twice."""
         if len({entry.file for entry in self.shards}) < len(self.shards):
             raise ValueError("a shard is listed twice")
         if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
@@ -264,7 +263,6 @@ class Verification(NamedTuple):
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Return the narrowest id type of token files that fits the vocabulary: "uint16" or "uint32"."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -479,7 +477,6 @@ def _fingerprint(shards: Sequence[Shard]) -> str:
 
 
 def _foreign_files(path: Path, split: str) -> list[Path]:
-    """Return the token files of one split, sorted by name."""
     in_folder = path.is_dir()
     if in_folder:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
@@ -687,7 +684,6 @@ class ShardWriter:
         return self.tokens - sum(shard["tokens"] for shard in self.shards)
 
     def write(self, ids: np.ndarray) -> None:
-        """Append ids, starting new shards as needed."""
         ids = ids.astype(self.dtype.newbyteorder("<"), copy=False)
         while len(ids):
             if self.file is None:

@@ -115,7 +115,6 @@ class Reading:
 
     @property
     def fraction(self) -> float | None:
-        """Fraction of the source that has been read, or None if its size is unknown."""
         return self.bytes_done / self.bytes_total if self.bytes_total else None
 
     def refuse(self, where: str, reason: str) -> None:
@@ -146,7 +145,6 @@ class StoredFile:
 
     @property
     def url(self) -> str:
-        """The name for messages, without passwords."""
         return self.name if self.is_local else without_passwords(self.fs.unstrip_protocol(self.name))
 
     def open(self) -> Any:

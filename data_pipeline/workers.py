@@ -62,7 +62,6 @@ def position_of(text: str) -> float:
 
 
 def split_of(text: str, validation_fraction: float) -> str:
-    """Return the split of a document, which depends only on its text."""
     return SPLITS[position_of(text) < validation_fraction]
 
 

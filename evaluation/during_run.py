@@ -80,7 +80,6 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
 
 
 def due(every: int, step: int, last: bool = False) -> bool:
-    """Return True after every `every`-th step and after the last; never if `every` is 0."""
     return every > 0 and (step % every == 0 or last)
 
 
@@ -213,7 +212,6 @@ def validation_reward(run: Run) -> Result:
 
 
 def sha256_of(value: Any) -> str:
-    """Return the hash of a JSON-like value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -73,7 +73,6 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the dequantized matrix."""
     if packed.dtype == torch.int8:
         return torch.ops.bitsandbytes.int8_vectorwise_dequant(packed, scales).to(dtype)
     return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
@@ -125,5 +124,4 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def matrix(x: Tensor, weight: Tensor, scales: Optional[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Return the weight, rounded to the dtype of x."""
         return rounded(weight if scales is None else dequantize(weight, scales, shape, x.dtype), x.dtype)

@@ -311,7 +311,6 @@ class RunReader:
         return newest and newest[0]
 
     def state(self, step: int, max_steps: int) -> tuple[str, str]:
-        """Return the run's state and a sentence that describes it."""
         reason, last_sign, log = None, None, self.folder / "metrics.jsonl"
         if self.processes:
             reason, last_sign = self.processes[-1].end.get("reason"), self.processes[-1].last_sign
@@ -351,7 +350,6 @@ class RunReader:
         return {"where": where, "reason": end.get("reason") or KILLED, "saved": saved, "command": command}
 
     def facts(self) -> Iterator[list[str]]:
-        """Yield facts about the run as [label, text]."""
         settings, checkpoint = self.settings, self.newest_checkpoint()
         adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
         distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""

@@ -46,7 +46,6 @@ class Process:
     clock_steps: list[tuple[int, float]] = field(default_factory=list)
 
     def add_line(self, step: int, time: float, step_seconds: float) -> None:
-        """Count a logged line."""
         if self.last_time is None:
             self.last_time, self.last_step = self.started, self.events[0]["step"]
         seconds = max(0.0, step_seconds) * max(0, step - self.last_step)

@@ -106,7 +106,6 @@ def join_assets(*paths: str | Path) -> str:
 
 
 def fill_template(template: str, parts: dict[str, str]) -> str:
-    """Return the template with each `{name}` replaced by parts[name]."""
     return re.sub(r"\{(\w+)\}", lambda name: parts[name[1]], template)
 
 

@@ -45,7 +45,6 @@ class Live:
             return self.version, self.data
 
     async def page(self, request: Request) -> Response:
-        """Return the page."""
         _, data = await asyncio.to_thread(self.current)
         return HTMLResponse(render(data, live=True), headers=HEADERS)
 

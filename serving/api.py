@@ -274,7 +274,6 @@ class AnswerResponse(Response):
                 "logprobs": self.logprobs(chunk) if chunk.scores else None, **content}
 
     def logprobs(self, chunk: TextChunk) -> dict[str, Any]:
-        """Return the log-probabilities of a chunk in the format of the endpoint."""
         tokenizer = self.answer.batcher.model.tokenizer
 
         def entry(token: int, logprob: float) -> dict[str, Any]:

@@ -50,7 +50,6 @@ class Answer:
         self._queue.put_nowait(chunk)
 
     async def chunks(self) -> AsyncIterator[TextChunk]:
-        """Yield all chunks. Raises ApiError if the answer cannot be finished."""
         left = len(self.jobs)
         while left:
             chunk = await self._queue.get()
@@ -97,7 +96,6 @@ class Batcher:
     # In the event loop
 
     def check_room(self, prompts: int) -> None:
-        """Raise ApiError if there is no room for this many prompts."""
         if self._stopping:
             raise stopping()
         if prompts > self.capacity:
@@ -196,7 +194,6 @@ class Batcher:
         self._send([(answer, reported) for answer in answers])
 
     def _send(self, chunks: Sequence[tuple[Answer, TextChunk | ApiError]]) -> None:
-        """Pass chunks to their answers, in the event loop."""
         def put_all() -> None:
             for answer, chunk in chunks:
                 answer.put(chunk)

@@ -91,7 +91,6 @@ def unknown(where: str, name: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return the text on one line, shortened to 80 characters."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
