@@ -225,7 +225,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
     opened = shards.open_token_set(folder, "train", shards.TokenizerInfo(vocab_size), verification=shards.Verification("always"))
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
-    assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
+    assert opened.document_start_id == 0 and opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
     count = data.draw(st.integers(0, len(ids) - start))
     if count:

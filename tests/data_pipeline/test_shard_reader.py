@@ -53,15 +53,6 @@ def test_dtype_is_the_narrowest_that_holds_every_id(vocab_size, dtype):
     assert shard_reader.dtype_for(vocab_size) == dtype and vocab_size - 1 <= np.iinfo(dtype).max
 
 
-def test_every_range_is_read_across_the_borders_of_shards(prepared):
-    tokens = open_train(prepared)
-    assert tokens.tokens == 52 and tokens.document_start_id == 7
-    for start in range(52):
-        for count in range(1, 53 - start):
-            assert tokens.read(start, count).tolist() == list(range(start, start + count))
-    assert shard_reader.open_token_set(prepared, "validation", shard_reader.TokenizerInfo(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
-
-
 def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
     unfinished = prepared.parent / "tmp-other"
     unfinished.mkdir()

@@ -94,11 +94,12 @@ def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
 
 
 def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
     with FileLock(folder / "run.lock") as lock:
         assert lock.take() == ""
         before = (folder / "run.lock").stat()
         run, = read(folder).data()["runs"]
-        assert (run["state"], run["sentence"]) == ("running", "running: 5 of 10 steps done")
+        assert (run["state"], run["sentence"], run["eta_seconds"]) == ("running", "running: 5 of 10 steps done", 15)
         assert (folder / "run.lock").stat() == before
     assert read(folder).data()["runs"][0]["state"] == "stopped"
 
@@ -115,13 +116,6 @@ def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
     os.utime(folder / "metrics.jsonl", (time.time() - 7200, time.time() - 7200))
     run, = read(folder).data()["runs"]
     assert run["state"] == "unknown" and "no sign of life for 2 h 00 min" in run["sentence"]
-
-
-def test_the_time_that_is_left_is_told_while_it_runs(folder):
-    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
-    with FileLock(folder / "run.lock") as lock:
-        assert lock.take() == ""
-        assert read(folder).data()["runs"][0]["eta_seconds"] == 15
 
 
 def test_alarms_come_from_the_ledger_and_the_chronicle(folder):

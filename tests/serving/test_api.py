@@ -309,19 +309,6 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
         assert complete(client).choices[0].text
 
 
-def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):
-    ours = server[1][0]
-    streams = [chat(client, stream=True, max_tokens=CONTEXT - 100) for _ in range(6)]
-    for stream in streams:
-        next(stream)
-    wait_until(lambda: len(ours._streams) == 6)
-    requests = [*ours._streams]
-    for stream in streams:
-        stream.close()
-    wait_until(lambda: is_free(ours))
-    assert {request.finish_reason for request in requests} == {"cancelled"}
-
-
 # The form of Mistral 7B Instruct 0.3's template, in few lines; its control tokens are ones of the tiny tokenizer.
 MISTRAL = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {%- for message in messages %}{% if message.role == "assistant" %}<|im_start|>{{ message.content }}

@@ -90,6 +90,7 @@ def test_it_listens_on_loopback_only_and_says_where(job):
     assert str(address) == "127.0.0.1" and url_of(job) == f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.parametrize("job", [False, True], indirect=True, ids=["", "in a step that does not end"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_ends_streams_with_an_error_and_the_process(job, number, code):
     with streaming(job) as lines, socket.create_connection(("127.0.0.1", int(url_of(job).rpartition(":")[2]))):
@@ -99,18 +100,6 @@ def test_a_signal_ends_streams_with_an_error_and_the_process(job, number, code):
     job.processes[0].join(PATIENCE)
     assert job.processes[0].exitcode == code
     assert job.text().partition("(Ctrl-C stops it)")[2].strip() == ("Stopped." if code == 130 else "")
-
-
-@pytest.mark.parametrize("job", [True], indirect=True)
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_ends_it_also_in_a_step_that_does_not_end(job, number, code):
-    with streaming(job) as lines:
-        wait_until(lambda: next(lines) and True)
-        os.kill(job.processes[0].pid, number)
-        *_, last = lines
-    assert "the server is stopping" in last
-    job.processes[0].join(PATIENCE)
-    assert job.processes[0].exitcode == code
 
 
 def test_a_crash_ends_streams(job):
