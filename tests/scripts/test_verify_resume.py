@@ -153,7 +153,7 @@ def roll_dice() -> None:
     (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same"),
     pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
                  marks=pytest.mark.slow),
-    (begin_anew, {"resumed"}, "two uninterrupted runs are the same"),
+    pytest.param(begin_anew, {"resumed"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
     pytest.param(forget_progress, {"metrics", "progress"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
     (roll_dice, {"weights", "straight again"}, "two uninterrupted runs differ too")])
 def test_what_is_not_restored_is_found(plant, differing, words, verify):

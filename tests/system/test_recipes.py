@@ -207,7 +207,8 @@ def needs(title: str) -> None:
     pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
 
 
-@pytest.mark.parametrize("title", RECIPES)
+@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow if title in ("Lion", "SLiC") else [])
+                                   for title in RECIPES])
 def test_a_recipe_does_what_its_reference_does(title, prepared, tmp_path):
     needs(title)
     ended = prove(RECIPES[title], changes_of(title), prepared, tmp_path)
