@@ -108,15 +108,18 @@ class SamplingTensors:
         self.penalty_B1 = None
         if any(sampling.repetition_penalty != 1 for sampling in samplings):
             self.penalty_B1 = column("repetition_penalty", samplings)
-        self.presence_B1, self.frequency_B1 = None, column("frequency_penalty", samplings)
+        self.presence_B1 = None
         if any(sampling.presence_penalty or sampling.frequency_penalty for sampling in samplings):
-            self.presence_B1 = column("presence_penalty", samplings)
+            self.presence_B1, self.frequency_B1 = (column(f"{name}_penalty", samplings)
+                                                   for name in ("presence", "frequency"))
         self.by_id = all(sampling.by_id for sampling in samplings)  # no batch has both kinds
         rows = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
         self.sampled_R = torch.tensor(rows, device=device) if rows else None  # None = all greedy
         if rows:
             sampled = [samplings[row] for row in rows]
-            self.temperature_R1, self.top_k_R1 = column("temperature", sampled), column("top_k", sampled)
+            self.temperature_R1 = column("temperature", sampled)
+        if rows and not self.by_id:
+            self.top_k_R1 = column("top_k", sampled)
             self.top_p_R1, self.min_p_R1 = column("top_p", sampled), column("min_p", sampled)
             self.highest_top_k = max(sampling.top_k for sampling in sampled)
 

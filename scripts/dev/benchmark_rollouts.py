@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parent))
 
 # ruff: noqa: E402
-import numpy as np
 import torch
 from benchmark_generate import SHAPES, huggingface_model
 from paired import ratio
@@ -93,8 +92,8 @@ def main() -> None:
                 ratios.append((their / m) / (ours / n))
                 print(f"Paddock {ours:.3f} s for {n} tokens, TRL {their:.3f} s for {m}: "
                       f"{ratios[-1]:.2f} x a token", flush=True)
-    print(f"{args.shape}, {dtype}: median {ratio(ratios)} x, {args.pairs} pairs, {args.prompts} x {args.group} "
-          f"answers of at most {args.new_tokens} tokens, {args.stop_share:.1%} of ids end one, "
+    print(f"{args.shape}, {dtype}: median {ratio(ratios)} x, {args.pairs} pairs, {args.prompts} x "
+          f"{args.group} answers of at most {args.new_tokens} tokens, {args.stop_share:.1%} of ids end one, "
           f"threads {args.threads}")
 
 
