@@ -153,7 +153,8 @@ def value_rows(shape: tuple[int, ...], stride: tuple[int, ...], queries: int,
     Both count in heads from the first.
     """
     steps = [step // shape[-1] for step in stride[:3]]
-    B, S, K = (torch.arange(size, dtype=torch.int32, device=device) * step for size, step in zip(shape, steps))
+    B, S, K = (torch.arange(size, dtype=torch.int32, device=device) * step
+               for size, step in zip(shape, steps))
     index_BK1S = (B[:, None] + K)[:, :, None, None] + S
     count = 1 + sum((size - 1) * step for size, step in zip(shape, steps))
     return index_BK1S.expand(-1, -1, queries, -1).reshape(-1, shape[1]), count

@@ -94,12 +94,15 @@ def logprob_in_tiles(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vo
     for chunk in slices(len(hidden_MD), CACHED_POSITIONS):
         index_M1, chunk_MD = targets_M[chunk, None], hidden_MD[chunk]
         target_M1, lse_MK = torch.zeros(len(index_M1), 1), torch.empty(len(index_M1), len(tiles))
+        memory_MV = torch.empty(len(index_M1), tiles[0].stop)  # new memory costs page faults
         for number, ids in enumerate(tiles):
-            logits_MV = linear(chunk_MD, weight_VD[ids]).float()
+            logits_MV = memory_MV[:, :ids.stop - ids.start].copy_(linear(chunk_MD, weight_VD[ids]))
             is_inside_M1 = (index_M1 >= ids.start) & (index_M1 < ids.stop)
             within_M1 = (index_M1 - ids.start).clamp(0, logits_MV.shape[1] - 1)
             target_M1 = torch.where(is_inside_M1, logits_MV.gather(1, within_M1), target_M1)
-            torch.logsumexp(logits_MV, 1, out=lse_MK[:, number])
+            highest_M1 = logits_MV.amax(1, keepdim=True)
+            sum_M1 = logits_MV.sub_(highest_M1).exp_().sum(1, keepdim=True)
+            lse_MK[:, number, None] = sum_M1.log_().add_(highest_M1)
         logprob_M[chunk] = target_M1[:, 0] - lse_MK.logsumexp(1)
     return logprob_M.where(targets_M != IGNORE_INDEX, 0)
 
