@@ -273,7 +273,7 @@ class OptimConfig(Section):
     adam_beta1: float = curve(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     adam_beta2: float = curve(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     adam_eps: float = curve(1e-8, "AdamW's epsilon", gt=0)
-    muon_momentum: float = curve(0.95, "decay of Muon's momentum", ge=0, lt=1)
+    muon_momentum: float = curve(0.95, "decay of Muon's momentum; 0.8 for runs of 200 steps", ge=0, lt=1)
     max_grad_norm: float = curve(1.0, "clip the gradient to this norm; 0 = only measure it", ge=0)
     gradient_dtype: Literal["fp32", "bf16"] = curve(
         "fp32", "dtype of gradient exchange; bf16 halves the traffic but rounds")
