@@ -20,6 +20,7 @@ from debug.replay import read_settings
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.grpo import advantages
+from report.page import Report
 from run import rollouts
 from run.rollouts import Rewards, training_batch
 from settings.load import Layer
@@ -109,6 +110,14 @@ def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
     assert len(one.lines("rollouts")) == 4 * 8
 
 
+def test_the_reference_of_adapters_is_the_model_without_them(stages, tmp_path):
+    run = stages.run("lora-grpo", tmp_path, GRPO_UPDATES=1, MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0,
+                     SAMPLE_EVERY=0, SAVE_EVERY=0)
+    assert run.train() == 0
+    first, second = run.column("kl").values()
+    assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
+
+
 def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
     """GKD's lambda: the share of micro-batches with own answers; the others have those of the records."""
     runs = {share: stages.run("gkd", tmp_path / str(share), DISTILLATION_LAMBDA=share, VALIDATE_EVERY=0) for share in (0, 0.5, 1)}
@@ -144,6 +153,13 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
             assert one["prompt"] == other["prompt"] and abs(one["advantage"] + other["advantage"]) < 1e-12
             assert np.sign(one["advantage"]) == np.sign(one["reward"] - other["reward"])
     assert len({line["answer"] for line in whole.lines("rollouts")}) > 25, "answers draw their own numbers"
+    report = Report([whole.folder])
+    report.read()
+    data = report.data()
+    shown = {sample["step"]: sample["text"] for sample in data["runs"][0]["samples"] if "Rewards" in sample["prompt"]}
+    for line in whole.lines("rollouts"):
+        assert line["group"] or f'\n{line["reward"]:g}: {line["answer"]}' in shown[line["step"]]
+    assert {"reward", "length", "entropy"} <= {chart["id"] for chart in data["charts"]}
     card = (whole.checkpoint(4) / "README.md").read_text()
     assert f"| `validation split` | reward | {metrics[-1]['val_reward']:.4f}" in card and "is unknown" not in card
 
