@@ -17,7 +17,6 @@ Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M e
 """
 
 import gzip
-import hashlib
 import json
 import re
 import zlib
@@ -33,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.item_scores import error_of_share
 from common.errors import DataError
-from common.files import plain
+from common.files import json_sha256, plain
 from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of
@@ -87,9 +86,9 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     """Return the first HELLASWAG_EXAMPLES items of a file, tokenized."""
     items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
-    wording = json.dumps([item[1:] for item in items]).encode()
+    wording = json_sha256([item[1:] for item in items])
     tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
-    return ChoiceSet(named.name, named.title, tasks, chance, hashlib.sha256(wording).hexdigest())
+    return ChoiceSet(named.name, named.title, tasks, chance, wording)
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:

@@ -21,7 +21,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from common.errors import DataError, SettingsError
-from common.files import atomic_write, disk_errors, read_json, read_text
+from common.files import atomic_write, disk_errors, json_sha256, read_json, read_text
 from common.remote import HUB_NAME, hub_folder, why_not
 from common.text import command
 from config import SAMPLE
@@ -104,8 +104,7 @@ class BaseTokenizer:
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
         """Return a hash of the fields of a tokenizer.json that affect ids, and of bos and eos."""
         fields = [document.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        content = json.dumps([fields, self.bos_id, self.eos_id], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return json_sha256([fields, self.bos_id, self.eos_id])
 
     def _write_files(self, folder: str | Path, names: Mapping[str, str], chat_template: str | None) -> None:
         """Write the files of a Hugging Face folder; `names` are the control tokens by role."""

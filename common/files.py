@@ -129,6 +129,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def json_sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None,
            size: int = sys.maxsize) -> str:
     """Return the SHA-256 of a file's next `size` bytes; `advance` is called with the size of each block."""

@@ -1,7 +1,5 @@
 """Mixtures of prepared sets: mixture.json lists the sets and their weights in each phase of a run."""
 
-import hashlib
-import json
 import os
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common.errors import DataError
-from common.files import write_json
+from common.files import json_sha256, write_json
 from common.text import aligned
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
 
@@ -87,7 +85,7 @@ class Mixture(BaseModel, strict=True):
 
     def fingerprint(self, set_fingerprints: Sequence[str]) -> str:
         phases = [[phase.until, weight_units(weights)] for phase, weights in zip(self.phases, self.weights)]
-        return hashlib.sha256(json.dumps([*set_fingerprints, phases]).encode()).hexdigest()
+        return json_sha256([*set_fingerprints, phases])
 
 
 def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path], phases: list[dict]) -> Path:

@@ -6,7 +6,6 @@ that the number of workers does not matter. A killed preparation continues from 
 disk.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
-from common.files import FileLock, disk_errors, read_json, sync_folder, write_json
+from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
@@ -100,8 +99,7 @@ class PreparationPlan(NamedTuple):
     @property
     def key(self) -> str:
         """The set's folder name: a hash of its source, tokenizer and settings."""
-        content = json.dumps([self.identities, self.tokenizer.sha256, self.settings], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return json_sha256([self.identities, self.tokenizer.sha256, self.settings])[:16]
 
     @property
     def dtype(self) -> str:

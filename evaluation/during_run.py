@@ -1,7 +1,5 @@
 """Distributed evaluation: validation, multiple choice, generated answers and samples."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 
 from checkpoint import item_scores
+from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.templates import load_chat_format
@@ -175,8 +174,8 @@ def validation(run: Run) -> Result:
         error = f" +- {table[0].stderr:.4f}"
     summary = [f"Loss: {loss:.4f}{error}", *(f"{name.replace('_', ' ').capitalize()}: {value:.4f}"
                                              for name, value in others.items())]
-    items = sha256_of([inputs.validation_fingerprint, rows, config.micro_batch_size, config.max_seq_len,
-                       config.document_mask, config.training_stage])
+    items = json_sha256([inputs.validation_fingerprint, rows, config.micro_batch_size, config.max_seq_len,
+                         config.document_mask, config.training_stage])
     # JSON has no NaN.
     line = {"name": item_scores.VALIDATION, "items": items, "n": len(blocks_B2),
             "loss": [loss if math.isfinite(loss) else None for loss in losses_B.tolist()],
@@ -203,16 +202,12 @@ def validation_reward(run: Run) -> Result:
     reward, error = float(rewards_N.mean()), item_scores.standard_error(rewards_N)
     metrics = {"val_reward": reward, "val_reward_stderr": error}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
-    items = sha256_of([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
+    items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
     line = {"name": item_scores.REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
     summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"
     return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
-
-
-def sha256_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 # -------------------------------------------------------------------- multiple choice, and generated text
@@ -266,7 +261,7 @@ def generation(run: Run) -> Result:
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
-    line = {"name": item_scores.GENERATION, "items": sha256_of([prompts, references]), "n": len(answers),
+    line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
