@@ -6,7 +6,7 @@ differ by a factor of two in speed. Which can run depends on device, dtype, head
 
 import inspect
 from contextlib import nullcontext
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple, Optional
 
 import torch
@@ -125,8 +125,7 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
 def attend_folded(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor]) -> Tensor:
     """Return attention of few queries to many keys (None = to all); keys and values are not expanded.
 
-    The query heads of a group are rows of one matmul. The values are the rows of an embedding, of which each
-    query takes a weighted sum: several times as fast as a matmul per row.
+    The query heads of a group are rows of one matmul.
     """
     (rows, _, n_kv_heads, head_dim), queries = k_BSKH.shape, q_BTNH.shape[1]
     q_BKTGH = q_BTNH.unflatten(2, (n_kv_heads, -1)).transpose(1, 2)
@@ -136,28 +135,8 @@ def attend_folded(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Opt
     if mask_B1TS is not None:
         by_head = scores.view(rows, n_kv_heads, queries, -1, scores.shape[-1])
         by_head.masked_fill_(~mask_B1TS[:, :, :, None], -torch.inf)
-    if v_BSKH.stride(-1) != 1:
-        v_BSKH = v_BSKH.contiguous()
-    index, count = value_rows(v_BSKH.shape, v_BSKH.stride(), q.shape[1], q.device)
-    table = v_BSKH.as_strided((count, head_dim), (head_dim, 1))
-    attended = F.embedding_bag(index, table, mode="sum", per_sample_weights=scores.softmax(-1).flatten(0, 1))
+    attended = torch.bmm(scores.softmax(-1), v_BSKH.transpose(1, 2).reshape(len(q), -1, head_dim))
     return attended.view_as(q_BKTGH).transpose(1, 2).flatten(2, 3)
-
-
-@lru_cache(maxsize=2)  # shared by all layers
-@torch.inference_mode(False)
-def value_rows(shape: tuple[int, ...], stride: tuple[int, ...], queries: int,
-               device: torch.device) -> tuple[Tensor, int]:
-    """Return where the S values of each of the B * K * `queries` rows of scores are, and how many lie there.
-
-    Both count in heads from the first.
-    """
-    steps = [step // shape[-1] for step in stride[:3]]
-    B, S, K = (torch.arange(size, dtype=torch.int32, device=device) * step
-               for size, step in zip(shape, steps))
-    index_BK1S = (B[:, None] + K)[:, :, None, None] + S
-    count = 1 + sum((size - 1) * step for size, step in zip(shape, steps))
-    return index_BK1S.expand(-1, -1, queries, -1).reshape(-1, shape[1]), count
 
 
 def document_spans(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

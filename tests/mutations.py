@@ -408,8 +408,6 @@ FAULTS = [
     fault("cache: a folded query attends beyond its row", "fused/attention.py",
           "masked_fill_(~mask_B1TS[:, :, :, None], -torch.inf)", "masked_fill_(~mask_B1TS[:, :, :, None], 0)",
           "tests/fused/test_attention.py"),
-    fault("cache: all heads attend to the values of the first", "fused/attention.py",
-          "index_BK1S = (B[:, None] + K)", "index_BK1S = (B[:, None] + 0 * K)", "tests/fused/test_attention.py"),
     fault("rollouts: the weights stay packed", "inference/weights.py",
           "layer.weight = weight", "pass", "tests/inference/test_weights.py"),
     fault("sampling: top-p without the token that passes it", "inference/engine.py",
