@@ -385,7 +385,6 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Return the context length of a config.json's model, in tokens."""
     return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
 
 
@@ -487,17 +486,13 @@ def model_files(state_dict: Mapping[str, Tensor | LazyTensor], model_config: Mod
     return weight_files(to_huggingface(state_dict, model_config, vocab_size), model_config.head_dim)
 
 
-def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1,
-                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, TensorFile]:
-    """Return tensors as model.safetensors, or as several smaller files."""
+def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1) -> dict[str, TensorFile]:
+    """Return tensors as model.safetensors, or as several files of at most MAX_SHARD_BYTES."""
     shards: list[dict[str, LazyTensor]] = [{}]
-    room = max_shard_bytes
     for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
+        if shards[-1] and sum(each.nbytes for each in (*shards[-1].values(), tensor)) > MAX_SHARD_BYTES:
             shards.append({})
-            room = max_shard_bytes
         shards[-1][name] = tensor
-        room -= tensor.nbytes
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     return {name: TensorFile(shard, {"format": "pt"}, head_dim)
             for name, shard in zip(names if len(shards) > 1 else [WEIGHTS_FILE], shards)}
@@ -548,7 +543,6 @@ def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON in the format of Hugging Face's folders."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -584,7 +578,6 @@ def hub_model(name: str) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a model folder has its configuration and all weights."""
     index = folder / INDEX_FILE
     files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
     return all((folder / file).exists() for file in ("config.json", *files))

@@ -71,7 +71,6 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
 
 
 def temporary_of(folder: Path) -> Path:
-    """Return the path where this process writes a folder."""
     return folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
 
 
@@ -89,7 +88,7 @@ def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int, larg
 
 
 def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]],
-           warn: Warn = warn_on_console) -> None:
+           warn: Warn) -> None:
     """Write the manifest of a complete temporary folder and rename it, replacing a folder of that name."""
     folder = Path(folder).absolute()
     replaced = folder.with_name(f"replaced-{folder.name}")
@@ -109,12 +108,6 @@ def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Ma
     retrying(attempt, warn)
     if os.path.lexists(replaced):
         _remove(replaced, warn)
-
-
-def reserve_manifest(folder: Path) -> None:
-    """Take room on the disk for the manifest, so that `finish` succeeds even if the disk fills meanwhile."""
-    (folder / MANIFEST).write_bytes(bytes(MOST_MANIFEST_BYTES))
-    sync(folder / MANIFEST)
 
 
 def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:

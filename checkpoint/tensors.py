@@ -78,7 +78,6 @@ def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
 
 
 def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    """Return the tensors in memory."""
     return {name: tensor.whole() for name, tensor in tensors.items()}
 
 
@@ -107,7 +106,6 @@ class TensorFile:
         self.offsets = {name: len(self.header) + header[name]["data_offsets"][0] for name in self.tensors}
 
     def create(self, path: Path) -> None:
-        """Write the header, and give the file its size."""
         with open(path, "wb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
@@ -149,7 +147,6 @@ def write_files(folder: Path, files: Mapping[str, TensorFile]) -> dict[str, dict
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
                   metadata: Optional[Mapping[str, str]] = None) -> None:
-    """Write a safetensors file."""
     write_files(path.parent, {path.name: TensorFile(tensors, metadata)})
 
 

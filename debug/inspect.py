@@ -54,7 +54,6 @@ class RepeatCounter:
 
     @property
     def share(self) -> float:
-        """The share of documents that repeat an earlier one."""
         return 1 - len(np.unique(self.hashes)) / max(1, len(self.hashes))
 
 

@@ -324,7 +324,6 @@ def replay_before(run: Run, step: int, world_size: int,
 
 
 def compare(name: str, now: float, then: Optional[float]) -> str:
-    """Return a line that compares a value of the step with the ledger's."""
     apart, ledger = difference(now, then), "not finite" if then is None else f"{then:.6g}"
     verdict = f"differs by {apart:.1e}, which is rounding" if apart else "the same"
     return f"{name:<14} {now:<12.6g} ledger {ledger:<12} {verdict if apart <= ROUNDING else 'DIFFERENT'}"
@@ -371,7 +370,6 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
 
 
 def print_wrapped(text: str) -> None:
-    """Print an entry, wrapped at 120 columns with a hanging indent."""
     indent = " " * (4 + len(text) - len(text.lstrip()))
     show(*textwrap.wrap(printable(text), 120, subsequent_indent=indent, break_long_words=False,
                         break_on_hyphens=False))

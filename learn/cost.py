@@ -36,7 +36,6 @@ def targets_of(config: Config) -> set[str]:
 
 
 def adapter_count(config: Config) -> int:
-    """Return the number of weights in LoRA's adapters."""
     shapes = linear_shapes(config)
     return config.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in targets_of(config))
 

@@ -336,7 +336,6 @@ class TeacherRows:
 
 
 def provenance_json(provenance: Mapping[str, Any]) -> str:
-    """Return the text of facts.json."""
     return json.dumps(provenance, indent=1, sort_keys=True) + "\n"
 
 

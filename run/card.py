@@ -108,13 +108,11 @@ def make_card(make: Callable[[], str], warn: Callable[[str], None]) -> str:
 
 
 def write_card(folder: Path, card: str) -> None:
-    """Write a card into a checkpoint's folder, unless it is empty."""
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def read_card(folder: Path) -> str:
-    """Return the card in a folder; empty if it is missing or unreadable."""
     with suppress(OSError):
         return read_plain(folder / CARD).decode(errors="replace")
     return ""

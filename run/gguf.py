@@ -52,7 +52,6 @@ def import_gguf() -> Any:
 
 
 def gguf_name(name: str) -> str:
-    """Return GGUF's name of one of our parameters."""
     *place, module, _ = name.split(".")
     block = f"blk.{place[1]}." if len(place) > 1 else ""
     return f"{block}{NAMES[module]}.{'bias' if module in ('bq', 'bk', 'bv') else 'weight'}"

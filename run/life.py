@@ -376,25 +376,20 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     manifest = {"step": step, "world_size": ranks.world_size,
                 "val_loss": progress.val_loss if has_loss else None}
     saving = Saving(step, started, run.share, files, write_others, manifest)
-    if not config.async_save or wait or is_lost or not copy_state(run):
+    is_async = config.async_save and not (wait or is_lost)
+    if is_async and (shortage := run.share.allocate()):  # no room for a copy in host memory
+        is_async = False
+        if not run.share.is_told:
+            run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
+            run.share.is_told = True
+    if not is_async:
         run.saving = saving
         return finish_saving(run)
+    run.share.copy(*run.share.tensors)
     saving.start(checkpoint, run.log.warn)
     run.saving = saving
     saving.blocked = time.perf_counter() - started
     run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)
-
-
-@collective
-def copy_state(run: Run) -> bool:
-    """Copy each rank's share of the state into host memory; return False, with one warning, without room."""
-    shortage = run.share.allocate()
-    if shortage and not run.share.is_told:
-        run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-        run.share.is_told = True
-    if not shortage:
-        run.share.copy(*run.share.tensors)
-    return not shortage
 
 
 @collective
@@ -443,7 +438,6 @@ def finish_saving(run: Run) -> None:
 
 @collective
 def finish_pruning(run: Run) -> None:
-    """Wait until old checkpoints are deleted."""
     pruning, run.pruning = run.pruning, None
     run.ranks.raise_on_all(lambda: pruning and pruning.result(run.log.warn))
 
@@ -468,5 +462,4 @@ def saves_end(run: Run) -> Iterator[None]:
 
 
 def trained_bytes(model: Transformer) -> int:
-    """Return the size of the trained parameters, which a checkpoint contains."""
     return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import store
-from checkpoint.manifest import rows_of_part
+from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, free_host_memory, sync
@@ -54,7 +54,6 @@ class Share:
         self.is_told = False
 
     def span(self, name: str, part: int) -> tuple[int, int]:
-        """Return the start and the end of the rows of a tensor in one part."""
         count = self.tensors[name][2]
         return rows_of_part(count, self.block_multiple, part, self.parts) if part >= 0 else (0, 0)
 
@@ -142,7 +141,6 @@ class Saving:
 
     @collective
     def begin(self, folder: Path, warn: Warn) -> None:
-        """Create the files on rank 0."""
         sizes = [file.nbytes for file in self.files.values()]
         self.temporary = Path(self.share.ranks.broadcast(self.share.ranks.on_rank0(lambda: str(store.retrying(
             lambda: store.begin(folder, self.files, sum(sizes), max(sizes)), warn)))))
@@ -179,12 +177,13 @@ class Saving:
                 sync(self.temporary / name)
             if part == 0:
                 self.write_others(self.temporary)
-                store.reserve_manifest(self.temporary)
+                # Room for the manifest, so that `finish` succeeds even if the disk fills meanwhile.
+                (self.temporary / MANIFEST).write_bytes(bytes(store.MOST_MANIFEST_BYTES))
+                sync(self.temporary / MANIFEST)
         return hashes
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
-        """Wait until it is written, and put it in place."""
         ranks, written = self.share.ranks, None
         try:
             if self.folder:
@@ -207,6 +206,5 @@ class Saving:
             raise
 
     def remove(self) -> None:
-        """Delete what was written, on rank 0."""
         if self.share.ranks.is_rank0 and self.temporary:
             shutil.rmtree(self.temporary, ignore_errors=True)

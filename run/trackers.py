@@ -46,7 +46,6 @@ class Tracker:
             self.waiting.put((call, *arguments))
 
     def close(self, run_dir: Path, timeout_seconds: float) -> None:
-        """Wait for it to finish, at most this long."""
         self.send("finish", run_dir)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():

@@ -74,7 +74,8 @@ from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import command, duration
-from debug.history import diff
+from debug.history import compare_ledgers
+from debug.replay import read_ledger
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
@@ -103,7 +104,6 @@ def results_of(run: TinyRun) -> dict[str, Any]:
 
 
 def newest_step(run: TinyRun) -> int:
-    """Return the step of the newest checkpoint, or -1. Raise AssertionError if one is damaged."""
     folder, messages = store.newest_verified(run.folder / "checkpoints")
     assert not messages, messages
     return -1 if folder is None else store.read_manifest(folder)["step"]
@@ -152,7 +152,6 @@ class Setup:
         return TinyRun(self.prepared, folder, **self.settings | changes)
 
     def reference(self, ranks: int, changes: dict[str, Any]) -> Reference:
-        """Return an undisturbed run on so many ranks."""
         key = "undisturbed", ranks, changes["MAX_STEPS"]
         return self.once(key, lambda folder: self.measured(self.run(folder, changes), ranks))
 
@@ -373,10 +372,9 @@ def elastic_trial(setup: Setup, feature: str, kills: int, rng: Random, folder: P
         try:
             reference.compare(run)
         except AssertionError as error:
-            parts: list[str] = []
-            diff(whole.folder, run.folder, info=parts.append)
-            told = f"{kind} on {', '.join(layouts)}:", *parts, str(error)
-            raise AssertionError("\n".join(told)) from None
+            step, fields = compare_ledgers(*(read_ledger(each.folder) for each in (whole, run)))
+            raise AssertionError(f"{kind} on {', '.join(layouts)}: the first difference in the ledger is "
+                                 f"in step {step}: {', '.join(fields)}\n{error}") from None
         if done == kills:
             return Counter({"elastic kills": kills})
 
@@ -461,7 +459,6 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
 
 
 def main(argv: Optional[list[str]] = None) -> int:
-    """Run all trials; return 0 if all passed."""
     parser = CommandParser(__doc__)
     for flag, default, meaning in (("--kills", 20, "number of kills with kill -9"),
                                    ("--flips", 20, "number of flipped bits"),

@@ -37,7 +37,6 @@ GB = 1e9
 
 
 def dd_seconds(folder: Path, count: int) -> float:
-    """Return the seconds in which dd writes and syncs this many bytes."""
     path, started = folder / "dd.bin", time.perf_counter()
     subprocess.run(["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={count // 2**22}", "conv=fsync"],
                    check=True, capture_output=True)
@@ -46,7 +45,6 @@ def dd_seconds(folder: Path, count: int) -> float:
 
 
 def peak_memory() -> int:
-    """Return the largest resident memory of this process, in bytes, since it was last reset."""
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 

@@ -171,7 +171,6 @@ def run_tests(task: Task, prefix: str) -> None:
 
 
 def sample(task: Task) -> None:
-    """Create a smaller version of the sample data for the stages."""
     stories = 2400 if task.tiny else 12_000
     code, _ = task.run("scripts/make_sample.py", "--stories", stories, "--folder", task.folder / "sample")
     task.check("exit code", code == 0, code)
@@ -224,7 +223,6 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", m
 
 
 def grpo(task: Task) -> None:
-    """Train on a reward for short answers to the sample's prompts."""
     steps = 2 if task.tiny else 20
     train_stage(task, "stage-grpo", base="instruct_checkpoint", metric="val_reward", training_stage="grpo",
                 grpo_data_path=task.folder / "sample" / "prompts", reward="length*-0.01", grpo_group=4,

@@ -210,7 +210,7 @@ def test_a_tied_head_that_is_stored_anyway_and_the_buffers_of_old_files_are_igno
 def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypatch):
     config = config_of("untied, one key for all")
     model = model_of(config)
-    monkeypatch.setattr(huggingface.weight_files, "__defaults__", (1, 100_000))
+    monkeypatch.setattr(huggingface, "MAX_SHARD_BYTES", 100_000)
     huggingface.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
