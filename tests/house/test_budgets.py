@@ -7,33 +7,33 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_250, 8_140, 31_270
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_310, 8_090, 31_340
 BUDGETS = {
-    "config.py": 810,
+    "config.py": 840,
     "data_preparation_utils.py": 300,
-    "dataloaders.py": 760,
-    "hellaswag_utils.py": 250,
+    "dataloaders.py": 750,
+    "hellaswag_utils.py": 240,
     "lora.py": 290,
     "model.py": 370,
     "model_utils.py": 410,
     "tokenizer.py": 510,
     "train.py": 320,
-    "checkpoint/": 2140,
+    "checkpoint/": 2160,
     "common/": 1050,
-    "data_pipeline/": 3170,
+    "data_pipeline/": 3150,
     "debug/": 1040,
-    "evaluation/": 510,
-    "fused/": 960,
-    "inference/": 920,
-    "learn/": 2190,
-    "observe/": 2250,
+    "evaluation/": 500,
+    "fused/": 970,
+    "inference/": 940,
+    "learn/": 2180,
+    "observe/": 2240,
     "parallel/": 1430,
-    "report/": 1370,
-    "run/": 3350,
-    "scripts/": 8140,
-    "serving/": 980,
-    "settings/": 870,
-    "tests/": 31270,
+    "report/": 1360,
+    "run/": 3360,
+    "scripts/": 8090,
+    "serving/": 1010,
+    "settings/": 890,
+    "tests/": 31340,
 }
 
 

@@ -88,7 +88,7 @@ def test_every_stage_works_without_them(project):
     project.train("sft", TRAINING_STAGE="sft", PRETRAIN_CHECKPOINT=base, LORA_ENABLED="true")
     project.train("dpo", TRAINING_STAGE="dpo", PRETRAIN_CHECKPOINT=base)
     project.train("distilled", DISTILLATION_ENABLED="true", TEACHER_MODEL=base)
-    assert "Everything is the same" in project.machine("scripts/verify_resume.py", "--steps", 4, *argv_of(project.settings))
+    assert "All runs are the same" in project.machine("scripts/verify_resume.py", "--steps", 4, *argv_of(project.settings))
 
 
 def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepared, tmp_path):

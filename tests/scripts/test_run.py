@@ -196,7 +196,7 @@ def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_pat
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate()
-    assert process.returncode == 130 and said.endswith("Stopped. The same command continues.\n") and "Traceback" not in said, said
+    assert process.returncode == 130 and said.endswith("Stopped. Run the same command again to resume.\n") and "Traceback" not in said, said
     assert [*tmp_path.glob("sets/tmp-*")], "it was not finished"
     finished = subprocess.run(command, text=True, capture_output=True)
     assert finished.returncode == 0 and "Finished 1 steps" in finished.stdout, finished
