@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_310, 8_090, 31_340
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_310, 8_090, 31_350
 BUDGETS = {
     "config.py": 840,
     "data_preparation_utils.py": 300,
@@ -33,7 +33,7 @@ BUDGETS = {
     "scripts/": 8090,
     "serving/": 1010,
     "settings/": 890,
-    "tests/": 31340,
+    "tests/": 31350,
 }
 
 
