@@ -89,20 +89,18 @@ def test_the_nightly_workflow_runs_what_exists():
     assert versions == {*re.findall(r"^playwright~=[\d.]+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)}
 
 
-@pytest.mark.parametrize(("failing", "code"), [("", 0), ("suite", 3), ("soak", 4), ("tests", 5)])
+@pytest.mark.parametrize(("failing", "code"), [("", 0), ("suite", 3), ("tests", 5)])
 def test_ci_fails_if_any_of_its_parts_does(failing, code, tmp_path):
     (tmp_path / ".ci").mkdir()
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
-    for name, part, fails in (("scripts/gpu_suite.sh", "suite", 3), ("bin/python", "soak", 4), ("scripts/test.sh", "tests", 5)):
+    for name, part, fails in (("scripts/gpu_suite.sh", "suite", 3), ("scripts/test.sh", "tests", 5)):
         file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
         waits = "sleep 600" if failing == "tests" and part == "suite" else ":"  # the other parts end with the tests
         file.write_text(f"#!/bin/bash\necho \"{part} of $CI\"\n{waits}\nexit {fails if part == failing else 0}\n")
         file.chmod(0o755)
     (tmp_path / "scripts" / "setup.sh").write_text('set_up() { echo "set up with $*"; }\n')
-    done = subprocess.run(["bash", tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=300,
-                          env={"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"})
+    done = subprocess.run(["bash", tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done
     assert done.stdout.startswith("set up with requirements.txt") and "tests of true" in done.stdout
-    assert ("suite of true" in done.stdout or failing == "tests") and ("soak of true" in done.stdout) == (failing in ("", "soak"))
+    assert "suite of true" in done.stdout or failing == "tests"
