@@ -1,6 +1,5 @@
 """What linters and readers of the documents find: shell scripts are clean, links lead somewhere, workflows run what exists."""
 
-import os
 import re
 import shlex
 import shutil
