@@ -3,9 +3,9 @@
     ./paddock pipeline
     NPROC=2 ./paddock pipeline    on two ranks
 
-This takes about thirteen minutes on two CPU cores. All flags are passed to every training run. If interrupted,
-the same command resumes. The results are in runs/pipeline/summary.json and, as a table with plots, in
-runs/pipeline/pipeline.md.
+This takes about thirteen minutes on two CPU cores. All flags are passed to every training run. If
+interrupted, the same command resumes. The results are in runs/pipeline/summary.json and, as a table with
+plots, in runs/pipeline/pipeline.md.
 """
 
 import json
