@@ -57,6 +57,23 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path, capsys
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ("none", "full"))
+def test_two_ranks_grow_like_one_process(sharding, prepared, tmp_path):
+    settings = {**UNMEASURED, "MAX_STEPS": 6, "OPTIMIZER": "muon", "REPRODUCIBLE": "true"}
+    base = TinyRun(prepared, tmp_path / "base", **settings)
+    assert base.train(STOP_STEP=4) == 0
+    width = read_model_config(base.checkpoint(4)).hidden_dim
+    growth = {"PRETRAIN_CHECKPOINT": base.checkpoint(4), "GROW_LAYERS": "2:3", "GROW_FFN_DIM": f"{width}:112"}
+    alone, together = (TinyRun(prepared, tmp_path / name, **settings, **growth) for name in ("alone", "together"))
+    for each in (alone, together):
+        each.settings.pop("N_LAYERS")
+        each.settings.pop("MULTIPLE_OF")
+    assert alone.train() == 0
+    together.ends([0, 0], SHARDING=sharding)
+    assert alone.hashes(6) == together.hashes(6)
+
+
 def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tmp_path):
     settings = {**UNMEASURED, "MAX_STEPS": 8}
     base = TinyRun(prepared, tmp_path / "base", **settings)
