@@ -161,7 +161,8 @@ class PairwiseObjective:
     Subclasses define `pair_loss`, and set `needs_reference` if it compares with a reference model.
 
     Args:
-        model, gather: for `prepare_step`: the trained model; from JSON-like values to those of all ranks.
+        model: the trained model, for `prepare_step`.
+        gather: returns the JSON-like values of all ranks, for `prepare_step`.
     """
 
     config: PreferenceConfig
