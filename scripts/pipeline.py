@@ -3,9 +3,9 @@
     ./paddock pipeline
     NPROC=2 ./paddock pipeline    on two ranks
 
-This takes about thirteen minutes on two CPU cores. All flags are passed to every training run. If
-interrupted, the same command resumes. The results are in runs/pipeline/summary.json and, as a table with
-plots, in runs/pipeline/pipeline.md.
+This takes about ten minutes on two CPU cores, on which two stages train at the same time. All flags are
+passed to every training run. If interrupted, the same command resumes. The results are in
+runs/pipeline/summary.json and, as a table with plots, in runs/pipeline/pipeline.md.
 """
 
 import json
@@ -16,8 +16,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -60,12 +62,15 @@ ANSWER_TOKENS = 40
 SECONDS = RUNS / "seconds.json"
 
 
-def run_python(*arguments: object, ranks: int = 1) -> None:
-    """Run a Python script, or train.py by the launcher if there are several ranks."""
+def run_python(label: str, *arguments: object, ranks: int = 1) -> None:
+    """Run a Python script, or train.py by the launcher if there are several ranks; label its output."""
     if ranks > 1:
         arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
-    code = subprocess.run([sys.executable, *map(str, arguments)]).returncode
-    if code:
+    process = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
+    for line in process.stdout:
+        print(f"{label:11} {line}", end="", flush=True)
+    if code := process.wait():
         raise PaddockError(f"{' '.join(map(str, arguments))} failed with exit code {code}; see its output "
                            "above; the same command resumes from here")
 
@@ -75,21 +80,32 @@ class Pipeline:
 
     def __init__(self, ranks: int, flags: Sequence[str]):
         self.ranks, self.flags = ranks, flags
+        self.lanes = 1 if ranks > 1 or torch.cuda.is_available() else min(2, os.cpu_count() or 1)
+        self.error: Optional[PaddockError] = None  # of the first run that failed
         RUNS.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+        self.began = time.perf_counter() - self.seconds.get("total", 0.0)
 
     def train(self, name: str, preset: str, *flags: object) -> Path:
-        """Train a run to its end and return its last checkpoint."""
-        print(f"\n=== {name} " + "=" * (90 - len(name)), flush=True)
+        """Train a run to its end and return its last checkpoint; wait for checkpoints among the flags."""
+        flags = [flag.result() if isinstance(flag, Future) else flag for flag in flags]
+        if self.error:
+            raise self.error
         started = time.perf_counter()
         ranks = 1 if "student" in preset else self.ranks  # a student's steps have two rows
-        run_python("train.py", "--output-dir", RUNS, "--run-name", name, "--preset", preset, *flags,
-                   *self.flags, ranks=ranks)
+        try:
+            run_python(name, "train.py", "--output-dir", RUNS, "--run-name", name, "--preset", preset, *flags,
+                       *self.flags, ranks=ranks)
+        except PaddockError as error:
+            self.error = self.error or error
+            raise
         self.add_time(name, started)
         return last_checkpoint(name)
 
     def add_time(self, name: str, started: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - started
+        self.seconds["total"] = now - self.began
         SECONDS.write_text(json.dumps(self.seconds, indent=1))
 
 
@@ -136,53 +152,61 @@ def preference_accuracy(folder: Path) -> float:
 
 def run_stages(pipeline: Pipeline) -> dict:
     """Train and evaluate everything; return the content of summary.json."""
-    # Train each stage from an earlier one, and the students with and without a teacher.
-    train = pipeline.train
     # More steps than the presets: questions about the second person of a story need them.
-    base = train("pretrain", "sample", "--sample-every", 0, "--max-steps", 1000, "--muon-momentum", 0.95)
-    instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 700)
-    preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
-    adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
-    # Rewards and a teacher's scores improve a model that answers only some questions.
-    start = train("short-sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 200)
-    rewarded = train("grpo", "sample,sample-grpo", "--instruct-checkpoint", start)
-    taught = train("on-policy", "sample,sample-on-policy", "--instruct-checkpoint", start,
-                   "--distillation-enabled", "true", "--grpo-group", 1, "--teacher-model", instruct)
-    losses: dict[str, list[float]] = {"alone": [], "distilled": []}
-    for seed in SEEDS:
-        # More and smaller steps than the preset's: less spread over seeds.
-        student = ("sample,sample-student", "--seed", seed, "--total-batch-size", 1024, "--max-steps", 300,
-                   "--muon-momentum", 0.9, "--validate-every", 150)
-        train(f"student-{seed}", *student)
-        train(f"distilled-{seed}", *student, "--distillation-enabled", "true", "--teacher-model", base)
-        losses["alone"].append(curve(f"student-{seed}", "val_loss")[-1][1])
-        losses["distilled"].append(curve(f"distilled-{seed}", "val_cross_entropy")[-1][1])
+    base = pipeline.train("pretrain", "sample", "--sample-every", 0, "--max-steps", 1000,
+                          "--muon-momentum", 0.95)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // pipeline.lanes)))
+    with ThreadPoolExecutor(pipeline.lanes) as pool:
+        def train(*arguments: object) -> Future[Path]:
+            return pool.submit(pipeline.train, *arguments)
+
+        instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 700)
+        # Rewards and a teacher's scores improve a model that answers only some questions.
+        start = train("short-sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 200)
+        rewarded = train("grpo", "sample,sample-grpo", "--instruct-checkpoint", start)
+        taught = train("on-policy", "sample,sample-on-policy", "--instruct-checkpoint", start,
+                       "--distillation-enabled", "true", "--grpo-group", 1, "--teacher-model", instruct)
+        preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
+        adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
+        students = []
+        for seed in SEEDS:
+            # More and smaller steps than the preset's: less spread over seeds.
+            student = ("sample,sample-student", "--seed", seed, "--total-batch-size", 1024,
+                       "--max-steps", 300, "--muon-momentum", 0.9, "--validate-every", 150)
+            students += [train(f"student-{seed}", *student), train(
+                f"distilled-{seed}", *student, "--distillation-enabled", "true", "--teacher-model", base)]
+        models = {"pretrain": base, "sft": instruct.result(), "dpo": preferred.result(),
+                  "lora": adapter.result(), "start": start.result(), "grpo": rewarded.result(),
+                  "on-policy": taught.result()}
+        for student in students:
+            student.result()
+    losses = {kind: [curve(f"{kind}-{seed}", metric)[-1][1] for seed in SEEDS]
+              for kind, metric in (("student", "val_loss"), ("distilled", "val_cross_entropy"))}
 
     # Evaluate all of them on held-out data.
     started = time.perf_counter()
-    print("\n=== evaluation on held-out data " + "=" * 60, flush=True)
-    merged = RUNS / "lora-merged"
+    print("evaluation  on held-out data", flush=True)
+    adapter, merged = models["lora"], RUNS / "lora-merged"
     shutil.rmtree(merged, ignore_errors=True)
-    run_python("scripts/merge_lora.py", adapter, "--output", merged)
-    models = {"pretrain": base, "sft": instruct, "dpo": preferred, "lora": merged, "start": start,
-              "grpo": rewarded, "on-policy": taught}
+    run_python("evaluation", "scripts/merge_lora.py", adapter, "--output", merged)
+    models["lora"] = merged
     right, stops = zip(*map(exact_answers, models.values()))
     right, stops = dict(zip(models, right)), dict(zip(models, stops))
     items = [value for _, value in curve("pretrain", "hellaswag_acc")]
     trained, whole = (sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in
                       (open_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
+    preferences = [preference_accuracy(models[name]) for name in ("sft", "dpo")]
     summary = {
         "pretrain": {"item_accuracy": [items[0], items[-1]]},
         "sft": {"exact_answers": [right["pretrain"], right["sft"]],
                 "stops": [stops["pretrain"], stops["sft"]]},
-        "dpo": {"preference_accuracy": [preference_accuracy(instruct), preference_accuracy(preferred)],
-                "exact_answers": [right["sft"], right["dpo"]]},
+        "dpo": {"preference_accuracy": preferences, "exact_answers": [right["sft"], right["dpo"]]},
         **{name: {"exact_answers": [right["start"], right[name]]} for name in ("grpo", "on-policy")},
-        "distill": {"val_loss": [losses["alone"], losses["distilled"]]},
+        "distill": {"val_loss": [losses["student"], losses["distilled"]]},
         "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / whole},
     }
     pipeline.add_time("evaluation", started)
-    return summary | {"seconds": sum(pipeline.seconds.values())}
+    return summary | {"seconds": pipeline.seconds["total"]}
 
 
 def table(summary: dict) -> str:
@@ -252,7 +276,8 @@ def report(summary: dict, pipeline: Pipeline) -> None:
     except SettingsError as error:
         print(f"No plots: {error}", file=sys.stderr)
         picture = ""
-    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items())
+    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items()
+                        if name != "total")
     on_gpu, ranks = torch.cuda.is_available(), f"{pipeline.ranks} rank{'s' * (pipeline.ranks > 1)}"
     machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {os.cpu_count()} cores"
     minutes = f"{summary['seconds'] / 60:.1f} minutes"
@@ -278,7 +303,7 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     pipeline = Pipeline(ranks, flags)
     started = time.perf_counter()
-    run_python("scripts/make_sample.py")
+    run_python("sample", "scripts/make_sample.py")
     pipeline.add_time("sample", started)
     report(run_stages(pipeline), pipeline)
 
