@@ -13,16 +13,17 @@ from uuid import uuid4
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
 from data_pipeline.chats import calls_in
-from inference.engine import Sampling
+from inference.engine import Request, Sampling
 from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
-from inference.text import UNKNOWN, Prompt
+from inference.text import UNKNOWN, Prompt, TextStream
 from serving.batcher import Answer, Batcher, Job
 from serving.calls import THINK, CallReader, ReasoningReader, begin_call, form_of_calls, schema_of_call
 from serving.guard import ApiError
@@ -139,7 +140,7 @@ class CompletionBody(RequestBody):
 AnyBody = TypeVar("AnyBody", bound=RequestBody)
 
 
-async def read(request: Request, schema: type[AnyBody]) -> AnyBody:
+async def read(request: HttpRequest, schema: type[AnyBody]) -> AnyBody:
     """Read and parse a request body. Raises ApiError, which names the first invalid field."""
     content = bytearray()
     try:
@@ -304,15 +305,15 @@ class Api:
         self.batchers, self.max_tokens, self.seconds = batchers, max_tokens, seconds
         self.started = int(time.time())
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: HttpRequest) -> Response:
         if any(batcher.failed for batcher in self.batchers.values()):
             return JSONResponse({"status": "failing"}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [*map(self.describe, self.batchers)]})
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: HttpRequest) -> Response:
         return JSONResponse(self.describe(self.find(request.path_params["name"])))
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -331,7 +332,7 @@ class Api:
                            "model", "model_not_found")
         return ids[0]
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: HttpRequest) -> Response:
         body = await read(request, ChatBody)
         batcher = self.batchers[name := self.find(body.model)]
         if batcher.model.chat_format is None:
@@ -363,14 +364,13 @@ class Api:
         except DataError as error:
             raise ApiError(400, str(error), field) from error
         limit = body.max_completion_tokens or body.max_tokens
-        jobs = self.jobs(batcher, prompt, body, limit, "messages")
-        jobs = [replace(job, grammar=grammar) for job in jobs]
+        jobs = self.jobs(batcher, prompt, body, limit, "messages", grammar)
         place, tokenizer = "content", batcher.model.tokenizer
         if THINK in (getattr(tokenizer, "chat_template", None) or "") and grammar is None:
             place = "inside" if tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(THINK) else "start"
         return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form, place)
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: HttpRequest) -> Response:
         body = await read(request, CompletionBody)
         batcher = self.batchers[name := self.find(body.model)]
         batcher.check_room(len(body.prompt) * body.n)
@@ -379,8 +379,8 @@ class Api:
                 for job in self.jobs(batcher, prompt, body, body.max_tokens, "prompt")]
         return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
 
-    def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str
-             ) -> list[Job]:
+    def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str,
+             grammar: Optional[JsonGrammar] = None) -> list[Job]:
         """Return `n` jobs for a prompt, with consecutive seeds. Raises ApiError if the prompt is too long."""
         room = batcher.length - len(prompt.ids)
         if room < 1:
@@ -393,5 +393,7 @@ class Api:
         top_logprobs = None if is_off else getattr(body, "top_logprobs", body.logprobs)
         sampling = Sampling(temperature, body.top_p, body.top_k, body.min_p, body.repetition_penalty,
                             seed, body.presence_penalty, body.frequency_penalty)
-        return [Job(prompt, min(room, self.max_tokens, limit or room), replace(sampling, seed=seed + copy),
-                    body.stop, top_logprobs) for copy in range(body.n)]
+        return [(Request(prompt.ids, min(room, self.max_tokens, limit or room),
+                         replace(sampling, seed=seed + copy), prompt.stop_ids, top_logprobs=top_logprobs,
+                         grammar=grammar and grammar.fork()),
+                 TextStream(batcher.model.tokenizer, body.stop, prompt.prefix)) for copy in range(body.n)]

@@ -9,32 +9,21 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Optional
 
 import torch
 
 from common.text import print_safely, print_traceback
-from inference.engine import Engine, Request, Sampling
+from inference.engine import Engine, Request
 from inference.generate import TextChunk, next_chunk
-from inference.grammar import JsonGrammar
-from inference.text import LanguageModel, Prompt, TextStream
+from inference.text import LanguageModel, TextStream
 from serving.guard import ApiError
 
 RETRY_SECONDS = 2
 
 
-@dataclass(frozen=True)
-class Job:
-    """One completion to compute."""
-
-    prompt: Prompt
-    max_new_tokens: int
-    sampling: Sampling
-    stop: Sequence[str] = ()
-    top_logprobs: Optional[int] = None  # as in `Request`
-    grammar: Optional[JsonGrammar] = None
+Job = tuple[Request, TextStream]  # one completion to compute, and the stream of its text
 
 
 class Answer:
@@ -61,7 +50,7 @@ class Answer:
 
     def usage(self, n: int) -> dict[str, int]:
         """Return the token counts so far; each prompt has `n` jobs."""
-        prompts, completions = sum(len(job.prompt.ids) for job in self.jobs[::n]), sum(self.tokens)
+        prompts, completions = sum(len(request.prompt_ids) for request, _ in self.jobs[::n]), sum(self.tokens)
         total = prompts + completions
         return {"prompt_tokens": prompts, "completion_tokens": completions, "total_tokens": total}
 
@@ -162,16 +151,11 @@ class Batcher:
         self._send(chunks)
 
     def _add(self, answer: Answer) -> None:
-        requests = []
-        for index, job in enumerate(answer.jobs):
-            request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids,
-                              top_logprobs=job.top_logprobs, grammar=job.grammar and job.grammar.fork())
-            stream = TextStream(self.model.tokenizer, job.stop, job.prompt.prefix)
+        for index, (request, stream) in enumerate(answer.jobs):
             self._streams[request] = answer, index, stream
-            requests.append(request)
         if self._engine is None:  # created here, so that an error ends this answer
             self._engine = Engine(self.model.model, self.rows, self.length)
-        for request in requests:
+        for request, _ in answer.jobs:
             self._engine.add(request)
 
     def _cancel(self, answer: Answer) -> None:

@@ -14,7 +14,6 @@ from tiny_server import CONTEXT, is_free, serving, tiny_model
 from checkpoint.huggingface import save_model_folder
 from inference import engine
 from inference.text import LanguageModel, TextStream
-from serving import batcher
 from serving.app import ServeOptions, model_ids
 from serving.models import prompts_to_try
 from tokenizer import load_tokenizer
@@ -237,7 +236,7 @@ def test_a_prompt_must_leave_one_token_of_the_context(client, models):
 def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, models, monkeypatch):
     """Some tokenizers take the space off the first word of a text."""
     after = []
-    monkeypatch.setattr(batcher, "TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
+    monkeypatch.setattr("serving.api.TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
     complete(client, "The cat")
     chat(client)
     assert after == [models[0].text_prompt("The cat").ids, ()]
