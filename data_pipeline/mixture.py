@@ -115,11 +115,7 @@ def read_mixture(folder: Path) -> Mixture:
         place = folder / source.set
         if not os.path.lexists(place / MANIFEST):
             raise DataError(f"{path}: {place}, the set of {source.label!r}, is missing; copy or prepare it")
-        try:
-            read_manifest(place)
-        except OSError as error:
-            raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions, or "
-                            "prepare the mixture again") from error
+        read_manifest(place)
     return mixture
 
 

@@ -29,7 +29,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import TRANSIENT_ERRORS, plain, read_json, sha256, why_not_writable, write_json
+from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import command, print_safely
@@ -214,7 +214,7 @@ class Manifest(BaseModel, strict=True):
     """The manifest of a prepared set."""
 
     format: Literal[1]
-    kind: str = "documents"
+    kind: Literal["documents", "chats", "pairs", "prompts"] = "documents"
     dtype: Literal["uint16", "uint32"]
     tokenizer_sha256: str
     document_start_id: int = Field(ge=0)
@@ -222,12 +222,13 @@ class Manifest(BaseModel, strict=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a prepared folder. Raises OSError if it cannot be read."""
+    """Return the manifest of a prepared folder."""
     path = folder / MANIFEST
-    if not path.is_file():
-        raise DataError(f"{path}: is not a file; prepare the data again")
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(read_plain(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions, or prepare the "
+                        "data again") from error
     except ValidationError as error:
         raise DataError(f"{path}: {first_fault(error)}; copy or prepare the data again") from error
 
@@ -376,44 +377,40 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     `.npy`), a glob of such files, or a folder of them, whose names say `train` or `val`.
     """
     path = Path(path)
-    try:
-        if folder := prepared_folder(path):
-            manifest = read_manifest(folder)
-            document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
-            if manifest.kind != kind:
-                setting, script = KINDS[kind]
-                raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
-                                f"with {command(script)}")
-            if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
-                raise DataError(f"{folder}: was made with another tokenizer "
-                                f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
-                                "TOKENIZER_PATH to it, or prepare the data again")
-            if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
-                raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
-                                f"tokenizer starts a document with {begins}; prepare the data again")
-            shards = _prepared_shards(folder, manifest, split)
-            fingerprint = _fingerprint(shards)
-        elif kind == "documents":
-            shards = [_open_shard(file) for file in _foreign_files(path, split)]
-            # Hash the size, start, middle and end of each file, a small read for every rank.
-            hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
-            for shard in shards:
-                if shard.dtype < dtype_for(tokenizer.vocab_size):
-                    raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
-                                    f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer")
-                sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
-                hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
-                for start in (0, shard.tokens // 2, shard.tokens - sampled):
-                    hasher.update(shard.read(start, min(sampled, shard.tokens - start)))
-            fingerprint = hasher.hexdigest()
-        else:
-            raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
-        token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
-        allow_open_files(len(shards), token_set.folder)
-        _verify(token_set, verification)
-    except OSError as error:
-        raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: "
-                        f"{error.strerror}; check the path and its permissions") from error
+    if folder := prepared_folder(path):
+        manifest = read_manifest(folder)
+        document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
+        if manifest.kind != kind:
+            setting, script = KINDS[kind]
+            raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
+                            f"with {command(script)}")
+        if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
+            raise DataError(f"{folder}: was made with another tokenizer "
+                            f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
+                            "TOKENIZER_PATH to it, or prepare the data again")
+        if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
+            raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
+                            f"tokenizer starts a document with {begins}; prepare the data again")
+        shards = _prepared_shards(folder, manifest, split)
+        fingerprint = _fingerprint(shards)
+    elif kind == "documents":
+        shards = [_open_shard(file) for file in _foreign_files(path, split)]
+        # Hash the size, start, middle and end of each file, a small read for every rank.
+        hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
+        for shard in shards:
+            if shard.dtype < dtype_for(tokenizer.vocab_size):
+                raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
+                                f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer")
+            sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
+            hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
+            for start in (0, shard.tokens // 2, shard.tokens - sampled):
+                hasher.update(shard.read(start, min(sampled, shard.tokens - start)))
+        fingerprint = hasher.hexdigest()
+    else:
+        raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
+    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
+    allow_open_files(len(shards), token_set.folder)
+    _verify(token_set, verification)
     return token_set
 
 
@@ -442,8 +439,11 @@ def prepared_folder(path: Path) -> Path | None:
     """Return the one prepared folder that `path` is or contains; None if there is none."""
     if os.path.lexists(path / MANIFEST):
         return path
-    # listdir, because glob skips a folder without read permission silently.
-    inside = path.iterdir() if path.is_dir() and os.listdir(path) else []
+    try:
+        inside = [*path.iterdir()] if path.is_dir() else []
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check the path and its permissions"
+                        ) from error
     sets = sorted((place for place in inside if not place.name.startswith(("tmp-", "."))
                    and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE))),
                   key=lambda place: (place.is_symlink(), place))
@@ -478,14 +478,13 @@ def _fingerprint(shards: Sequence[Shard]) -> str:
 
 def _foreign_files(path: Path, split: str) -> list[Path]:
     in_folder = path.is_dir()
+    matches = [path] if path.is_file() else map(Path, glob.glob(str(path), recursive=True))
+    files = sorted(filter(os.path.isfile, path.iterdir() if in_folder else matches))
     if in_folder:
-        files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
+        files = [file for file in files if file.suffix in (".bin", ".npy")]
         if shard := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
             raise DataError(f"{path}: {shard} looks like part of a prepared set, but there is no {MANIFEST}; "
                             "restore it, prepare the data again, or rename files of another trainer")
-    else:
-        files = [path] if path.is_file() else sorted(
-            file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
         raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
     # A file in the settings is training data unless its name indicates validation; one in a folder may not

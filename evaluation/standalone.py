@@ -59,12 +59,8 @@ def stage_of(data: Path) -> str:
     """Return the training stage that uses this prepared data."""
     if is_mixture(data):
         data = Path(os.path.normpath(data / read_mixture(data).sources[0].set))
-    try:
-        folder = prepared_folder(data)
-        kind = read_manifest(folder).kind if folder else ""
-    except OSError as error:
-        raise DataError(f"--data {data} cannot be read: {error.strerror}; check its permissions") from error
-    return STAGE_OF_KIND.get(kind, "pretrain")
+    folder = prepared_folder(data)
+    return STAGE_OF_KIND[read_manifest(folder).kind] if folder else "pretrain"
 
 
 @collective
