@@ -5,7 +5,6 @@ number of ranks. Chats and pairs are packed into rows when the data is opened, s
 without preparing them again.
 """
 
-import hashlib
 import itertools
 import math
 import os
@@ -27,14 +26,13 @@ from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
+from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS = 10
 BEAT_SECONDS = 1.0  # between looks at a slow reader
-# Bits of a segment of an example, a uint32: its length, whether it ends the example, whether it is a target.
-LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
 
 # --------------------------------------------------------------------------------------------- order of rows
 
@@ -318,69 +316,6 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
             used = full + (rest > 0)
             add_range(room, first + used, bins - used)
             items -= full * per_bin + rest
-
-
-@dataclass(frozen=True, eq=False)
-class ExampleSet:
-    """One split of prepared chats, pairs or prompts: their tokens, and the segments of each example."""
-
-    path: Path
-    kind: str  # "chats", "pairs" or "prompts"
-    tokens: shards.TokenSet
-    segments: np.ndarray  # uint32, of all examples
-    fingerprint: str  # hash of tokens and segments, the same on every rank
-    starts: np.ndarray  # int64 (examples + 1,), in tokens
-    segment_starts: np.ndarray  # int64 (examples + 1,), in segments
-    first_targets: np.ndarray  # int32 (examples,): tokens before the first target; the prompt of a pair
-    labels: np.ndarray | None = None  # int8 (examples,), of unpaired answers: 1 = good, -1 = bad
-
-    def __len__(self) -> int:
-        return len(self.first_targets)
-
-    def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
-        start, end = self.starts[example:example + 2].tolist()
-        first, last = self.segment_starts[example:example + 2].tolist()
-        return self.tokens.read(start, end - start), self.segments[first:last]
-
-
-def open_example_set(path: str | Path, split: str, kind: str, tokenizer: shards.TokenizerInfo,
-                     verification: shards.Verification = shards.Verification()) -> ExampleSet:
-    """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
-    tokens = shards.open_token_set(path, split, tokenizer, kind=kind, verification=verification)
-    stored = shards.open_segments(path, split, verification)
-    segments = np.concatenate([*stored.blocks()])
-    # Find the segments of each example.
-    ends = np.flatnonzero(segments & LAST) + 1
-    if not len(ends) or ends[-1] < len(segments):
-        raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
-    segment_starts = np.concatenate([[0], ends])
-    firsts, counts = segment_starts[:-1], np.diff(segment_starts)
-    # A pair has three segments: prompt, chosen, rejected; one of the answers is no target if it is unpaired.
-    # A chat has a target. Neither begins with a target.
-    lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
-    targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
-    valid = (targets > 0) & ((counts == 3) | (kind != "pairs"))
-    valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
-    if not valid.all():
-        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
-                        f"{kind}; prepare the data again")
-    # Find the tokens of each example, and its first target.
-    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    if borders[-1] != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in total, but the "
-                        f"shards have {tokens.tokens:,}; prepare the data again")
-    starts = borders[segment_starts]
-    first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
-    labels = None
-    if kind == "pairs":
-        first_targets = lengths[firsts]
-        if (targets == 1).any():
-            labels = np.where(is_target[firsts + 1], 1, -1).astype(np.int8)
-            if (targets == 2).any():
-                raise DataError(f"{path}: {split} has pairs and unpaired answers; prepare them separately")
-    fingerprint = hashlib.sha256((tokens.fingerprint + stored.fingerprint).encode()).hexdigest()
-    return ExampleSet(Path(path), kind, tokens, segments, fingerprint, starts, segment_starts,
-                      first_targets.astype(np.int32), labels)
 
 
 class ExampleRows:

@@ -5,19 +5,21 @@ system message, followed by alternating messages of user and assistant; the last
 an assistant's message with `tool_calls`, the results follow as messages of the tool, and the next answer.
 
 The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
-tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
-pair has three: the prompt, which is stored once, and both answers. An unpaired answer is a pair with the
-answer of another record in the other's place, which is not a target: second if its own answer is good. A
-prompt has two: its tokens, and as a "target" its whole record, for rewards: JSON in ASCII, one byte per id.
+tokens: its length, whether it ends the example, and whether it is a target. The segments of a chat alternate
+between context and target; a pair has three: the prompt, which is stored once, and both answers. An unpaired
+answer is a pair with the answer of another record in the other's place, which is not a target: second if its
+own answer is good. A prompt has two: its tokens, and as a "target" its whole record, for rewards: JSON in
+ASCII, one byte per id.
 """
 
+import hashlib
 import json
 import os
 import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, cycle
 from pathlib import Path
@@ -27,7 +29,7 @@ import numpy as np
 
 from common.errors import DataError
 from common.text import command
-from data_pipeline.shards import HEADER_BYTES, Tokens
+from data_pipeline.shards import HEADER_BYTES, TokenizerInfo, Tokens, TokenSet, Verification, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
 from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, is_said, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
@@ -49,6 +51,7 @@ SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a d
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens, segments or split of a record change.
 EXAMPLES_VERSION = 2
+LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
 
@@ -433,7 +436,7 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
     splits = {}
     for split, encoded in kept.items():
         ids = list(chain.from_iterable(segment for segments in encoded for segment, _ in segments))
-        flags = [len(segment) << 2 | (number == len(segments)) << 1 | is_target
+        flags = [len(segment) << LENGTH_SHIFT | LAST * (number == len(segments)) | TARGET * is_target
                  for segments in encoded for number, (segment, is_target) in enumerate(segments, 1)]
         targets = sum(len(segment) for segments in encoded for segment, is_target in segments if is_target)
         splits[split] = Tokens(np.array(ids, spec.dtype), len(encoded), np.array(flags, "uint32"), targets)
@@ -490,16 +493,79 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
         return np.fromfile(path, np.dtype(dtype).newbyteorder("<"), count, offset=HEADER_BYTES).tolist()
 
     flags = first_ids(splits["train"]["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
-    ids = first_ids(splits["train"]["shards"], dtype, sum(flag >> 2 for flag in flags))
+    ids = first_ids(splits["train"]["shards"], dtype, sum(flag >> LENGTH_SHIFT for flag in flags))
     names = cycle(("", "\nchosen: ", "\nrejected: ") if kind == "pairs" else ("",))
     texts, text, start = [], "", 0
     for flag in flags:
-        segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
-        if kind == "prompts" and flag & 1:
+        length, is_target = flag >> LENGTH_SHIFT, bool(flag & TARGET)
+        segment, start = ids[start:start + length], start + length
+        if kind == "prompts" and is_target:
             text += f"\nrecord: {bytes(segment).decode()}"
         else:
-            text += next(names) + show_segment(segment, bool(flag & 1), tokenizer)
-        if flag & 2:
+            text += next(names) + show_segment(segment, is_target, tokenizer)
+        if flag & LAST:
             texts.append(text)
             text = ""
     return (texts or [text + " ..."])[:3]
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleSet:
+    """One split of prepared chats, pairs or prompts: their tokens, and the segments of each example."""
+
+    path: Path
+    kind: str  # "chats", "pairs" or "prompts"
+    tokens: TokenSet
+    segments: np.ndarray  # uint32, of all examples
+    fingerprint: str  # hash of tokens and segments, the same on every rank
+    starts: np.ndarray  # int64 (examples + 1,), in tokens
+    segment_starts: np.ndarray  # int64 (examples + 1,), in segments
+    first_targets: np.ndarray  # int32 (examples,): tokens before the first target; the prompt of a pair
+    labels: np.ndarray | None = None  # int8 (examples,), of unpaired answers: 1 = good, -1 = bad
+
+    def __len__(self) -> int:
+        return len(self.first_targets)
+
+    def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self.starts[example:example + 2].tolist()
+        first, last = self.segment_starts[example:example + 2].tolist()
+        return self.tokens.read(start, end - start), self.segments[first:last]
+
+
+def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
+                     verification: Verification = Verification()) -> ExampleSet:
+    """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
+    tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
+    segments = np.concatenate([*tokens.segments.blocks()])
+    # Find the segments of each example.
+    ends = np.flatnonzero(segments & LAST) + 1
+    if not len(ends) or ends[-1] < len(segments):
+        raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
+    segment_starts = np.concatenate([[0], ends])
+    firsts, counts = segment_starts[:-1], np.diff(segment_starts)
+    # A pair has three segments: prompt, chosen, rejected; one of the answers is no target if it is unpaired.
+    # A chat has a target. Neither begins with a target.
+    lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
+    targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
+    valid = (targets > 0) & ((counts == 3) | (kind != "pairs"))
+    valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
+    if not valid.all():
+        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
+                        f"{kind}; prepare the data again")
+    # Find the tokens of each example, and its first target.
+    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if borders[-1] != tokens.tokens:
+        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in total, but the "
+                        f"shards have {tokens.tokens:,}; prepare the data again")
+    starts = borders[segment_starts]
+    first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
+    labels = None
+    if kind == "pairs":
+        first_targets = lengths[firsts]
+        if (targets == 1).any():
+            labels = np.where(is_target[firsts + 1], 1, -1).astype(np.int8)
+            if (targets == 2).any():
+                raise DataError(f"{path}: {split} has pairs and unpaired answers; prepare them separately")
+    fingerprint = hashlib.sha256((tokens.fingerprint + tokens.segments.fingerprint).encode()).hexdigest()
+    return ExampleSet(Path(path), kind, tokens, segments, fingerprint, starts, segment_starts,
+                      first_targets.astype(np.int32), labels)

@@ -328,6 +328,7 @@ class TokenSet:
     fingerprint: str
     document_start_id: int | None = None
     vocab_size: int = 1 << 32
+    segments: Optional["TokenSet"] = None  # of examples, uint32; see data_pipeline/chats.py
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -376,7 +377,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     `path` is a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
     `.npy`), a glob of such files, or a folder of them, whose names say `train` or `val`.
     """
-    path = Path(path)
+    path, segments = Path(path), None
     if folder := prepared_folder(path):
         manifest = read_manifest(folder)
         document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
@@ -393,6 +394,10 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
                             f"tokenizer starts a document with {begins}; prepare the data again")
         shards = _prepared_shards(folder, manifest, split)
         fingerprint = _fingerprint(shards)
+        if kind != "documents":
+            stored = _prepared_shards(folder, manifest, split, segments=True)
+            segments = TokenSet(tuple(stored), _fingerprint(stored))
+            _verify(segments, verification)
     elif kind == "documents":
         shards = [_open_shard(file) for file in _foreign_files(path, split)]
         # Hash the size, start, middle and end of each file, a small read for every rank.
@@ -408,19 +413,10 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         fingerprint = hasher.hexdigest()
     else:
         raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
-    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
+    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size, segments)
     allow_open_files(len(shards), token_set.folder)
     _verify(token_set, verification)
     return token_set
-
-
-def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
-    """Open the uint32 segments of prepared chats or pairs, after `open_token_set` for their tokens."""
-    folder = prepared_folder(Path(path))
-    shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
-    segments = TokenSet(tuple(shards), _fingerprint(shards))
-    _verify(segments, verification)
-    return segments
 
 
 def allow_open_files(files: int, folder: Path) -> None:

@@ -25,7 +25,8 @@ import torch
 from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config
-from dataloaders import LAST, LENGTH_SHIFT, TARGET, ExampleRows, ExampleSet, TokenRows, rows_at
+from data_pipeline.chats import LAST, LENGTH_SHIFT, TARGET, ExampleSet
+from dataloaders import ExampleRows, TokenRows, rows_at
 from learn.objectives import DPO, NextToken, frozen_logprobs, stored_reference
 from learn.optim import Optimizer
 from learn.stored import ReferencedRows
