@@ -65,6 +65,31 @@ class Example(NamedTuple):
     label: bool | None = None  # of an unpaired answer: whether it is good
     options: Mapping[str, Any] = {}  # variables of the chat template, such as `tools`
 
+    @property
+    def texts(self) -> list[str]:
+        return [text for message in self.messages for text in (
+            message.get("reasoning_content"), message["content"]) if text is not None] + [*self.answers]
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+    @property
+    def characters(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def split_key(self) -> str:
+        """The text whose hash determines the split: the user's first message, normalized.
+
+        All chats and pairs that start with the same request are in one split, so that no stage trains on an
+        answer to a held-out request. SYSTEM_PROMPT adds system messages, and chat formats and tokenizers
+        remove white space, letter case and Unicode forms. These do not count, so that equal tokens have equal
+        keys.
+        """
+        request = next(message["content"] for message in self.messages if message["role"] == "user")
+        return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
+
 
 def read_examples(kind: str, source: Source, reading: Reading, fields: Collection[str] = ()
                   ) -> Iterator[Example]:
@@ -360,47 +385,23 @@ def check_turns(messages: Messages, last: str) -> Messages:
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return the DataKind of chats, pairs or prompts."""
     chat_format = load_chat_format(tokenizer)
-    sha256 = chat_format.sha256
-    return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields),
-                    lambda example: len(text_of(example, "")), text_of, split_key,
-                    partial(tokenize_examples, sha256), partial(decode_examples, kind),
-                    {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
+    return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields), tokenize_examples,
+                    partial(decode_examples, kind),
+                    {"kind": kind, "chat_format_sha256": chat_format.sha256, "system_prompt": system_prompt,
                      "examples_version": EXAMPLES_VERSION})
 
 
-def text_of(example: Example, separator: str = "\n") -> str:
-    return separator.join([text for message in example.messages for text in (
-        message.get("reasoning_content"), message["content"]) if text is not None] + [*example.answers])
+worker_chat_format = lru_cache(maxsize=1)(load_chat_format)  # of the tokenizer of a worker process
 
 
-def split_key(example: Example) -> str:
-    """Return the text that determines the split of an example: the user's first message, normalized.
-
-    All chats and pairs that start with the same request are in one split, so that no stage trains on an
-    answer to a held-out request. SYSTEM_PROMPT adds system messages, and chat formats and tokenizers remove
-    white space, letter case and Unicode forms. These do not count, so that equal tokens have equal keys.
-    """
-    request = next(message["content"] for message in example.messages if message["role"] == "user")
-    return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
-
-
-@lru_cache(maxsize=1)
-def _worker_chat_format(spec: WorkerSpec, sha256: str) -> ChatFormat | TemplateFormat:
-    """Return the chat format of a worker process, which creates it once."""
-    chat_format = load_chat_format(worker_tokenizer(spec))
-    if chat_format.sha256 != sha256:
-        raise DataError(f"{spec.tokenizer_path}: its chat template changed while it was used; start again")
-    return chat_format
-
-
-def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
+def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
     """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
-    chat_format = _worker_chat_format(spec, format_sha256)
+    chat_format = worker_chat_format(worker_tokenizer(spec))
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
-    refused, keys = [], [split_key(example) for example in examples]
+    refused, keys = [], [example.split_key for example in examples]
     for place, example in enumerate(examples):
         try:
-            messages = with_system(example.messages, spec.system_prompt)
+            messages = with_system(example.messages, spec.options.system_prompt)
             options = example.options
             if example.label is not None:
                 # The answer of the record that is half a chunk away, or the next one with another prompt.
@@ -430,7 +431,7 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
         if not example.record and (fault := _label_fault(example, own, chat_format)):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
-        kept[split_of(split_key(example), spec.validation_fraction)].append(segments)
+        kept[split_of(keys[place], spec.validation_fraction)].append(segments)
 
     # Convert them to ids and segments.
     splits = {}

@@ -6,7 +6,7 @@ depend on earlier documents are made in one process, in order, so that the numbe
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache, partial
 from hashlib import shake_128
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import DataError
 from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records
-from data_pipeline.workers import InOrder
+from data_pipeline.workers import InOrder, PreparationOptions
 
 # Part of the key: increase it when a filter removes different documents than before.
 FILTERS_VERSION = 1
@@ -35,13 +35,6 @@ WAYS = 8  # documents per set of the table
 SIGNATURES = "signatures.bin"
 REASONS = {"near_duplicates": "that nearly duplicate an earlier one",
            "overlaps": "that share text with evaluation items"}
-
-
-class FilterOptions(NamedTuple):
-    """Which documents are removed."""
-
-    similarity: float = 0.0  # Jaccard similarity of 5-word runs to an earlier document; 0 = no filter
-    evaluation: Source | None = None  # evaluation items, which no document may share 13 words in a row with
 
 
 class Passed(NamedTuple):
@@ -148,16 +141,17 @@ class NearDuplicates:
 class EvaluationItems:
     """All 13-word runs of evaluation items."""
 
-    def __init__(self, source: Source):
+    def __init__(self, path: str):
         self.texts, self.places, hashes = [], [], []
-        for where, record in read_records(source, Reading(advice="correct it, or leave it out")):
+        reading = Reading(advice="correct it, or leave it out")
+        for where, record in read_records(Source(path=path, column=""), reading):
             for words in map(words_of, texts_of_item(record)):
                 if len(words) >= OVERLAP_WORDS:
                     self.texts.append(f" {' '.join(words)} ")
                     self.places.append(where)
                     hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
         if not hashes:
-            raise DataError(f"--decontaminate {source.path}: no item has a text with {OVERLAP_WORDS} words, "
+            raise DataError(f"--decontaminate {path}: no item has a text with {OVERLAP_WORDS} words, "
                             "the length that is compared; use another file")
         self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
         ends = np.cumsum([*map(len, hashes)])
@@ -191,33 +185,33 @@ def texts_of_item(record: dict) -> list[str]:
 evaluation_items = lru_cache(maxsize=1)(EvaluationItems)
 
 
-def examine(options: FilterOptions, text_of: Callable[[Any], str],
-            items: list) -> tuple[np.ndarray, list[str | None]]:
+def examine(options: PreparationOptions, items: list) -> tuple[np.ndarray, list[str | None]]:
     """Return the signature and the overlap with evaluation items of each document. Runs in a worker."""
-    signatures = np.empty((len(items), HASHES if options.similarity else 0), np.uint8)
+    signatures = np.empty((len(items), HASHES if options.near_duplicates else 0), np.uint8)
     overlaps: list[str | None] = [None] * len(items)
     for number, item in enumerate(items):
-        words = words_of(text_of(item))
-        if options.similarity:
+        words = words_of(item.text)
+        if options.near_duplicates:
             signatures[number] = signature_of(words)
-        if options.evaluation:
-            overlaps[number] = evaluation_items(options.evaluation).overlap(words)
+        if options.decontaminate:
+            overlaps[number] = evaluation_items(options.decontaminate).overlap(words)
     return signatures, overlaps
 
 
 class Filters:
     """The filters of one preparation, which continue after `done`, the last result of `sync` or {}."""
 
-    def __init__(self, options: FilterOptions, text_of: Callable[[Any], str], folder: Path, done: dict):
-        self.options, self.text_of, self.path = options, text_of, folder / SIGNATURES
-        used = [reason for reason, is_on in zip(REASONS, (options.similarity, options.evaluation)) if is_on]
+    def __init__(self, options: PreparationOptions, folder: Path, done: dict):
+        self.options, self.path = options, folder / SIGNATURES
+        used = [reason for reason, is_on in zip(REASONS, (options.near_duplicates, options.decontaminate))
+                if is_on]
         self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in used}
         self.on_disk = done.get("signatures", 0)
-        if options.similarity:
+        if options.near_duplicates:
             stored = np.fromfile(self.path, np.uint8, self.on_disk * HASHES) if self.on_disk else np.empty(0)
             if len(stored) < self.on_disk * HASHES:
                 raise DataError(f"{self.path}: is truncated; delete {folder} and start again")
-            self.seen = NearDuplicates(options.similarity, stored.reshape(-1, HASHES))
+            self.seen = NearDuplicates(options.near_duplicates, stored.reshape(-1, HASHES))
 
     def apply(self, chunks: Iterable[tuple[list, Any]],
               in_order: InOrder) -> Iterator[tuple[list, Passed]]:
@@ -225,18 +219,18 @@ class Filters:
             yield from ((items, Passed(end, [], 0)) for items, end in chunks)
             return
         with_items = ((items, (items, end)) for items, end in chunks)
-        examined = in_order(partial(examine, self.options, self.text_of), with_items)
+        examined = in_order(partial(examine, self.options), with_items)
         for (signatures, overlaps), (items, end) in examined:
             kept, removed = [], []
             for item, signature, overlap in zip(items, signatures, overlaps):
                 if overlap:
                     removed.append(("overlaps", f"{item.where}: {overlap}"))
-                elif self.options.similarity and (similar := self.seen.add(signature)):
+                elif self.options.near_duplicates and (similar := self.seen.add(signature)):
                     description = f"{item.where}: {similar:.2f} similar to an earlier one"
                     removed.append(("near_duplicates", description))
                 else:
                     kept.append(item)
-            yield kept, Passed(end, removed, self.seen.count if self.options.similarity else 0)
+            yield kept, Passed(end, removed, self.seen.count if self.options.near_duplicates else 0)
 
     def count(self, removed: list[tuple[str, str]]) -> None:
         for reason, description in removed:

@@ -11,12 +11,11 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
-from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
+from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
 from data_pipeline.workers import (
@@ -35,6 +34,7 @@ from data_pipeline.workers import (
     TOKENIZERS,
     ChunkTokens,
     DataKind,
+    PreparationOptions,
     WorkerSpec,
     open_workers,
     position_of,
@@ -57,23 +57,6 @@ LOCK_POLL_SECONDS = 0.2
 LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
 FEW_DOCUMENTS, TAIL = 20, 0.1
 SHOWN_LEFT_OUT = 20
-
-
-@dataclass(frozen=True)
-class PreparationOptions:
-    """Options of a preparation."""
-
-    tokenizer_path: str
-    tokenizer_backend: str
-    shard_tokens: int  # tokens in a full shard
-    validation_fraction: float | None  # held-out share of items, by hash of their text; None = by size
-    workers: int = 0  # tokenizing processes, which do not affect the result; 0 = one per core
-    max_documents: int = 0  # use only the first documents or examples; 0 = all
-    on_bad_record: str = "fail"  # or "skip": count and list unusable records
-    system_prompt: str = ""  # for chats and pairs without a system message; "" = none
-    near_duplicates: float = 0.0  # drop documents with at least this Jaccard similarity; 0 = none
-    decontaminate: str = ""  # path of evaluation items: drop documents that share a 13-word span
-    journal_seconds: float = 10.0  # between entries of the journal
 
 
 class PreparationPlan(NamedTuple):
@@ -125,13 +108,12 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
             for start, end in zip(starts[:3], [*starts[1:], len(ids)])]
 
 
-DOCUMENTS = DataKind("", read_texts, lambda document: len(document.text), attrgetter("text"),
-                     attrgetter("text"), tokenize_documents, decode_documents, {})
+DOCUMENTS = DataKind("", read_texts, tokenize_documents, decode_documents, {})
 
 
 def fraction_to_hold_out(kind: DataKind, items: Iterable) -> float | None:
     """Return the validation fraction of a set; None to hold out the end of each of its few documents."""
-    positions = sorted({position_of(kind.split_key(item)) for item in islice(items, SMALL_SET)})
+    positions = sorted({position_of(item.split_key) for item in islice(items, SMALL_SET)})
     if len(positions) == SMALL_SET:
         return LARGE_SET_FRACTION
     if len(positions) < FEW_DOCUMENTS and not kind.name:
@@ -231,10 +213,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
     chunks, fraction = read_chunks(plan, reading, journal)
-    filters = Filters(FilterOptions(options.near_duplicates, *plan.inputs[1:]), kind.text, folder,
-                      journal.get("filters", {}))
-    spec = WorkerSpec(options.tokenizer_path, options.tokenizer_backend, plan.tokenizer.sha256, plan.dtype,
-                      fraction or 0.0, options.system_prompt)
+    filters = Filters(options, folder, journal.get("filters", {}))
+    spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0)
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -306,14 +286,14 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
         reading.start = Place(*end["place"])
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
-        return cut_chunks(items, kind.characters, reading, end["items"]), end["held_out"]
+        return cut_chunks(items, reading, end["items"]), end["held_out"]
     items, fraction = read(reading), options.validation_fraction
     if fraction is None:
         fraction = fraction_to_hold_out(kind, read(Reading(reading.skip_bad)))
         if fraction is None:
             items = cut_tails(items)
     # Finished chunks of a source without places are read again, but not tokenized.
-    return islice(cut_chunks(items, kind.characters, reading), journal["chunks"], None), fraction
+    return islice(cut_chunks(items, reading), journal["chunks"], None), fraction
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
@@ -345,8 +325,7 @@ class ChunkEnd(NamedTuple):
     counts: dict[str, Any]  # see Reading
 
 
-def cut_chunks(items: Iterable, characters_of: Callable[[Any], int], reading: Reading,
-               done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
+def cut_chunks(items: Iterable, reading: Reading, done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
     """Yield chunks of about CHUNK_CHARACTERS, and where each ends, after `done` items."""
     def end() -> ChunkEnd:
         return ChunkEnd(reading.fraction, reading.item or reading.place, done, reading.counts)
@@ -355,7 +334,7 @@ def cut_chunks(items: Iterable, characters_of: Callable[[Any], int], reading: Re
     for item in items:
         done += 1
         chunk.append(item)
-        characters += characters_of(item)
+        characters += item.characters
         if characters >= CHUNK_CHARACTERS:
             yield chunk, end()
             chunk, characters = [], 0

@@ -80,6 +80,15 @@ class Document(NamedTuple):
     text: str
     split: str = ""  # "" = by a hash of the text
 
+    @property
+    def characters(self) -> int:
+        return len(self.text)
+
+    @property
+    def split_key(self) -> str:
+        """The text whose hash determines the split."""
+        return self.text
+
 
 class Place(NamedTuple):
     """Where a record of a source's files begins."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -25,15 +26,30 @@ SPLITS = ("train", "validation")
 InOrder = Callable[[Callable[[list], Any], Iterable[tuple]], Iterator[tuple]]
 
 
-class WorkerSpec(NamedTuple):
-    """Everything that a worker needs for tokenizing."""
+@dataclass(frozen=True)
+class PreparationOptions:
+    """Options of a preparation."""
 
     tokenizer_path: str
     tokenizer_backend: str
+    shard_tokens: int  # tokens in a full shard
+    validation_fraction: float | None  # held-out share of items, by hash of their text; None = by size
+    workers: int = 0  # tokenizing processes, which do not affect the result; 0 = one per core
+    max_documents: int = 0  # use only the first documents or examples; 0 = all
+    on_bad_record: str = "fail"  # or "skip": count and list unusable records
+    system_prompt: str = ""  # for chats and pairs without a system message; "" = none
+    near_duplicates: float = 0.0  # drop documents with at least this Jaccard similarity; 0 = none
+    decontaminate: str = ""  # path of evaluation items: drop documents that share a 13-word span
+    journal_seconds: float = 10.0  # between entries of the journal
+
+
+class WorkerSpec(NamedTuple):
+    """Everything that a worker needs for tokenizing."""
+
+    options: PreparationOptions
     tokenizer_sha256: str
     dtype: str  # of the ids
     validation_fraction: float
-    system_prompt: str
 
 
 class ChunkTokens(NamedTuple):
@@ -47,10 +63,7 @@ class DataKind(NamedTuple):
     """The content of a set, and how its items are read and tokenized."""
 
     name: str  # the manifest's "kind"; "" = documents
-    read: Callable[[Source, Reading], Iterator]  # yields the items of a source
-    characters: Callable[[Any], int]  # returns the length of an item
-    text: Callable[[Any], str]  # returns an item's text for the filters; runs in a worker
-    split_key: Callable[[Any], str]  # returns the text of an item that determines its split
+    read: Callable[[Source, Reading], Iterator]  # yields the items of a source, such as `Document`
     tokenize: Callable[[WorkerSpec, list], ChunkTokens]  # runs in a worker
     decode: Callable[[Path, dict, Any, str], list[str]]  # like `prepare.decode_documents`
     settings: dict  # other settings that affect the tokens, for the key
@@ -71,9 +84,9 @@ TOKENIZERS: dict[str, Any] = {}  # of this process, by hash
 def worker_tokenizer(spec: WorkerSpec):
     """Return the tokenizer of a worker process, which loads it once."""
     if spec.tokenizer_sha256 not in TOKENIZERS:
-        tokenizer = load_tokenizer(spec.tokenizer_path, spec.tokenizer_backend)
+        tokenizer = load_tokenizer(spec.options.tokenizer_path, spec.options.tokenizer_backend)
         if tokenizer.sha256 != spec.tokenizer_sha256:
-            raise DataError(f"{spec.tokenizer_path} changed while it was used; start again")
+            raise DataError(f"{spec.options.tokenizer_path} changed while it was used; start again")
         TOKENIZERS[tokenizer.sha256] = tokenizer
     return TOKENIZERS[spec.tokenizer_sha256]
 

@@ -15,7 +15,6 @@ from data_pipeline import prepare as preparation
 from data_pipeline.filters import HASHES, EvaluationItems, NearDuplicates, signature_of, words_of
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import MANIFEST
-from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_set
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
@@ -113,7 +112,7 @@ def overlap_cases(tmp_path):
 
 def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
     items, texts = overlap_cases(tmp_path)
-    found = EvaluationItems(Source(path=str(tmp_path / "items.jsonl"), column=""))
+    found = EvaluationItems(str(tmp_path / "items.jsonl"))
     of_items = [set().union(*(runs_of(f"{item['ctx']} {ending}", 13) for ending in item["endings"])) for item in items]
     overlaps = [found.overlap(words_of(text)) for text in texts]
     assert [overlap is not None for overlap in overlaps] == [bool(runs_of(text, 13) & set().union(*of_items)) for text in texts]
@@ -123,18 +122,18 @@ def test_an_overlap_is_what_the_sets_of_runs_share(tmp_path, monkeypatch):
         assert tuple(run.split()) in of_items[int(line) - 1]
     # Where all hashes are the same, nothing is found that is not there.
     monkeypatch.setattr(filters, "hashes_of_runs", lambda words, length: np.zeros(max(0, len(words) - length + 1), np.uint64))
-    assert EvaluationItems(Source(path=str(tmp_path / "items.jsonl"), column="")).overlap(WORDS) is None
+    assert EvaluationItems(str(tmp_path / "items.jsonl")).overlap(WORDS) is None
 
 
 def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path):
     run = "a b c d e f g h i j k l m"
     for record in ({"question": run}, {"turns": [{"content": run.upper()}], "n": 1}):
         (tmp_path / "items.json").write_text(json.dumps([{"x": "y"}, record]))
-        found = EvaluationItems(Source(path=str(tmp_path / "items.json"), column=""))
+        found = EvaluationItems(str(tmp_path / "items.json"))
         assert "items.json:1 (item 2)" in found.overlap(words_of(f"so: {run}.")) and found.overlap(run.split()[1:]) is None
     (tmp_path / "items.json").write_text('[{"ctx": "too short", "endings": ["is this"]}]')
     with pytest.raises(DataError, match="--decontaminate .*items.json: no item has a text with 13 words"):
-        EvaluationItems(Source(path=str(tmp_path / "items.json"), column=""))
+        EvaluationItems(str(tmp_path / "items.json"))
 
 
 @pytest.mark.parametrize("kind, record", [
@@ -167,16 +166,16 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     # Stopped in the middle, it neither examines nor keeps anything twice.
     examined, examine = [], filters.examine
 
-    def failing(options, text_of, chunk):
+    def failing(options, chunk):
         if len(examined) == 6:
             raise DataError("planted")
         examined.append(chunk[0].where)
-        return examine(options, text_of, chunk)
+        return examine(options, chunk)
 
     monkeypatch.setattr(filters, "examine", failing)
     with pytest.raises(DataError, match="planted"):
         run("stopped", journal_seconds=0.0, **both)
-    monkeypatch.setattr(filters, "examine", lambda *arguments: examined.append(arguments[2][0].where) or examine(*arguments))
+    monkeypatch.setattr(filters, "examine", lambda *arguments: examined.append(arguments[1][0].where) or examine(*arguments))
     stopped = run("stopped", **both)
     assert len(examined) == len(set(examined)) > 6
     monkeypatch.setattr(filters, "examine", examine)
