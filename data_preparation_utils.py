@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from glob import glob
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -69,34 +69,28 @@ class MixFile(BaseModel, strict=True, extra="forbid"):
         return self
 
 
-class Mix(NamedTuple):
-    """Several sources, and the phases of a run in the format of mixture.json."""
+def read_mix(path: str | Path) -> tuple[list[Source], mixture.Mixture]:
+    """Return the sources in a `MixFile`, and their mixture, whose sets do not exist yet.
 
-    sources: list[Source]
-    labels: list[str]
-    phases: list[dict]
-
-
-def read_mix(path: str | Path) -> Mix:
-    """Read a `MixFile`. The default label of a source is its path or name."""
+    The default label of a source is its path or name.
+    """
     try:
         mix = MixFile.model_validate(read_json(Path(path)))
-        sources = [Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources]
         labels = [entry.label or without_passwords(entry.path)
                   or "/".join(filter(None, (entry.name, entry.config))) for entry in mix.sources]
-        phases = mix.model_dump()["phases"]
+        phases = mix.phases
         if phases is None:
             weights = [1.0 if entry.weight is None else entry.weight for entry in mix.sources]
             phases = [{"weights": dict(zip(labels, weights))}]
-        entries = [{"label": label, "set": ""} for label in labels]
-        checked = mixture.Mixture.model_validate({"sources": entries, "phases": phases})
+        return ([Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources],
+                mixture.Mixture(sources=[{"label": label, "set": ""} for label in labels],
+                                phases=phases))
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
     except ValidationError as error:
         raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
     except ValueError as error:
         raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
-    return Mix(sources, labels, [phase.model_dump() for phase in checked.phases])
 
 
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
@@ -109,14 +103,14 @@ def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options
     return prepare(data_kind, source, tokenizer, Path(output_dir), options)
 
 
-def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare each source of a mix as a separate set, unless it exists; return the mixture's folder."""
-    sets = []
-    for place, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
-        show(f"Source {place} of {len(mix.sources)}: {label}")
-        sets.append(prepare_set(kind, source, output_dir, options))
+def prepare_mixture(kind: str, file: str | Path, output_dir: Path, options: PreparationOptions) -> Path:
+    """Prepare each source of a `MixFile` as a separate set, unless it exists; return the mixture's folder."""
+    sources, mixed = read_mix(file)
+    for place, (source, entry) in enumerate(zip(sources, mixed.sources), 1):
+        show(f"Source {place} of {len(sources)}: {entry.label}")
+        entry.set = os.path.join("..", prepare_set(kind, source, output_dir, options).name)
     with disk_errors(output_dir, DataError, "choose another --output"):
-        return mixture.write_mixture(output_dir, mix.labels, sets, mix.phases)
+        return mixture.write_mixture(output_dir, mixed)
 
 
 def describe(folder: Path) -> list[str]:
@@ -234,7 +228,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if flags.mix:
         if fields or flags.source:
             raise SettingsError("--mix contains its sources; remove --source and the flags of a source")
-        return name_set(prepare_mixture(kind, read_mix(flags.mix), output, options), flags.mix)
+        return name_set(prepare_mixture(kind, flags.mix, output, options), flags.mix)
     if not flags.source and kind != "documents":
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")

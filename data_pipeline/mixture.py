@@ -88,11 +88,9 @@ class Mixture(BaseModel, strict=True):
         return json_sha256([*set_fingerprints, phases])
 
 
-def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path], phases: list[dict]) -> Path:
+def write_mixture(output_dir: Path, mixture: Mixture) -> Path:
     """Write a mixture beside its prepared sets; return its folder, named after sets and weights."""
-    sources = [{"label": label, "set": os.path.join("..", path.name)} for label, path in zip(labels, sets)]
-    mixture = Mixture.model_validate({"sources": sources, "phases": phases})
-    folder = output_dir / mixture.fingerprint([path.name for path in sets])[:16]
+    folder = output_dir / mixture.fingerprint([Path(source.set).name for source in mixture.sources])[:16]
     folder.mkdir(exist_ok=True)
     write_json(folder / MIXTURE, mixture.model_dump())
     return folder

@@ -107,12 +107,13 @@ def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
 
 
 def test_a_mix_file_is_read(tmp_path):
-    mix = read_mix(write_mix(tmp_path, {"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}]}))
-    assert mix.sources == [Source(path="a"), Source(name="b", config="c")] and mix.labels == ["a", "b/c"]
-    assert mix.phases == [{"until": 1.0, "weights": {"a": 0.7, "b/c": 1.0}}]
+    read, mixture = read_mix(write_mix(tmp_path, {"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}]}))
+    assert read == [Source(path="a"), Source(name="b", config="c")] and [each.label for each in mixture.sources] == ["a", "b/c"]
+    assert mixture.model_dump()["phases"] == [{"until": 1.0, "weights": {"a": 0.7, "b/c": 1.0}}]
     phases = [{"until": 0.8, "weights": {"web": 9, "a": 1}}, {"weights": {"a": 1}}]
-    mix = read_mix(write_mix(tmp_path, {"sources": [A, {**B, "label": "web"}], "phases": phases}))
-    assert mix.labels == ["a", "web"] and mix.phases[1] == {"until": 1.0, "weights": {"a": 1.0}}
+    _, mixture = read_mix(write_mix(tmp_path, {"sources": [A, {**B, "label": "web"}], "phases": phases}))
+    assert [each.label for each in mixture.sources] == ["a", "web"]
+    assert mixture.phases[1].model_dump() == {"until": 1.0, "weights": {"a": 1.0}}
 
 
 def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
@@ -148,7 +149,7 @@ def sources(tmp_path_factory, prepared):
     def make(*phases, **changes):
         described = {"sources": files, "phases": [{"until": until, "weights": dict(zip(("farm", "plays"), weights))}
                                                   for until, weights in phases]}
-        return prepare_mixture("documents", read_mix(write_mix(folder, described)), folder / "sets",
+        return prepare_mixture("documents", write_mix(folder, described), folder / "sets",
                                options if not changes else PreparationOptions(**vars(options) | changes))
 
     return make

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, SettingsError
-from data_pipeline.mixture import write_mixture
+from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from debug import inspect as statistics
 from debug.inspect import RepeatCounter, measure
@@ -76,7 +76,8 @@ def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
         made[kind] = prepare_set(kind, str(folder / f"{kind}.jsonl"), folder / "sets", options)
-    made["mixture"] = write_mixture(folder / "sets", ["a", "b"], [made["documents"]] * 2, [{"weights": {"a": 1, "b": 1}}])
+    sources = [{"label": label, "set": f"../{made['documents'].name}"} for label in "ab"]
+    made["mixture"] = write_mixture(folder / "sets", Mixture(sources=sources, phases=[{"weights": {"a": 1, "b": 1}}]))
     return made
 
 

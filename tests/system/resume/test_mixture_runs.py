@@ -10,7 +10,7 @@ import pytest
 from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step
 
 import train
-from data_pipeline.mixture import write_mixture
+from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from debug.replay import replay
 from settings.load import read_flags
@@ -18,12 +18,12 @@ from settings.load import read_flags
 
 def mixture_of(kind: str, prepared: Prepared, file: Path, sets: Path, *phases: tuple[float, int, int]) -> Path:
     """A mixture of all and of the first 60 documents, chats or pairs of a file, by (until, weight, weight)."""
-    folders = []
-    for count in (0, 60):
+    sources = []
+    for label, count in (("all", 0), ("few", 60)):
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1, max_documents=count)
-        folders.append(prepare_set(kind, str(file), sets, options))
+        sources.append({"label": label, "set": f"../{prepare_set(kind, str(file), sets, options).name}"})
     described = [{"until": until, "weights": {"all": one, "few": other}} for until, one, other in phases]
-    return write_mixture(sets, ["all", "few"], folders, described)
+    return write_mixture(sets, Mixture(sources=sources, phases=described))
 
 
 @pytest.fixture(scope="module")
