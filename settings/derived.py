@@ -223,18 +223,3 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
     if "warmup_steps" in names and steps < 10 * config.warmup_steps:
         chosen["warmup_steps"] = steps // 10
     return chosen
-
-
-def unequal_shares(config: Config, given: Container[str]) -> str:
-    """Return the error for a batch from config.depth that the ranks cannot share equally."""
-    rows, ranks, size = config.rows_per_step, config.world_size, config.max_seq_len
-    micro_batch = config.micro_batch_size if "micro_batch_size" in given else 1
-    in_micro_batches = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
-    group = ranks * micro_batch
-    counts = filter(None, (rows // group, -(-rows // group)))
-    sizes = " or ".join(f"TOTAL_BATCH_SIZE={count * group * size}" for count in counts)
-    fewer = next((n for n in range(ranks, 0, -1) if rows % (n * micro_batch) == 0), 0)
-    resumed = f"; to resume a run, use {fewer} ranks" if fewer else ""
-    return (f"DEPTH={config.depth} chose TOTAL_BATCH_SIZE={config.total_batch_size}, {rows} rows of "
-            f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally"
-            f"{in_micro_batches}; for a new run, set {sizes}{resumed}")

@@ -329,7 +329,7 @@ def conflicts(config: Config, given: Mapping[str, Any], by_depth: Mapping[str, A
         yield f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one"
     for message in rules(config):
         depth_chose = message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in by_depth
-        yield derived.unequal_shares(config, given) if depth_chose else message
+        yield f"DEPTH={config.depth} chose a batch that the ranks cannot share: " * depth_chose + message
 
 
 def surprises(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
