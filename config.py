@@ -470,10 +470,13 @@ START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
 LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
                "grpo_data_path", "hellaswag_path")
 NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
-# The kind of data of each stage, and the script that prepares it: scripts/load_*_dataset.py.
-KIND_OF_STAGE = {"pretrain": "documents", "sft": "chats", "dpo": "pairs", "grpo": "prompts"}
+# Kinds of prepared data: the setting with their path, and the script that prepares them.
+KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
+         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
+         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py"),
+         "prompts": ("GRPO_DATA_PATH", "scripts/load_prompts_dataset.py")}
+KIND_OF_STAGE = dict(zip(("pretrain", "sft", "dpo", "grpo"), KINDS))
 STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
-PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo", "grpo": "prompts"}
 BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "math_verify", "length")
 
 
@@ -726,7 +729,7 @@ def path_rules(c: Config) -> Iterator[str]:
 def input_rules(c: Config) -> Iterator[str]:
     """Check that data and tokenizer are set."""
     if c.data_path is None:
-        script = command(f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py")
+        script = command(KINDS[KIND_OF_STAGE[c.training_stage]][1])
         sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"
                f"{sample if c.training_stage == 'pretrain' else ''}")

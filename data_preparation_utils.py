@@ -22,7 +22,7 @@ from common.command_line import CommandParser, number
 from common.errors import DataError, SettingsError, local_path, run_script
 from common.files import disk_errors, read_json
 from common.text import is_url, show, without_passwords
-from config import Config
+from config import KINDS, Config
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import kind_of_examples
@@ -34,7 +34,7 @@ from data_pipeline.prepare import (
     prepare,
     read_prepared,
 )
-from data_pipeline.shards import KINDS, MANIFEST, MIXTURE, first_fault
+from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
 from settings.load import export, load_config
 from tokenizer import load_tokenizer

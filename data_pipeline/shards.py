@@ -33,15 +33,11 @@ from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256,
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import command, print_safely
+from config import KINDS
 
 MANIFEST = "manifest.json"
 MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
 VERIFIED = ".verified.json"
-# Kinds of prepared sets: the setting with their path, and the script that prepares them.
-KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
-         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
-         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py"),
-         "prompts": ("GRPO_DATA_PATH", "scripts/load_prompts_dataset.py")}
 HEADER_BYTES = 1024
 # llm.c's header: 256 little-endian int32, starting with magic, version and token count.
 MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}

@@ -24,7 +24,7 @@ from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import ROOT, command, duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config, rules
+from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, rows_by_source
 from fused.attention import choose_kernel
@@ -188,7 +188,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         info(f"Chat with it:    {command('scripts/chat.py', run.saved)}")
     if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
         info(f"Evaluate it:     {command('scripts/evaluate.py', run.saved)}")
-    script = f"scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py"
+    script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Your own data:   {command(script, '--help')}")
     run.log.ending = ending(run, ", ".join([*(results[1:] or [f"{progress.step:,} steps"]), results[0]]))
 

@@ -29,8 +29,7 @@ from launch import make_parser  # noqa: E402, I001
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import CALLED_FROM, show  # noqa: E402
-from config import KIND_OF_STAGE  # noqa: E402
-from data_pipeline.shards import KINDS  # noqa: E402
+from config import KIND_OF_STAGE, KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from parallel import process  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags, split_forecast  # noqa: E402
