@@ -128,8 +128,7 @@ class FlagParser(CommandParser):
     """A parser for a script's own flags; all other flags are settings. Errors are SettingsErrors."""
 
     def __init__(self, description: str, **options):
-        super().__init__(description, **options, allow_abbrev=False, add_help=False)
-        self.add_argument("--help", action="help", help="show this help")
+        super().__init__(description, **options, allow_abbrev=False)
 
     def error(self, message: str):
         raise SettingsError(f"command line: {message}; --help lists every flag")
@@ -140,9 +139,7 @@ class FlagParser(CommandParser):
             flag, equals, value = argument.partition("=")
             return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
 
-        # Not argparse's -h, which reads -hf-token as a group of short flags, and would print the secret.
-        return self.parse_known_args(["--help" if argument == "-h" else normalized(argument)
-                                      for argument in argv])
+        return self.parse_known_args([*map(normalized, argv)])
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         """Return the script's flags, and the settings; keys for libraries in `.env` are exported."""

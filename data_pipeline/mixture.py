@@ -113,7 +113,6 @@ def read_mixture(folder: Path) -> Mixture:
         place = folder / source.set
         if not os.path.lexists(place / MANIFEST):
             raise DataError(f"{path}: {place}, the set of {source.label!r}, is missing; copy or prepare it")
-        read_manifest(place)
     return mixture
 
 
