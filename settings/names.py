@@ -2,9 +2,7 @@
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, Optional
 
 from pydantic import ValidationError
@@ -39,6 +37,7 @@ FOREIGN_NAMES = {foreign: name for name, names in {
     "keep_last": "save_total_limit",
     "log_every": "log_interval log_steps log_freq logging_steps print_every print_freq",
     "sample_every": "sample_interval sample_steps",
+    "sample_top_p": "top_p", "sample_temperature": "temperature", "early_stopping_patience": "patience",
     "output_dir": "out_dir save_dir checkpoint_dir", "run_name": "name exp_name experiment_name",
     "pretrain_data_path": "data data_path data_dir data_files dataset dataset_dir dataset_name dataset_path "
                           "datasets input_file train_data train_file train_files training_data",
@@ -65,23 +64,11 @@ FOREIGN_NAMES = {foreign: name for name, names in {
 
 
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
-    """Return the known name most similar to an unknown one, or None."""
-    name, known = name.lower().replace("-", "_")[:60], [*known]
-    if FOREIGN_NAMES.get(name) in known:
-        return FOREIGN_NAMES[name]
-
-    def words(name: str) -> set[str]:
-        return {word.removesuffix("s") for word in name.split("_")}
-
-    # A shared word weighs more than shared letters, and a rare word such as `log` more than `steps`.
-    frequency = Counter(chain.from_iterable(map(words, known)))
-    scores = {}
-    for candidate in known:
-        letters = difflib.SequenceMatcher(None, candidate, name).ratio()
-        shared = sum(1 / frequency[word] for word in words(name) & words(candidate))
-        if letters >= 0.6 or shared and letters >= 0.5:
-            scores[candidate] = letters + min(shared, 1) / 2
-    return max(scores, key=scores.__getitem__, default=None)
+    """Return the known name most similar to an unknown one, also by its names in other trainers, or None."""
+    known = {ours: ours for ours in known}
+    known |= {foreign: ours for foreign, ours in FOREIGN_NAMES.items() if ours in known}
+    match = difflib.get_close_matches(name.lower().replace("-", "_")[:60], known, 1)
+    return known[match[0]] if match else None
 
 
 def unknown(where: str, name: str) -> str:
