@@ -67,7 +67,7 @@ CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
-# Equivalent to data_pipeline.templates.ChatFormat.
+# Llama 3's chat format.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -125,6 +125,10 @@ class Tokenizer(BaseTokenizer):
     `byte_lengths` has the number of UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
+    chat_template = CHAT_TEMPLATE
+    control_tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
+                      "pad_token": "<|finetune_right_pad_id|>"}
+
     def __init__(self, ranks: dict[bytes, int]):
         self.ranks = ranks
         self.special_ids = {name: len(ranks) + i for i, name in enumerate(SPECIALS)}
@@ -134,6 +138,9 @@ class Tokenizer(BaseTokenizer):
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
+        self.special_tokens = [{"id": token, "content": content, "single_word": False, "lstrip": False,
+                                "rstrip": False, "normalized": False, "special": True}
+                               for content, token in self.special_ids.items()]
         self._ordered = sorted(ranks, key=ranks.__getitem__)
         self.byte_lengths = [*map(len, self._ordered), *[0] * len(SPECIALS)]
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
@@ -180,9 +187,7 @@ class Tokenizer(BaseTokenizer):
         # ignore_merges: text that equals a token becomes this token, even if no merges lead to it.
         return json.dumps({
             "version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,
-                              "rstrip": False, "normalized": False, "special": True}
-                             for content, token in self.special_ids.items()],
+            "added_tokens": self.special_tokens,
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
             "post_processor": {"type": "Sequence", "processors": [byte_level, add_bos]},
@@ -193,7 +198,7 @@ class Tokenizer(BaseTokenizer):
                       "merges": merges},
         }, ensure_ascii=False)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, is_first: bool = True) -> list[int]:
         """Return the ids of text of any length, like Meta's code. Lone surrogates become U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
@@ -220,8 +225,7 @@ class Tokenizer(BaseTokenizer):
 
     def save_huggingface(self, folder: str | Path) -> None:
         """Write a folder for `transformers` with the same ids, to which a plain call prepends bos."""
-        self._write_files(folder, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
-                                   "pad_token": "<|finetune_right_pad_id|>"}, CHAT_TEMPLATE)
+        self._write_files(folder, self.control_tokens, CHAT_TEMPLATE)
 
 
 class HuggingFaceTokenizer(BaseTokenizer):

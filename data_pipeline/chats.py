@@ -31,7 +31,7 @@ from common.errors import DataError
 from common.text import command
 from data_pipeline.shards import HEADER_BYTES, TokenizerInfo, Tokens, TokenSet, Verification, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
-from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, is_said, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
 SHORTCUTS = {
@@ -445,7 +445,7 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
 
 
 def _label_fault(example: Example, segments: Segments,
-                 chat_format: ChatFormat | TemplateFormat) -> str | None:
+                 chat_format: ChatFormat) -> str | None:
     """Describe the fault of an example's labels; None if they are right.
 
     Targets must decode to the answers in order, each after some context, with its end of turn as its only

@@ -1,4 +1,4 @@
-"""Encode chats in Llama 3's format, or with the chat template of a Hugging Face tokenizer.
+"""Encode chats with the chat template of a tokenizer, or in Llama 3's format.
 
 A chat is a list of {"role", "content"}; an assistant's message may also have `reasoning_content` and
 `tool_calls`. Its ids are divided into *segments*, each a target or not. Targets are the assistant's answers,
@@ -21,7 +21,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import DataError
-from tokenizer import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer
+from tokenizer import CHAT_TEMPLATE, BaseTokenizer
 
 Messages = list[dict[str, Any]]
 Options = Optional[Mapping[str, Any]]  # variables of a template, such as `tools` and `enable_thinking`
@@ -32,7 +32,7 @@ TEMPLATE_VERSION = 2  # part of the hash: increase it when the ids or segments o
 FIELDS = ("tools", "tool_calls", "reasoning_content")
 
 PRIVATE_USE = range(0xE000, 0xF900)
-BESIDE_WORDS = re.compile(r"\s+|</?think>")
+THINK_TAG = re.compile("</?think>")
 MARK_NAMES = ("paddock_generation_begins", "paddock_generation_ends")  # variables of a template
 TODAY = datetime.date(2024, 7, 26)  # the date that Llama 3's templates default to
 # A trial chat for every template; two turns show whether an earlier rendering is a prefix of a later one.
@@ -41,64 +41,17 @@ TRIAL = [{"role": role, "content": f"{role} says {number}"}
 
 
 class ChatFormat:
-    """Llama 3's chat format; control tokens in messages stay text. Source: Meta's llama/tokenizer.py."""
-
-    sha256 = hashlib.sha256(b"Llama 3").hexdigest()  # of everything besides the tokenizer that affects ids
-    fields: frozenset[str] = frozenset()
-    is_marked = False
-
-    def __init__(self, tokenizer: Tokenizer | HuggingFaceTokenizer):
-        needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-        missing = [name for name in needed if name not in tokenizer.special_ids]
-        if missing:
-            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "
-                            "set another TOKENIZER_PATH, or put a chat_template.jinja beside tokenizer.json")
-        self.tokenizer = tokenizer
-        self._bos_id, self._start_id, self._end_id, self.end_of_turn_id = (
-            tokenizer.special_ids[name] for name in needed)
-        self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
-
-    def _encode_header(self, role: str) -> list[int]:
-        return [self._start_id, *self.tokenizer.encode(role), self._end_id, *self.tokenizer.encode("\n\n")]
-
-    def encode_words(self, content: str) -> list[int]:
-        return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
-
-    def encode_prompt(self, messages: Messages, options: Options = None) -> list[int]:
-        """Return the ids of a dialog with bos and a generation prompt, the header of the answer."""
-        ids = [self._bos_id]
-        for message in messages:
-            ids += [*self._encode_header(message["role"]), *self.encode_words(message["content"])]
-        return ids + self._encode_header("assistant")
-
-    def encode_chat(self, messages: Messages, options: Options = None) -> Segments:
-        """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
-        segments, ids = [], [self._bos_id]
-        for message in messages:
-            ids += self._encode_header(message["role"])
-            if message["role"] == "assistant":
-                segments += [(ids, False), (self.encode_words(message["content"]), True)]
-                ids = []
-            else:
-                ids += self.encode_words(message["content"])
-        return segments
-
-    def encode_answer(self, messages: Messages, answer: str, options: Options = None) -> list[int]:
-        """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
-        return self.encode_words(answer)
-
-
-class TemplateFormat:
     """A Hugging Face chat template, rendered in jinja2's sandbox.
 
     The ids equal those of transformers' apply_chat_template, but names of control tokens in a message stay
     text, and `strftime_now` gives a fixed date, so that data do not depend on the day.
     """
 
-    def __init__(self, tokenizer: HuggingFaceTokenizer):
-        self.tokenizer, template = tokenizer, tokenizer.chat_template
+    def __init__(self, tokenizer: BaseTokenizer, template: str, control_tokens: dict[str, str]):
+        self.tokenizer, self._control_tokens = tokenizer, control_tokens
         # Everything besides the tokenizer that affects ids.
-        content = json.dumps([template, tokenizer.control_tokens, TEMPLATE_VERSION])
+        content = json.dumps([template, control_tokens, TEMPLATE_VERSION])
+        content = "Llama 3" if template == CHAT_TEMPLATE else content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
         self.fields = frozenset(name for name in FIELDS if re.search(rf"\b{name}\b", template))
         self.is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
@@ -123,6 +76,7 @@ class TemplateFormat:
         self._control = re.compile("|".join(
             r"\s*" * token["lstrip"] + name + r"\s*" * token["rstrip"]
             for token, name in zip(longest_first, names)))
+        self._name = re.compile("|".join(names))
         self._literal_start = re.compile(f"(?=(?:{'|'.join(names)}))(.)", re.DOTALL)
         self._controls_of_neutral_words = lru_cache(maxsize=1024)(self._render_controls)
 
@@ -198,7 +152,7 @@ class TemplateFormat:
             raise DataError("it has all private-use characters from U+E000 to U+F8FF; leave three out")
 
         def hide(text: str) -> str:
-            return self._literal_start.sub(rf"\1{mark}", text)
+            return self._literal_start.sub(rf"\1{mark}", text) if self._name.search(text) else text
 
         return *map_texts([messages, options], hide, hide), mark, "".join(others)
 
@@ -232,7 +186,7 @@ class TemplateFormat:
         # transformers has two names of the reasoning.
         messages = [{"thinking": message["reasoning_content"], **message}
                     if "reasoning_content" in message else message for message in messages]
-        variables = {**self.tokenizer.control_tokens, "tools": None, "documents": None, **(options or {}),
+        variables = {**self._control_tokens, "tools": None, "documents": None, **(options or {}),
                      "messages": messages, "add_generation_prompt": add_generation_prompt,
                      MARK_NAMES[0]: marks[:1], MARK_NAMES[1]: marks[1:]}
         try:
@@ -297,7 +251,7 @@ def is_said(words: str, message: Mapping[str, Any], partly: bool = False) -> boo
 
     White space and the tags around the reasoning do not count.
     """
-    words, content, reasoning = (BESIDE_WORDS.sub("", text) for text in (
+    words, content, reasoning = ("".join(THINK_TAG.sub("", text).split()) for text in (
         words, message["content"], message.get("reasoning_content") or ""))
     content = content if partly else reasoning + content
     start = words.find(content)
@@ -312,7 +266,12 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def load_chat_format(tokenizer: Tokenizer | HuggingFaceTokenizer) -> ChatFormat | TemplateFormat:
+def load_chat_format(tokenizer: BaseTokenizer) -> ChatFormat:
     """Return a tokenizer's chat format: its template, or Llama 3's format if it has none."""
-    template = getattr(tokenizer, "chat_template", None)
-    return ChatFormat(tokenizer) if template in (None, CHAT_TEMPLATE) else TemplateFormat(tokenizer)
+    if tokenizer.chat_template not in (None, CHAT_TEMPLATE):
+        return ChatFormat(tokenizer, tokenizer.chat_template, tokenizer.control_tokens)
+    needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    if missing := [name for name in needed if name not in tokenizer.special_ids]:
+        raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "
+                        "set another TOKENIZER_PATH, or put a chat_template.jinja beside tokenizer.json")
+    return ChatFormat(tokenizer, CHAT_TEMPLATE, {"bos_token": needed[0]})

@@ -11,7 +11,7 @@ from common.errors import DataError
 from common.files import plain
 from data_pipeline.chats import check_turns, messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
-from data_pipeline.templates import ChatFormat, Messages, Options, TemplateFormat, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE
 
@@ -98,7 +98,7 @@ class LanguageModel:
     context_length: int  # in tokens, as trained
     pretrained_only: bool = False  # not trained on chats, even if its tokenizer has a chat template
     prompts: Sequence[str] = ()  # examples from its training data
-    chat_format: Optional[ChatFormat | TemplateFormat] = field(init=False, default=None)
+    chat_format: Optional[ChatFormat] = field(init=False, default=None)
     no_chat_reason: str = field(init=False, default="")  # empty if the model can chat
     grammar_tokenizer: Any = field(init=False, default=None)  # created by the first JsonGrammar
 

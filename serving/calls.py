@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from common.errors import DataError
-from data_pipeline.templates import ChatFormat, TemplateFormat
+from data_pipeline.templates import ChatFormat
 from inference.generate import TextChunk
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -69,7 +69,7 @@ def schema_of_call(form: str, tools: Sequence[Mapping[str, Any]], choice: Any) -
                     '{"type": "function", "function": {"name": ...}}')
 
 
-def form_of_calls(chat_format: ChatFormat | TemplateFormat) -> str:
+def form_of_calls(chat_format: ChatFormat) -> str:
     """Return the form in which a chat format writes calls, found by writing one; "none" for all others."""
     try:
         ids = chat_format.encode_chat(TRIAL)[-1][0] if {"tools", "tool_calls"} <= chat_format.fields else []

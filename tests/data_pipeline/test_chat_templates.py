@@ -1,7 +1,9 @@
 """Chats are written token for token as Meta and transformers write them, and nothing but the assistant's words is learned."""
 
+import hashlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_pipeline.templates import ChatFormat, TemplateFormat, load_chat_format
+from data_pipeline.templates import load_chat_format
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
@@ -74,6 +76,7 @@ def assert_as_transformers(chat_format, folder, messages):
         assert chat_format.encode_prompt(messages[:turn]) == prompt == ids[:len(prompt)]
 
 
+format_of = cache(load_chat_format)
 messages_of = st.fixed_dictionaries({
     "role": st.sampled_from(["system", "user", "assistant"]),
     "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
@@ -84,7 +87,7 @@ messages_of = st.fixed_dictionaries({
 def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages):
     rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ChatFormat(ours).encode_prompt(messages) == ChatFormat(theirs).encode_prompt(messages) == expected
+    assert format_of(ours).encode_prompt(messages) == format_of(theirs).encode_prompt(messages) == expected
 
 
 def test_chat_is_spelled_as_metas(meta):
@@ -93,10 +96,10 @@ def test_chat_is_spelled_as_metas(meta):
     # Published example of the Llama 3 repository's own test.
     expected = [128000, 128006, 9125, 128007, 271, 2028, 374, 264, 1296, 11914, 13, 128009,
                 128006, 882, 128007, 271, 2028, 374, 264, 2077, 13, 128009, 128006, 78191, 128007, 271]
-    assert ChatFormat(meta).encode_prompt(dialog) == expected
-    answered = ChatFormat(meta).encode_chat([*dialog, {"role": "assistant", "content": " This is a response.\n"}])
+    assert load_chat_format(meta).encode_prompt(dialog) == expected
+    answered = load_chat_format(meta).encode_chat([*dialog, {"role": "assistant", "content": " This is a response.\n"}])
     assert answered == [(expected, False), ([2028, 374, 264, 2077, 13, 128009], True)]
-    assert ChatFormat(meta).stop_ids == {128001, 128009}
+    assert load_chat_format(meta).stop_ids == {128001, 128009}
 
 
 def test_every_turn_is_as_metas_template_renders_it(meta, tmp_path):
@@ -104,18 +107,18 @@ def test_every_turn_is_as_metas_template_renders_it(meta, tmp_path):
     meta.save_huggingface(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes((Path(trl.__file__).parent / "chat_templates" / "llama3.jinja").read_bytes())
     dialog = [{"role": "system", "content": " Be kind. "}, *DIALOG]
-    assert_as_transformers(ChatFormat(meta), tmp_path, dialog)
-    assert isinstance(other := load_chat_format(load_tokenizer(str(tmp_path))), TemplateFormat)
-    assert other.encode_chat(dialog) == ChatFormat(meta).encode_chat(dialog)
-    assert other.stop_ids == ChatFormat(meta).stop_ids
+    assert_as_transformers(load_chat_format(meta), tmp_path, dialog)
+    other = load_chat_format(load_tokenizer(str(tmp_path)))
+    assert other.encode_chat(dialog) == load_chat_format(meta).encode_chat(dialog)
+    assert other.stop_ids == load_chat_format(meta).stop_ids
 
 
 def test_the_format_is_the_tokenizers_own_or_llama_3s(ours, theirs, with_template):
-    assert isinstance(load_chat_format(ours), ChatFormat) and isinstance(load_chat_format(theirs), ChatFormat)
+    # The hash of Llama 3's format is in the names of prepared sets.
+    assert load_chat_format(ours).sha256 == load_chat_format(theirs).sha256 == hashlib.sha256(b"Llama 3").hexdigest()
     chatml = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
-    assert isinstance(chatml, TemplateFormat)
     other = load_chat_format(with_template("{# other #}" + CHATML, "<|im_start|>", "<|im_end|>"))
-    assert len({chatml.sha256, other.sha256, ChatFormat(ours).sha256}) == 3
+    assert len({chatml.sha256, other.sha256, load_chat_format(ours).sha256}) == 3
     tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="start_header_id.*chat_template.jinja"):
@@ -137,12 +140,12 @@ TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.re
 @pytest.fixture(params=TEMPLATES)
 def any_format(request, with_template, ours, theirs):
     if request.param == "llama 3":
-        return TemplateFormat(theirs)
+        return load_chat_format(theirs)
     return load_chat_format(with_template(TEMPLATES[request.param], "<|im_start|>", "<|im_end|>"))
 
 
 def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_format, ours):
-    for chat_format in (any_format, ChatFormat(ours)):
+    for chat_format in (any_format, load_chat_format(ours)):
         segments = chat_format.encode_chat([*DIALOG, {"role": "user", "content": "and then?"}])
         assert [is_target for _, is_target in segments] == [False, True] * 2
         end = chat_format.tokenizer.decode([chat_format.end_of_turn_id])
@@ -153,7 +156,7 @@ def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_forma
 
 
 def test_two_answers_share_their_prompt_to_the_token(any_format, ours):
-    for chat_format in (any_format, ChatFormat(ours)):
+    for chat_format in (any_format, load_chat_format(ours)):
         prompt = chat_format.encode_prompt(DIALOG[:3])
         for answer in ("It's me", "1 cat", "no"):
             whole = flat(chat_format.encode_chat([*DIALOG[:3], {"role": "assistant", "content": answer}]))
@@ -161,7 +164,7 @@ def test_two_answers_share_their_prompt_to_the_token(any_format, ours):
 
 
 def test_what_people_write_never_becomes_a_control_token(any_format, ours):
-    for chat_format in (any_format, ChatFormat(ours)):
+    for chat_format in (any_format, load_chat_format(ours)):
         tokenizer = chat_format.tokenizer
         literals = "".join(tokenizer.special_ids)[:300]
         plain = [{**message, "content": f"a {message['content']} b"} for message in DIALOG]

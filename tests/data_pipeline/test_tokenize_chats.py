@@ -14,7 +14,7 @@ from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
-from data_pipeline.templates import ChatFormat, load_chat_format
+from data_pipeline.templates import load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
@@ -120,7 +120,7 @@ def test_every_chat_is_there_with_its_answers_marked(tmp_path, tokenizer_path, f
 def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_path):
     tokenizer, records = load_tokenizer(tokenizer_path), pairs(40)
     folder = prepare("pairs", write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out")
-    chat_format, encoded = ChatFormat(tokenizer), []
+    chat_format, encoded = load_chat_format(tokenizer), []
     for record in records:
         ask = {"role": "user", "content": record["prompt"]}
         chosen, rejected = (chat_format.encode_chat([ask, {"role": "assistant", "content": record[name]}])
@@ -244,12 +244,16 @@ def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer
 ])
 @pytest.mark.parametrize("skipping", ["fail", "skip"])
 def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenizer_path, monkeypatch, break_it, fault, skipping):
-    right = ChatFormat.encode_chat
-
     def broken(asked, said, *more):
         return break_it(asked[0], said[0], *more)
 
-    monkeypatch.setattr(ChatFormat, "encode_chat", lambda self, messages, options: broken(*right(self, messages)))
+    def broken_format(tokenizer):
+        chat_format = load_chat_format(tokenizer)
+        right = chat_format.encode_chat
+        chat_format.encode_chat = lambda messages, options: broken(*right(messages, options))
+        return chat_format
+
+    monkeypatch.setattr("data_pipeline.chats.worker_chat_format", broken_format)
     source = write_jsonl(tmp_path / "x.jsonl", chats(3)[1:])
     with pytest.raises(DataError, match=f"x.jsonl:1: its labels are wrong.*({fault})"):
         prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)
