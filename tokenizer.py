@@ -88,6 +88,10 @@ class BaseTokenizer:
     sha256: str
     other_sha256: frozenset[str]  # hashes of the same tokenizer in other file formats
     tokenizer_json: str  # the content of a tokenizer.json
+    control_tokens: dict[str, str]  # by role, such as bos_token
+    special_tokens: list[dict]  # the special ones among a tokenizer.json's added_tokens
+    special_ids: dict[str, int]
+    chat_template: str | None
 
     def is_same(self, sha256: str) -> bool:
         """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
@@ -106,8 +110,14 @@ class BaseTokenizer:
         fields = [document.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return json_sha256([fields, self.bos_id, self.eos_id])
 
-    def _write_files(self, folder: str | Path, names: Mapping[str, str], chat_template: str | None) -> None:
-        """Write the files of a Hugging Face folder; `names` are the control tokens by role."""
+    def save_huggingface(self, folder: str | Path) -> None:
+        """Write a folder for `transformers`; its tokenizer.json decides whether a plain call adds bos."""
+        names = {role: token for role, token in self.control_tokens.items()
+                 if role != "eot_token" or token not in KNOWN_NAMES[role]}
+        chat_template = self.chat_template
+        is_llama_3 = "bos_token" in names and self.special_ids.keys() >= {*NAMED_SPECIALS[6:10]}
+        if chat_template is None and is_llama_3:
+            chat_template = CHAT_TEMPLATE
         # The generic class: a model's specific class may ignore parts of tokenizer.json.
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **names,
                   "clean_up_tokenization_spaces": False}
@@ -222,10 +232,6 @@ class Tokenizer(BaseTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode([int(token) for token in ids])
-
-    def save_huggingface(self, folder: str | Path) -> None:
-        """Write a folder for `transformers` with the same ids, to which a plain call prepends bos."""
-        self._write_files(folder, self.control_tokens, CHAT_TEMPLATE)
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
@@ -371,15 +377,6 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    def save_huggingface(self, folder: str | Path) -> None:
-        """Write a folder for transformers; its tokenizer.json decides whether a plain call adds bos."""
-        names = {role: token for role, token in self.control_tokens.items()
-                 if role != "eot_token" or token not in KNOWN_NAMES[role]}
-        template = self.chat_template
-        if template is None and "bos_token" in names and set(NAMED_SPECIALS[6:10]) <= set(self.special_ids):
-            template = CHAT_TEMPLATE
-        self._write_files(folder, names, template)
 
     @cached_property
     def tokenizer_json(self) -> str:

@@ -366,7 +366,7 @@ class Api:
         limit = body.max_completion_tokens or body.max_tokens
         jobs = self.jobs(batcher, prompt, body, limit, "messages", grammar)
         place, tokenizer = "content", batcher.model.tokenizer
-        if THINK in (getattr(tokenizer, "chat_template", None) or "") and grammar is None:
+        if THINK in (tokenizer.chat_template or "") and grammar is None:
             place = "inside" if tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(THINK) else "start"
         return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form, place)
 
