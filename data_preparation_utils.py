@@ -119,9 +119,9 @@ def describe(folder: Path) -> list[str]:
         return describe_prepared(folder).split("\n")
     mixed, lines = mixture.read_mixture(folder), []
     for source in mixed.sources:
-        description = describe_prepared(folder / source.set).split("\n")
+        description = describe_prepared(Path(source.set)).split("\n")
         lines += [f"{source.label}:", *(f"  {line}" for line in description)]
-    return [*lines, *mixture.describe_sources(mixed, mixture.source_table(folder, mixed))]
+    return [*lines, *mixture.describe_sources(mixed, mixture.source_table(mixed))]
 
 
 class FlagParser(CommandParser):

@@ -7,7 +7,6 @@ without preparing them again.
 
 import itertools
 import math
-import os
 import queue
 import threading
 from bisect import bisect_left, insort
@@ -448,7 +447,6 @@ class PromptRows:
 class MixedRows:
     """The rows of a mixture, numbered source by source. Calling it with indices returns a batch."""
 
-    folder: Path
     mixture: Mixture
     source_rows: tuple[Any, ...]  # rows of each source, perhaps with stored outputs; None = not read
     mixing: Mixing
@@ -476,7 +474,7 @@ class MixedRows:
         """Return `source_table` with each source's exact share of a run of this many rows, and its passes."""
         taken = self.mixing.taken(np.array([rows]))[:, 0].tolist()
         return [entry | {"share": count / max(1, rows), "passes": count / size} for entry, count, size in
-                zip(source_table(self.folder, self.mixture), taken, self.mixing.sizes)]
+                zip(source_table(self.mixture), taken, self.mixing.sizes)]
 
     def __call__(self, indices: np.ndarray) -> Batch:
         sources, within = self.locate(indices)
@@ -550,9 +548,9 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
 
 def count_rows(config: Config, tokenizer) -> int:
     """Count the rows of the stage's training data, or of all sources of a mixture, without verification."""
-    path = Path(config.data_path)
-    sets = [path / source.set for source in read_mixture(path).sources] if is_mixture(path) else [path]
-    return sum(len(open_set(config, os.path.normpath(each), "train", tokenizer, "never")) for each in sets)
+    path = config.data_path
+    sets = [source.set for source in read_mixture(Path(path)).sources] if is_mixture(path) else [path]
+    return sum(len(open_set(config, each, "train", tokenizer, "never")) for each in sets)
 
 
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> Rows:
@@ -591,7 +589,7 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     phases = mixture.phases_of_run(config.max_steps, config.rows_read)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for source, weight in zip(mixture.sources, phases[-1].weights):
-        path = Path(os.path.normpath(folder / source.set))
+        path = Path(source.set)
         stream = shards.read_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
         if not is_training and (tokens < shortest_row or not weight):
@@ -610,11 +608,11 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in source_rows])
     if is_training:
         check_rows(config, folder, split, sum(sizes), "its sources fill")
-        return MixedRows(folder, mixture, tuple(source_rows), Mixing(sizes, phases), fingerprint)
+        return MixedRows(mixture, tuple(source_rows), Mixing(sizes, phases), fingerprint)
     weights = tuple(weight if rows else 0 for rows, weight in zip(source_rows, phases[-1].weights))
     mixing = Mixing(sizes, (Phase(0, weights),))
     chosen = mixing.rows_at(np.arange(min(config.validation_rows, sum(sizes))), seed=None)
-    return MixedRows(folder, mixture, tuple(source_rows), mixing, fingerprint, chosen)
+    return MixedRows(mixture, tuple(source_rows), mixing, fingerprint, chosen)
 
 
 @contextmanager

@@ -6,12 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from common.errors import DataError
 from common.files import json_sha256, write_json
 from common.text import aligned
-from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
+from data_pipeline.shards import MANIFEST, MIXTURE, read_as, read_manifest
 
 LABEL_COLUMNS = 32
 WEIGHT_UNITS = 1 << 24  # sum of a phase's integer weights; position * weight stays below 2^63
@@ -34,7 +34,7 @@ def weight_units(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 class MixtureSource(BaseModel, strict=True):
-    """A source: its label in weights and tables, and the path of its set relative to the mixture."""
+    """A source: its label in weights and tables, and the path of its set (in the file: from the folder)."""
 
     label: str
     set: str
@@ -102,32 +102,26 @@ def is_mixture(path: str | Path | None) -> bool:
 
 def read_mixture(folder: Path) -> Mixture:
     """Return the mixture in a folder."""
-    path = folder / MIXTURE
-    try:
-        mixture = Mixture.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; prepare the mixture again") from error
-    except ValidationError as error:
-        raise DataError(f"{path}: {first_fault(error)}; prepare the mixture again") from error
+    mixture = read_as(Mixture, folder / MIXTURE, "prepare the mixture again")
     for source in mixture.sources:
-        place = folder / source.set
-        if not os.path.lexists(place / MANIFEST):
-            raise DataError(f"{path}: {place}, the set of {source.label!r}, is missing; copy or prepare it")
+        source.set = os.path.normpath(folder / source.set)
+        if not os.path.lexists(Path(source.set) / MANIFEST):
+            raise DataError(f"{folder / MIXTURE}: {source.set}, the set of {source.label!r}, is missing; "
+                            "copy or prepare it")
     return mixture
 
 
-def source_table(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
+def source_table(mixture: Mixture) -> list[dict[str, Any]]:
     """Return a table of the sources as JSON: training splits, weights, and shares of a run."""
     lengths = [end - begin for begin, end in pairwise([0.0, *(phase.until for phase in mixture.phases)])]
     totals = [sum(weights) for weights in mixture.weights]
     table = []
     for number, source in enumerate(mixture.sources):
-        train = read_manifest(folder / source.set).splits["train"]
+        train = read_manifest(Path(source.set)).splits["train"]
         weights = [weights[number] / total for weights, total in zip(mixture.weights, totals)]
         share = sum(length * weight for length, weight in zip(lengths, weights))
-        table.append({"source": source.label, "set": os.path.normpath(folder / source.set),
-                      "documents": train.documents, "tokens": train.tokens, "weights": weights,
-                      "share": share})
+        table.append({"source": source.label, "set": source.set, "documents": train.documents,
+                      "tokens": train.tokens, "weights": weights, "share": share})
     return table
 
 

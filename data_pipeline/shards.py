@@ -218,15 +218,18 @@ class Manifest(BaseModel, strict=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a prepared folder."""
-    path = folder / MANIFEST
+    return read_as(Manifest, folder / MANIFEST, "copy or prepare the data again")
+
+
+def read_as(schema: type[BaseModel], path: Path, advice: str) -> Any:
+    """Return the JSON object in a file as an instance of a schema."""
     try:
-        return Manifest.model_validate_json(read_plain(path))
+        return schema.model_validate_json(read_plain(path))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions, or prepare the "
-                        "data again") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions, or {advice}"
+                        ) from error
     except ValidationError as error:
-        raise DataError(f"{path}: {first_fault(error)}; copy or prepare the data again") from error
+        raise DataError(f"{path}: {first_fault(error)}; {advice}") from error
 
 
 def first_fault(error: ValidationError) -> str:

@@ -130,7 +130,7 @@ class DataReport:
         """Return statistics of the data as JSON. Reads the training split, unless the data is a mixture."""
         facts = {"folder": str(self.folder)}
         if is_mixture(self.folder):
-            return facts | {"sources": source_table(self.folder, read_mixture(self.folder))}
+            return facts | {"sources": source_table(read_mixture(self.folder))}
         names = ("kind", "tokenizer", "tokenizer_sha256", "vocab_size", "splits", "skipped", "removed")
         facts |= {name: self.manifest[name] for name in names if name in self.manifest}
         facts["made_from"] = names_of_sources(self.manifest) if self.manifest else [str(self.folder)]
@@ -245,7 +245,7 @@ def open_data(folder: Path, config: Config) -> DataReport:
     """Open prepared data, a mixture, or foreign token files."""
     if not is_mixture(folder):
         folder = prepared_folder(folder) or folder  # as a run opens it
-    first = folder / read_mixture(folder).sources[0].set if is_mixture(folder) else folder
+    first = Path(read_mixture(folder).sources[0].set) if is_mixture(folder) else folder
     manifest = {}
     if os.path.lexists(first / MANIFEST):
         manifest = read_prepared(first)

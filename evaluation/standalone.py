@@ -58,7 +58,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 def stage_of(data: Path) -> str:
     """Return the training stage that uses this prepared data."""
     if is_mixture(data):
-        data = Path(os.path.normpath(data / read_mixture(data).sources[0].set))
+        data = Path(read_mixture(data).sources[0].set)
     folder = prepared_folder(data)
     return STAGE_OF_KIND[read_manifest(folder).kind] if folder else "pretrain"
 

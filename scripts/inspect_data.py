@@ -47,7 +47,7 @@ def summarize(path: Path) -> dict[str, Any]:
     """Summarize the manifest of a set, or a mixture: its training splits, each counted once."""
     folder = path.parent
     if path.name == MIXTURE:
-        kind, tokenizer, splits = "mixture", None, source_table(folder, read_mixture(folder))
+        kind, tokenizer, splits = "mixture", None, source_table(read_mixture(folder))
         sources = [f"{split['share']:.0%} {split['source']}" for split in splits]
     else:
         manifest = read_prepared(folder)
