@@ -535,7 +535,7 @@ def cache_of(config: Config) -> shards.Cache:
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """Open one split of the stage's data; `verify` is `Verification.mode`."""
+    """Open one split of the stage's data; `verify` is as in `open_token_set`."""
     path = config.data_path
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
@@ -555,13 +555,13 @@ def count_rows(config: Config, tokenizer) -> int:
 
 def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of a single set."""
-    verification = shards.Verification(verify, cache_of(config))
+    cache = cache_of(config)
     if config.training_stage == "pretrain":
-        tokens = shards.open_token_set(path, split, tokenizer, verification=verification)
+        tokens = shards.open_token_set(path, split, tokenizer, verify=verify, cache=cache)
         document_start_id = tokens.document_start_id if config.document_mask else None
         return TokenRows(tokens, config.max_seq_len, document_start_id)
     kind = KIND_OF_STAGE[config.training_stage]
-    example_set = open_example_set(path, split, kind, tokenizer, verification)
+    example_set = open_example_set(path, split, kind, tokenizer, verify, cache)
     if kind == "prompts":
         return PromptRows(example_set, config.max_seq_len, config.answer_tokens)
     return ExampleRows(example_set, config.max_seq_len, config.document_mask)

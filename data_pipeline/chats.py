@@ -29,7 +29,7 @@ import numpy as np
 
 from common.errors import DataError
 from common.text import command
-from data_pipeline.shards import HEADER_BYTES, TokenizerInfo, Tokens, TokenSet, Verification, open_token_set
+from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
 from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
@@ -534,9 +534,9 @@ class ExampleSet:
 
 
 def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerInfo,
-                     verification: Verification = Verification()) -> ExampleSet:
+                     verify: str = "auto", cache: Cache = Cache()) -> ExampleSet:
     """Open one split of prepared "chats", "pairs" or "prompts"; `open_token_set` opens documents."""
-    tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
+    tokens = open_token_set(path, split, tokenizer, kind=kind, verify=verify, cache=cache)
     segments = np.concatenate([*tokens.segments.blocks()])
     # Find the segments of each example.
     ends = np.flatnonzero(segments & LAST) + 1

@@ -252,16 +252,6 @@ class TokenizerInfo:
         return sha256 == self.sha256
 
 
-class Verification(NamedTuple):
-    """How files are verified, and where results are stored. One rank reads all bytes, for all ranks.
-
-    `mode` is "auto" (skip files whose size and times are those of their verification), "always" or "never".
-    """
-
-    mode: str = "auto"
-    cache: Cache = Cache()
-
-
 def dtype_for(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
@@ -367,11 +357,13 @@ class TokenSet:
 
 
 def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, kind: str = "documents",
-                   verification: Verification = Verification()) -> TokenSet:
+                   verify: str = "auto", cache: Cache = Cache()) -> TokenSet:
     """Open the "train" or "validation" split of prepared data of a kind, or of foreign token files.
 
-    Sizes, headers and the tokenizer's hash are always checked, with one small read per file. Depending on
-    `verification`, contents are checked too: SHA-256 against the manifest, and ids against the vocabulary.
+    Sizes, headers and the tokenizer's hash are always checked, with one small read per file. Contents are
+    checked too, SHA-256 against the manifest and ids against the vocabulary, if `verify` is "always", or if
+    it is "auto" and `cache` has no result for a file of this size and these times. With "never", another rank
+    does this.
 
     `path` is a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
     `.npy`), a glob of such files, or a folder of them, whose names say `train` or `val`.
@@ -396,7 +388,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         if kind != "documents":
             stored = _prepared_shards(folder, manifest, split, segments=True)
             segments = TokenSet(tuple(stored), _fingerprint(stored))
-            _verify(segments, verification)
+            _verify(segments, verify, cache)
     elif kind == "documents":
         shards = [_open_shard(file) for file in _foreign_files(path, split)]
         # Hash the size, start, middle and end of each file, a small read for every rank.
@@ -414,7 +406,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size, segments)
     allow_open_files(len(shards), token_set.folder)
-    _verify(token_set, verification)
+    _verify(token_set, verify, cache)
     return token_set
 
 
@@ -582,21 +574,21 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
     return dtype.name, offset, shape[0]
 
 
-def _verify(token_set: TokenSet, verification: Verification) -> None:
+def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
     """Compare every shard with its hash and the vocabulary; store the results for the next start."""
-    if verification.mode == "never":
+    if verify == "never":
         return
     for folder in {shard.path.parent: None for shard in token_set.shards}:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
         # Load stored results from all possible folders.
-        places, due = verification.cache.places(folder, token_set.fingerprint), []
+        places, due = cache.places(folder, token_set.fingerprint), []
         known = dict(ChainMap(*map(load_verified, places)))
         for shard in shards:
             result = known.get(shard.path.name, {})
             is_known = (result.items() >= file_stamp(shard.status).items()
                         and isinstance(result.get("max_id"), int)
                         and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
-            if verification.mode == "always" or not is_known:
+            if verify == "always" or not is_known:
                 due.append(shard)
         # Scan the other files, and store the results in the first writable folder.
         for shard, result in zip(due, _scan_all(due)):

@@ -13,7 +13,6 @@ from data_pipeline.shards import (
     Shard,
     TokenizerInfo,
     TokenSet,
-    Verification,
     header_bytes,
     open_token_set,
 )
@@ -118,7 +117,7 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
         file.seek(-8, 2)
         file.write(np.array([1, 2, 3, 4], np.uint16).tobytes())
     tracemalloc.start()
-    rows = TokenRows(open_token_set(tmp_path, "train", TokenizerInfo(5), verification=Verification("never")), 1024)
+    rows = TokenRows(open_token_set(tmp_path, "train", TokenizerInfo(5), verify="never"), 1024)
     order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
     with load_steps(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
         assert next(loader)[0][0].tokens_BT.shape == (8, 1024)

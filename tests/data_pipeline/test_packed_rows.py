@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from config import ModelConfig
-from data_pipeline.shards import MANIFEST, TokenizerInfo, Verification, header_bytes
+from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, open_example_set
 from fused.head import IGNORE_INDEX
@@ -50,7 +50,7 @@ def write(folder, kind, examples, segments=None, cuts=((), ())):
 
 def opened(folder, kind, verify="auto", **changes):
     tokenizer = TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": "abc"} | changes)
-    return open_example_set(folder, "train", kind, tokenizer, Verification(verify))
+    return open_example_set(folder, "train", kind, tokenizer, verify)
 
 
 def draw_ids(dice, least, most):

@@ -223,7 +223,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     chunks, vocab_size = token_set
     ids = sum(chunks, [])
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
-    opened = shards.open_token_set(folder, "train", shards.TokenizerInfo(vocab_size), verification=shards.Verification("always"))
+    opened = shards.open_token_set(folder, "train", shards.TokenizerInfo(vocab_size), verify="always")
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
     assert opened.document_start_id == 0 and opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
@@ -239,7 +239,7 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     path = dice.choice(sorted(folder.glob("*.bin")))
     flip_bit(path, dice)
     with pytest.raises(DataError, match=path.name):
-        shards.open_token_set(folder, "train", shards.TokenizerInfo(token_set[1]), verification=shards.Verification("always"))
+        shards.open_token_set(folder, "train", shards.TokenizerInfo(token_set[1]), verify="always")
 
 
 json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,

@@ -38,7 +38,7 @@ def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
 
 def open_train(path, verify="auto", **changes):
     tokenizer = shard_reader.TokenizerInfo(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
-    return shard_reader.open_token_set(path, "train", tokenizer, verification=shard_reader.Verification(verify))
+    return shard_reader.open_token_set(path, "train", tokenizer, verify=verify)
 
 
 @pytest.fixture
