@@ -38,7 +38,10 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     if not saved:
         merged["tokenizer_path"] = (str(folder), "")
     if data is not None:
-        stage, saved_stage = stage_of(Path(data)), saved.get("TRAINING_STAGE")
+        first_set = read_mixture(Path(data)).sources[0].set if is_mixture(data) else data
+        prepared = prepared_folder(Path(first_set))
+        stage = STAGE_OF_KIND[read_manifest(prepared).kind] if prepared else "pretrain"
+        saved_stage = saved.get("TRAINING_STAGE")
         if stage == "dpo" != saved_stage:
             raise SettingsError(f"--data {data} contains preference pairs, whose loss depends on the "
                                 "settings of a DPO run; use a DPO checkpoint, or text or chats")
@@ -53,14 +56,6 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     if problems := [*invalid.values()] or [*evaluation_rules(config)]:
         raise SettingsError(*problems)
     return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
-
-
-def stage_of(data: Path) -> str:
-    """Return the training stage that uses this prepared data."""
-    if is_mixture(data):
-        data = Path(read_mixture(data).sources[0].set)
-    folder = prepared_folder(data)
-    return STAGE_OF_KIND[read_manifest(folder).kind] if folder else "pretrain"
 
 
 @collective
