@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_310, 8_090, 31_350
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_190, 8_090, 31_350
 BUDGETS = {
     "config.py": 840,
-    "data_preparation_utils.py": 300,
-    "dataloaders.py": 750,
+    "data_preparation_utils.py": 290,
+    "dataloaders.py": 690,
     "hellaswag_utils.py": 240,
     "lora.py": 290,
     "model.py": 370,
@@ -22,7 +22,7 @@ BUDGETS = {
     "common/": 1050,
     "data_pipeline/": 3150,
     "debug/": 1040,
-    "evaluation/": 500,
+    "evaluation/": 490,
     "fused/": 970,
     "inference/": 940,
     "learn/": 2180,
@@ -31,8 +31,8 @@ BUDGETS = {
     "report/": 1360,
     "run/": 3360,
     "scripts/": 8090,
-    "serving/": 1010,
-    "settings/": 890,
+    "serving/": 1000,
+    "settings/": 860,
     "tests/": 31350,
 }
 
