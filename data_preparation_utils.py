@@ -29,7 +29,7 @@ from data_pipeline.chats import kind_of_examples
 from data_pipeline.prepare import (
     DOCUMENTS,
     PreparationOptions,
-    describe_prepared,
+    describe_counts,
     names_of_sources,
     prepare,
     read_prepared,
@@ -115,13 +115,18 @@ def prepare_mixture(kind: str, file: str | Path, output_dir: Path, options: Prep
 
 def describe(folder: Path) -> list[str]:
     """Describe a prepared set for the user, or each set of a mixture and the mixture's table."""
-    if not mixture.is_mixture(folder):
-        return describe_prepared(folder).split("\n")
-    mixed, lines = mixture.read_mixture(folder), []
-    for source in mixed.sources:
-        description = describe_prepared(Path(source.set)).split("\n")
-        lines += [f"{source.label}:", *(f"  {line}" for line in description)]
-    return [*lines, *mixture.describe_sources(mixed, mixture.source_table(mixed))]
+    if mixture.is_mixture(folder):
+        mixed, lines = mixture.read_mixture(folder), []
+        for source in mixed.sources:
+            lines += [f"{source.label}:", *(f"  {line}" for line in describe(Path(source.set)))]
+        return [*lines, *mixture.describe_sources(mixed, mixture.source_table(mixed))]
+    manifest = read_prepared(folder)
+    lines = describe_counts(folder, manifest)
+    for place, example in enumerate(manifest["examples"], 1):
+        # Further lines are indented to distinguish them from ours.
+        first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
+        lines += [f"Example {place}: {first}", *(f"    {line}" for line in further)]
+    return lines
 
 
 class FlagParser(CommandParser):

@@ -369,17 +369,6 @@ def read_own_json(path: Path) -> dict:
         raise DataError(f"{path}: is damaged: {error}; delete it and start again") from error
 
 
-def describe_prepared(folder: Path) -> str:
-    """Describe a prepared set for the user: counts, skipped records, and examples."""
-    manifest = read_prepared(folder)
-    lines = describe_counts(folder, manifest)
-    for number, example in enumerate(manifest["examples"], 1):
-        # Further lines are indented to distinguish them from ours.
-        first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
-        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
-    return "\n".join(lines)
-
-
 def describe_counts(folder: Path, manifest: dict) -> list[str]:
     """Return lines with a prepared set's counts, and with skipped and removed records."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]

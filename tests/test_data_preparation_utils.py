@@ -22,11 +22,11 @@ from factories import prepare_under_fire, start_preparation, write_jsonl
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline import sources
-from data_pipeline.prepare import DOCUMENTS, describe_prepared
+from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
-from data_preparation_utils import PreparationOptions, prepare_from_flags, prepare_set
+from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,7 +133,7 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
         parts[split] = [tokenizer.decode(document[1:-1]) for document in documents]
     assert [head + tail for head, tail in zip(parts["train"], parts["validation"], strict=True)] == acts
     assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(*parts.values()))
-    assert "10% of each document" in describe_prepared(folder)
+    assert "10% of each document" in "\n".join(describe(folder))
 
 
 @pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])
@@ -269,8 +269,8 @@ def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenize
 
 def test_no_validation_is_a_warning(tmp_path, tokenizer_path):
     (tmp_path / "one.txt").write_text("a whole play")
-    assert "no document fell into validation" in describe_prepared(
-        prepare(str(tmp_path / "one.txt"), tokenizer_path, tmp_path / "out", validation_fraction=1e-9))
+    folder = prepare(str(tmp_path / "one.txt"), tokenizer_path, tmp_path / "out", validation_fraction=1e-9)
+    assert "no document fell into validation" in "\n".join(describe(folder))
 
 
 def test_a_similarity_is_between_0_and_1(tokenizer_path):

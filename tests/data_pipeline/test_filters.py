@@ -13,9 +13,8 @@ from common.errors import DataError
 from data_pipeline import filters
 from data_pipeline import prepare as preparation
 from data_pipeline.filters import HASHES, EvaluationItems, NearDuplicates, signature_of, words_of
-from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import MANIFEST
-from data_preparation_utils import PreparationOptions, prepare_set
+from data_preparation_utils import PreparationOptions, describe, prepare_set
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
 
@@ -162,7 +161,7 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     # Nine hold an item, and three of them come again; the other 47 that come again are near-duplicates.
     assert (overlaps["count"], repeated["count"]) == (12, 47) and f"{tmp_path}/x.jsonl:31: '" in overlaps["listed"][0]
     assert repeated["listed"][0] == f"{tmp_path}/x.jsonl:151: 1.00 similar to an earlier one"
-    assert f"47 {kind}" in describe_prepared(calm) and f"12 {kind}" in describe_prepared(calm)
+    assert f"47 {kind}" in "\n".join(describe(calm)) and f"12 {kind}" in "\n".join(describe(calm))
     # Stopped in the middle, it neither examines nor keeps anything twice.
     examined, examine = [], filters.examine
 

@@ -12,10 +12,9 @@ from factories import prepare_under_fire, write_jsonl
 from common.errors import DataError
 from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
-from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
-from data_preparation_utils import PreparationOptions, prepare_set
+from data_preparation_utils import PreparationOptions, describe, prepare_set
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -216,7 +215,7 @@ def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, fo
     manifest = files_of(folder)[MANIFEST]
     assert manifest["splits"]["train"]["documents"] == 4 and manifest["skipped"]["bad"] == 1
     assert f"{source}:3" in manifest["skipped"]["bad_records"][0]
-    assert "Skipped: 1 bad records" in describe_prepared(folder) and f"{source}:3" in describe_prepared(folder)
+    assert "Skipped: 1 bad records" in "\n".join(describe(folder)) and f"{source}:3" in "\n".join(describe(folder))
     with pytest.raises(DataError, match=f"{source}:3"):
         prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0)
 
@@ -307,6 +306,6 @@ def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_pa
     thoughtful[1] |= {"tools": [], "messages": [message | {"reasoning_content": None} for message in thoughtful[1]["messages"]]}
     folders = [prepare("chats", write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name)
                for name, records in (("plain", plain), ("thoughtful", thoughtful))]
-    assert "Dropped" not in describe_prepared(folders[0])
-    assert "Dropped: tools 1 times, reasoning_content 39 times; training uses the chats without them" in describe_prepared(folders[1])
+    assert "Dropped" not in "\n".join(describe(folders[0]))
+    assert "Dropped: tools 1 times, reasoning_content 39 times; training uses the chats without them" in "\n".join(describe(folders[1]))
     assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]
