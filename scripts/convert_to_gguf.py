@@ -6,36 +6,56 @@ This needs the package gguf. It writes first.gguf, first.Modelfile for Ollama (o
 first.Modelfile) and first.md, a model card with the comparison: tensors, KL divergence of the logits and
 perplexity. If llama-cpp-python is installed, llama.cpp runs the file, and its tokens and prompts are compared
 too; q4_k_m requires it. Nothing is written if the file differs more than its type explains.
+
+llama.cpp rotates neighbouring pairs of a head in Llama, Mistral and SmolLM 3, as Paddock does, and its halves
+in Qwen, as Hugging Face does.
 """
 
 import json
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
+import numpy as np
+import tokenizers
 import torch
 
+from checkpoint import huggingface
 from checkpoint.huggingface import permuted
-from checkpoint.tensors import lazy
+from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
 from common.files import read_text
 from common.text import ROOT, show
+from config import ModelConfig
 from data_pipeline.templates import load_chat_format
+from fused.rotary import precompute_freqs
 from model import Transformer
 from model_utils import find_model
 from run.adapters import load_model
 from run.card import read_card
-from run.gguf import HALVES, Source, gguf_name, import_gguf, read_source, write_gguf
-from tokenizer import CHAT_TEMPLATE
+from tokenizer import CHAT_TEMPLATE, PATTERN
 
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",
+                 "qwen3": "qwen3"}
+HALVES = ("qwen2", "qwen3")
+NAMES = {
+    "tok_embeddings": "token_embd", "norm": "output_norm", "output": "output", "attention_norm": "attn_norm",
+    "ffn_norm": "ffn_norm", "w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "wq": "attn_q",
+    "wk": "attn_k", "wv": "attn_v", "wo": "attn_output", "bq": "attn_q", "bk": "attn_k", "bv": "attn_v",
+    "q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+# llama.cpp's pre-tokenizers, by their regular expressions and whether a piece that is a token stays whole.
+PRE_TOKENIZERS = {
+    (PATTERN, True): "llama-bpe", (PATTERN, False): "smaug-bpe",
+    (PATTERN.replace("{1,3}", ""), False): "qwen2", ("digits gpt2", False): "smollm",
+    ("gpt2", False): "gpt-2"}
 # The largest mean KL divergence from the model, in nats a token, by type.
 MAX_KL = {"f32": 1e-4, "f16": 1e-3, "bf16": 0.01, "q8_0": 0.02, "q4_k_m": 0.5}
 ROWS, ROW_TOKENS, STRINGS, CHATS = 4, 256, 1000, 20
@@ -52,6 +72,132 @@ OLLAMA = {"<|start_header_id|>": """{{ range .Messages }}<|start_header_id|>{{ .
 {{ .Content }}<|im_end|>
 {{ end }}<|im_start|>assistant
 """}
+
+
+class Source(NamedTuple):
+    """A model to convert."""
+
+    name: str
+    config: ModelConfig
+    tokenizer: Any
+    context: int  # in tokens
+    tensors: Mapping[str, LazyTensor]  # under GGUF's names and in its layout
+
+
+def import_gguf() -> Any:
+    with requires_package("gguf", "--to gguf"):
+        import gguf
+    return gguf
+
+
+def gguf_name(name: str) -> str:
+    *place, module, _ = name.split(".")
+    block = f"blk.{place[1]}." if len(place) > 1 else ""
+    return f"{block}{NAMES[module]}.{'bias' if module in ('bq', 'bk', 'bv') else 'weight'}"
+
+
+def read_source(folder: Path, name: str, config: ModelConfig, tokenizer: Any) -> Source:
+    """Return the model in a folder; CheckpointError if llama.cpp computes something else."""
+    no_rope_every = 4 if config.model_type == "smollm3" else None
+    if config.no_rope_every != no_rope_every:
+        raise CheckpointError(f"llama.cpp runs {config.model_type} only with NO_ROPE_EVERY={no_rope_every}, "
+                              f"and this model has {config.no_rope_every}; use --to hf")
+    stored, tensors = huggingface.load_model_weights(folder), {}
+    rows = huggingface.vocabulary_rows(stored)
+    for parameter, tensor in huggingface.from_huggingface(stored, config, rows).items():
+        if config.model_type in HALVES:
+            tensor = permuted(parameter, tensor, config, to_huggingface=True)
+        tensors[gguf_name(parameter)] = tensor
+    if config.rope_scaling_factor is not None and config.rope_scaling_type == "llama3":
+        unscaled = config.model_copy(update={"rope_scaling_factor": None})
+        pairs = [precompute_freqs(each, torch.ones(1, 1)) for each in (unscaled, config)]
+        before, after = (torch.atan2(sin[..., 1::2], cos[..., ::2]).flatten() for cos, sin in pairs)
+        tensors["rope_freqs.weight"] = lazy(before / after)
+    context = huggingface.context_length(huggingface.read_json(folder / "config.json"))
+    # Up to its length, a sliding window changes nothing, and llama.cpp has none.
+    return Source(name, config, tokenizer, min(context, config.sliding_window or context), tensors)
+
+
+def pre_tokenizer_name(document: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name of a tokenizer.json's pre-tokenizer."""
+    before, model = document.get("pre_tokenizer") or {}, document.get("model") or {}
+    steps = before.get("pretokenizers", [before])
+    patterns = [step["pattern"].get("Regex") for step in steps if step.get("type") == "Split"]
+    patterns += ["digits" for step in steps if step.get("type") == "Digits" and step.get("individual_digits")]
+    patterns += ["gpt2" for step in steps if step.get("type") == "ByteLevel" and step.get("use_regex", True)]
+    name = PRE_TOKENIZERS.get((" ".join(map(str, patterns)), model.get("ignore_merges") is True))
+    normalizer = (document.get("normalizer") or {"type": "NFC"}).get("type")
+    if name is None or normalizer != "NFC" or '"ByteLevel"' not in json.dumps(document.get("decoder")):
+        raise CheckpointError("llama.cpp has no pre-tokenizer that splits text like this tokenizer.json; "
+                              "supported are byte-level ones of Llama 3, Qwen, SmolLM and GPT-2")
+    if not model.get("merges"):
+        raise CheckpointError("its tokenizer.json has no merges, which llama.cpp requires; train a tokenizer "
+                              "with a larger vocabulary")
+    return name
+
+
+def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
+    """Write the tokens, merges, control tokens and chat template. Ids without a token are filled."""
+    kinds = import_gguf().TokenType
+    document = json.loads(tokenizer.tokenizer_json)
+    tokens, types = [f"[PAD{number}]" for number in range(rows)], [kinds.UNUSED] * rows
+    for token, number in document["model"]["vocab"].items():
+        tokens[number], types[number] = token, kinds.NORMAL
+    for added in document.get("added_tokens") or ():
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = kinds.CONTROL if added["special"] else kinds.USER_DEFINED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer_name(document))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    merges = document["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    first = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json).encode("a").ids[0]
+    writer.add_add_bos_token(first == tokenizer.bos_id)
+    for role in ("bos", "eos", "eot", "pad"):
+        if (number := getattr(tokenizer, f"{role}_id")) is not None:
+            getattr(writer, f"add_{role}_token_id")(number)
+    if (template := getattr(tokenizer, "chat_template", CHAT_TEMPLATE)) is not None:
+        writer.add_chat_template(template)
+
+
+def write_gguf(path: Path, source: Source, kind: str) -> None:
+    """Write a GGUF file whose matrices have the type `kind`, one tensor in memory at a time."""
+    gguf, config, tensors = import_gguf(), source.config, source.tensors
+    writer, rows = gguf.GGUFWriter(path, ARCHITECTURES[config.model_type]), tensors["token_embd.weight"].rows
+    file_type = "ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"
+    fields = {
+        "name": source.name, "context_length": source.context, "embedding_length": config.dim,
+        "block_count": config.n_layers, "feed_forward_length": config.hidden_dim,
+        "head_count": config.n_heads, "head_count_kv": config.n_kv_heads, "key_length": config.head_dim,
+        "value_length": config.head_dim, "rope_dimension_count": config.head_dim, "vocab_size": rows,
+        "layer_norm_rms_eps": config.norm_eps, "rope_freq_base": config.rope_theta,
+        "file_type": gguf.LlamaFileType[file_type], "quantization_version": gguf.GGML_QUANT_VERSION}
+    if config.rope_scaling_factor is not None and config.rope_scaling_type != "llama3":
+        fields |= {"rope_scaling_type": gguf.RopeScalingType(config.rope_scaling_type),
+                   "rope_scaling_factor": config.rope_scaling_factor}
+        if config.rope_scaling_type == "yarn":
+            fields |= {"rope_scaling_orig_ctx_len": config.rope_original_max_len,
+                       "rope_scaling_yarn_beta_slow": config.rope_low_freq_factor,
+                       "rope_scaling_yarn_beta_fast": config.rope_high_freq_factor}
+    for field, value in fields.items():
+        getattr(writer, f"add_{field}")(value)
+    add_tokenizer(writer, source.tokenizer, rows)
+
+    types = {}
+    for name, tensor in tensors.items():
+        # Vectors are f32; rows that q8_0 cannot divide into blocks are f16.
+        odd = "f16" if kind == "q8_0" and tensor.shape[-1] % 32 else kind
+        stored = "f32" if len(tensor.shape) == 1 else odd
+        types[name] = gguf.GGMLQuantizationType[stored.upper()]
+        size = int(np.prod(gguf.quant_shape_to_byte_shape(tensor.shape, types[name])))
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=types[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors.items():
+        writer.write_tensor_data(gguf.quants.quantize(tensor.whole().float().numpy(), types[name]))
+    writer.close()
 
 
 def differs(what: str) -> CheckpointError:

@@ -264,7 +264,7 @@ FAULTS = [
     fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[length for task in batch for length in task.ending_characters]",
           "[length for task in batch for length in task.ending_tokens]",
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
-    fault("GGUF: Qwen's heads as Llama's", "run/gguf.py", 'HALVES = ("qwen2", "qwen3")', "HALVES = ()",
+    fault("GGUF: Qwen's heads as Llama's", "scripts/convert_to_gguf.py", 'HALVES = ("qwen2", "qwen3")', "HALVES = ()",
           "tests/scripts/test_convert_to_gguf.py"),
     fault("lm-eval: each rank counts its own items alone", "evaluation/standalone.py", "ranks.all_gather_json(plain)",
           "ranks.world_size * [plain]", "tests/scripts/test_evaluate_script.py::test_two_ranks_share_the_tasks"),
