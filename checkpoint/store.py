@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-from checkpoint.huggingface import hub_model, is_model_name
+from torch import Tensor
+
+from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, is_model_name, save_model_folder
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
@@ -26,6 +28,7 @@ from common.errors import CheckpointError
 from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
 from common.heartbeat import HEARTBEAT
 from common.text import command, print_safely, printable
+from config import ModelConfig
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -54,7 +57,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
 
     Args:
         write_files: fills a folder; may return the manifest fields of files that it hashed while writing.
-        details: fields of the manifest besides the files.
+        details: fields of the manifest besides the files: the step, and for a run's own, others.
     """
     temporary = temporary_of(folder)
 
@@ -64,10 +67,28 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
             return write_files(temporary) or {}
 
     try:
+        details = {"world_size": 1, "val_loss": None, **details}
         finish(temporary, folder, details, retrying(attempt, warn), warn)
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                  tokenizer: Any, max_seq_len: int, complete: Callable[[Path], object]) -> None:
+    """Write a new model folder with its manifest; `complete` adds the card, and may check the weights."""
+    def write(temporary: Path) -> Mapping[str, dict[str, Any]]:
+        written = save_model_folder(temporary, state, model_config, tokenizer, max_seq_len)
+        complete(temporary)
+        return written
+
+    size = sum(tensor.nbytes for tensor in state.values())
+    publish(folder, write, {"step": 0}, size, min(size, MAX_SHARD_BYTES))
+
+
+def check_new(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise CheckpointError(f"{folder} already exists; choose a new folder")
 
 
 def temporary_of(folder: Path) -> Path:

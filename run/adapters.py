@@ -1,6 +1,5 @@
 """Load models with or without adapters for generation, evaluation and merging."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, Optional
@@ -104,8 +103,7 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
 def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32) -> float:
     """Merge base and adapters into a model folder; return the largest change of a logit, in float32."""
-    if os.path.lexists(output):
-        raise CheckpointError(f"{output} exists; name a new folder")
+    store.check_new(output)
     base_folder, cpu = base_of_adapters(adapter_folder, base), torch.device("cpu")
     model, tokenizer = load_model(adapter_folder, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -115,8 +113,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     longest = huggingface.context_length(read_json(base_folder / "config.json"))
     differences = []
 
-    def write(folder: Path) -> dict[str, dict[str, Any]]:
-        written = huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
+    def complete(folder: Path) -> None:
         tensors = huggingface.load_model_weights(folder)
         with torch.no_grad():
             merged = model_from_tensors(tensors, model.config, tokenizer.vocab_size).eval()
@@ -127,9 +124,6 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
                                   "base and adapters, so nothing is written; are the adapters finite?")
         write_card(folder, make_card(lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
                                      store.warn_on_console))
-        return written
 
-    size = sum(tensor.nbytes for tensor in state.values())
-    store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,
-                  min(size, huggingface.MAX_SHARD_BYTES))
+    store.publish_model(output, state, model.config, tokenizer, longest, complete)
     return differences[0]

@@ -55,10 +55,9 @@ def parse_args() -> argparse.Namespace:
 
 def copy_model(source: Path, files: list[str], output: Path) -> None:
     """Copy the model's files into a new folder with a manifest, atomically."""
-    from checkpoint.store import publish
+    from checkpoint.store import check_new, publish
 
-    if os.path.lexists(output):
-        raise errors.CheckpointError(f"{output} already exists; choose a new folder")
+    check_new(output)
 
     def write(folder: Path) -> None:
         for name in files:
@@ -66,7 +65,7 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
     sizes = [(source / name).stat().st_size for name in files]
-    publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
+    publish(output, write, {"step": 0}, sum(sizes), max(sizes))
 
 
 def check_card(source: Path, public: bool) -> None:

@@ -10,7 +10,6 @@ that of new parameters starts from zero. A run from the folder continues the sch
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, Optional
@@ -21,7 +20,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from checkpoint import huggingface, store
 from checkpoint.tensors import TensorFile, write_files
 from common.command_line import CommandParser
-from common.errors import CheckpointError, SettingsError, local_path, run_script
+from common.errors import SettingsError, local_path, run_script
 from common.text import show
 from config import grown_layers
 from model_utils import find_model, read_model_config
@@ -31,8 +30,7 @@ from tokenizer import load_tokenizer
 
 def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path) -> list[int]:
     """Write the grown checkpoint, with the optimizer's state if it has one; return the new layers."""
-    if os.path.lexists(output):
-        raise CheckpointError(f"{output} already exists; choose a new folder")
+    store.check_new(output)
     store.verify(folder) if store.read_state(folder) else store.verify_model(folder)
     old = read_model_config(folder)
     new = old.model_copy(update={"n_layers": layers or old.n_layers, "ffn_dim": ffn_dim or old.hidden_dim})
@@ -60,7 +58,7 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
 
     sizes = [sum(tensor.nbytes for tensor in file.tensors.values()) for file in all_files.values()]
     step = state["progress"]["step"] if state else 0
-    store.publish(output, write, {"step": step, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
+    store.publish(output, write, {"step": step}, sum(sizes), max(sizes))
     return [place for place, (_, copy) in enumerate(grown_layers(old.n_layers, new.n_layers)) if copy]
 
 

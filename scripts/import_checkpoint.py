@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint import huggingface
 from checkpoint.huggingface import read_json
 from checkpoint.peft import refuse_adapters
-from checkpoint.store import publish, warn_on_console
+from checkpoint.store import check_new, publish_model, warn_on_console
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
@@ -57,8 +57,7 @@ def read_meta(file: Path,
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
                       rope_scaling_factor: Optional[float] = None) -> None:
-    if os.path.lexists(output):
-        raise CheckpointError(f"{output} already exists; choose a new folder")
+    check_new(output)
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
     if os.path.isfile(meta_file) and not os.path.isfile(source / "config.json"):
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
@@ -77,17 +76,13 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
                               "pass the model's own tokenizer with --tokenizer")
     if tokenizer.vocab_size < rows:
         show(f"Dropping the last {rows - tokenizer.vocab_size:,} rows of the embedding, which have no token.")
-    size = sum(tensor.nbytes for tensor in state.values())
 
-    def write(folder: Path) -> dict[str, dict]:
-        written = huggingface.save_model_folder(folder, state, config, tokenizer, max_seq_len)
+    def complete(folder: Path) -> None:
         digest = huggingface.weights_sha256(huggingface.load_model_weights(folder))
         write_card(folder, make_card(lambda: imported_card(output.name, source, digest, max_seq_len),
                                      warn_on_console))
-        return written
 
-    manifest = {"step": 0, "world_size": 1, "val_loss": None}
-    publish(output, write, manifest, size, min(size, huggingface.MAX_SHARD_BYTES))
+    publish_model(output, state, config, tokenizer, max_seq_len, complete)
 
 
 def main() -> None:

@@ -9,12 +9,10 @@ phase of LR_SCHEDULE=wsd, averaged, replace part of its decay.
 Source: Izmailov et al. 2018 (arXiv:1803.05407); Li et al. 2025 (arXiv:2505.12082).
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
@@ -46,8 +44,7 @@ def mean(name: str, tensors: Sequence[LazyTensor], weights: Sequence[float]) -> 
 
 def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> None:
     """Write the weighted mean of model folders as a model folder."""
-    if os.path.lexists(output):
-        raise CheckpointError(f"{output} already exists; choose a new folder")
+    store.check_new(output)
     for folder in folders:
         refuse_adapters(folder)
         store.verify_model(folder)
@@ -64,15 +61,8 @@ def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> No
     longest = huggingface.context_length(huggingface.read_json(folders[0] / "config.json"))
     sources = "\n".join(f"- {run_and_step(str(folder.resolve()))}, weight {weight:g}"
                         for folder, weight in zip(folders, weights))
-
-    def write(folder: Path) -> dict[str, Any]:
-        introduction = f"The mean of these checkpoints:\n\n{sources}"
-        write_card(folder, derived_card(output.name, folders[0], folders[0], introduction))
-        return huggingface.save_model_folder(folder, state, config, tokenizer, longest)
-
-    size = sum(tensor.nbytes for tensor in merged.values())
-    store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,
-                  min(size, huggingface.MAX_SHARD_BYTES))
+    card = derived_card(output.name, folders[0], folders[0], f"The mean of these checkpoints:\n\n{sources}")
+    store.publish_model(output, state, config, tokenizer, longest, lambda folder: write_card(folder, card))
 
 
 def main() -> None:
