@@ -50,21 +50,13 @@ class Finding(NamedTuple):
     text: str
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
-    return tuple(map(int, re.match(r"[\d.]*\d|", text)[0].split("."))) if text[:1].isdigit() else ()
-
-
 def fits(installed: str, wanted: str) -> bool:
     """Return True if a version satisfies a requirement such as ~=1.2 or >=1.7,<2."""
-    have = numbers(installed)
-    for operator, limit in re.findall(r"(==|~=|>=|<)([\d.]+)", wanted):
-        need = numbers(limit)
-        if operator == "<" and have >= need or operator != "<" and have < need:
-            return False
-        if operator == "==" and have != need or operator == "~=" and have[:len(need) - 1] != need[:-1]:
-            return False
-    return True
+    try:
+        from packaging.specifiers import SpecifierSet  # comes with the required packages
+    except ImportError:
+        return True
+    return SpecifierSet(wanted).contains(installed, prereleases=True)
 
 
 def requirements(name: str) -> Iterator[tuple[str, str]]:
