@@ -158,7 +158,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             continue
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
-        shared = set.intersection(*({*curve.steps().tolist()} for curve in curves if curve.newest))
+        shared = set.intersection(*({*curve.known()[0].tolist()} for curve in curves if curve.newest))
         rows = [(f"{label} (last)", None, [curve.newest for curve in curves])]
         if shared:
             step = max(shared)

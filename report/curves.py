@@ -1,7 +1,7 @@
-"""Group curves into charts, and store curves of any length in bounded memory.
+"""Group curves into charts, and show long curves as the mean, minimum and maximum of buckets of steps."""
 
-A long curve keeps the mean, minimum and maximum of buckets of steps."""
-
+import math
+from array import array
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Optional
 
@@ -79,7 +79,6 @@ def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, A
     return made
 
 
-MOST_POINTS = 4096  # kept per curve; a page shows fewer
 FEWEST_POINTS = 50  # shown per long curve
 RECENT_LINES = 21  # the recent value is their median
 
@@ -95,84 +94,66 @@ class Points(NamedTuple):
 
 
 class Curve:
-    """The points of a metric, added in order. Beyond twice MOST_POINTS, points are merged into buckets.
-
-    Bucket widths are powers of two, so that mean and range remain exact after any number of merges. The first
-    and last points are never merged.
-    """
+    """The values of a metric, added in the order of their steps; None and non-finite values are gaps."""
 
     def __init__(self):
-        self.kept, self.width = Points(*np.empty((5, 0))), 1
-        self.recent = np.empty(0)  # the newest values, at most RECENT_LINES
-        self.first: Optional[float] = None
-        self.lowest: Optional[tuple[float, int]] = None  # the lowest value, and its step
-        self.newest: Optional[tuple[float, int]] = None  # the newest value, and its step
+        self.x, self.y = array("d"), array("d")
 
-    def add(self, x: Iterable[int], y: np.ndarray) -> None:
-        """Append points in order; a non-finite value is a gap."""
-        x, y = np.array(x, np.float64), np.where(np.isfinite(y), y, np.nan)
-        is_known = ~np.isnan(y)
-        if is_known.any():
-            place = np.nanargmin(y)
-            self.lowest = min(filter(None, (self.lowest, (y[place].item(), int(x[place])))))
-            self.first = y[is_known][0].item() if self.first is None else self.first
-            self.newest = y[is_known][-1].item(), int(x[is_known][-1])
-        self.recent = np.concatenate((self.recent, y[is_known]))[-RECENT_LINES:]
-        added = Points(x, y, y, y, is_known.astype(np.float64))
-        self.kept = Points(*map(np.concatenate, zip(self.kept, added)))
-        if len(self) > 2 * MOST_POINTS:
-            self.width, self.kept = merged(self.kept, MOST_POINTS, self.width)
+    def add(self, x: float, y: Optional[float]) -> None:
+        self.x.append(x)
+        self.y.append(y if y is not None and math.isfinite(y) else math.nan)
 
     def __len__(self) -> int:
-        return len(self.kept.x)
+        return len(self.x)
 
-    def steps(self) -> np.ndarray:  # with an unmerged value, ascending
-        return self.kept.x[self.kept.count == 1].astype(np.int64)
+    def known(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return steps and values without gaps."""
+        y = np.array(self.y)
+        return np.array(self.x, np.int64)[~np.isnan(y)], y[~np.isnan(y)]
+
+    @property
+    def recent(self) -> np.ndarray:
+        return self.known()[1][-RECENT_LINES:]
+
+    @property
+    def newest(self) -> Optional[tuple[float, int]]:
+        """The newest value, and its step."""
+        x, y = self.known()
+        return (y[-1].item(), x[-1].item()) if len(y) else None
+
+    @property
+    def lowest(self) -> Optional[tuple[float, int]]:
+        """The lowest value, and its step."""
+        x, y = self.known()
+        return (y.min().item(), x[y.argmin()].item()) if len(y) else None
 
     def at(self, step: int) -> Optional[float]:
-        """Return the value of a step, or None if it has none or is merged with others."""
-        values = self.kept.y[(self.kept.x == step) & (self.kept.count == 1)]
-        return values[0].item() if len(values) else None
+        x, y = self.known()
+        return y[x == step][0].item() if step in x else None
 
-    def points(self, most: int) -> Points:
-        kept = bucketed(self.kept, self.width) if self.width > 1 else self.kept
-        return merged(kept, most, self.width)[1]
+    def points(self, most: int, first: float = -math.inf) -> Points:
+        """Return at most `most` points, from the step `first` on.
+
+        Values are merged by buckets, whose width is a power of two, except the first and the last value.
+        """
+        x, y = np.array(self.x), np.array(self.y)
+        x, y = x[x >= first], y[x >= first]
+        starts, width = np.arange(len(x)), 1
+        while len(starts) > most and width <= 2 * np.ptp(x):
+            is_start = np.diff(x // width, prepend=-1) != 0
+            is_start[[0, 1, -1]] = True
+            starts, width = np.flatnonzero(is_start), 2 * width
+        sizes, count = np.diff(starts, append=len(x)), np.add.reduceat(~np.isnan(y), starts, dtype=np.float64)
+        mean = np.add.reduceat(np.nan_to_num(y), starts) / np.maximum(count, 1)
+        return Points(np.add.reduceat(x, starts) / sizes, np.where(count > 0, mean, np.nan),
+                      np.fmin.reduceat(y, starts), np.fmax.reduceat(y, starts), count)
 
     def as_json(self, most: int) -> dict[str, Any]:
         """Return at most `most` points as JSON. Of a long curve, half show the last tenth: `fine`."""
         if len(self) <= most:
             return as_json(self.points(most))
-        is_late = self.kept.x >= self.kept.x[-1] - np.ptp(self.kept.x) / 10
-        late = merged(Points(*(column[is_late] for column in self.kept)), most // 2, self.width)[1]
+        late = self.points(most // 2, self.x[-1] - (self.x[-1] - self.x[0]) / 10)
         return as_json(self.points(most // 2)) | {"fine": as_json(late)}
-
-
-def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:
-    """Double the bucket width (a power of two) until at most `most` points or few buckets remain."""
-    while len(points.x) > most:
-        points = bucketed(points, width)
-        if len(points.x) <= most or width > np.ptp(points.x):
-            break
-        width *= 2
-    return width, points
-
-
-def bucketed(points: Points, width: int) -> Points:
-    """Merge the points in each bucket of `width` steps, except the first and last points of the curve."""
-    if len(points.x) <= 2:
-        return points
-    bucket = points.x // width
-    is_start = np.diff(bucket, prepend=bucket[0] - 1) != 0
-    is_start[[1, -1]] = True
-    starts = np.flatnonzero(is_start)
-    sizes = np.diff(starts, append=len(bucket))
-    count = np.add.reduceat(points.count, starts)
-    # Weight of each point in its bucket; equal weights if the bucket contains only gaps.
-    weight = np.where(np.repeat(count, sizes) > 0, points.count, 1)
-    share = weight / np.repeat(np.where(count > 0, count, sizes), sizes)
-    y = np.add.reduceat(np.nan_to_num(points.y) * share, starts)
-    return Points(np.add.reduceat(points.x * share, starts), np.where(count > 0, y, np.nan),
-                  np.fmin.reduceat(points.low, starts), np.fmax.reduceat(points.high, starts), count)
 
 
 def rounded(value: Optional[float], digits: int = 6) -> Optional[float]:
@@ -201,4 +182,4 @@ def points_per_curve(lengths: list[int], budget: int) -> int:
     waiting = sorted(lengths)
     while waiting and waiting[0] <= budget // len(waiting):
         budget -= waiting.pop(0)
-    return max(FEWEST_POINTS, budget // len(waiting)) if waiting else MOST_POINTS * 2
+    return max(FEWEST_POINTS, budget // len(waiting)) if waiting else max(lengths, default=0)

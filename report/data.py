@@ -110,10 +110,9 @@ LOGS = ("events", "metrics", "ledger", "samples", "rollouts")  # events first: s
 FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
-LINES_AT_ONCE = 1000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
-NOT_DRAWN = {"step", "counted"}
+NOT_DRAWN = {"counted"}
 STEP = re.compile(rb'{"step": ?(\d{1,15}),')
 RECENT_LINES = 50  # for the estimate of the remaining time
 
@@ -151,7 +150,6 @@ class RunReader:
         self.curves: dict[str, Curve] = {}
         self.newest = -1  # step
         self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
-        self.waiting: list[dict[str, Any]] = []  # lines not yet added to the curves
         self.bad_values: Counter[str] = Counter()  # by metric name
         self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
         # ledger.jsonl, samples.jsonl and rollouts.jsonl
@@ -170,7 +168,6 @@ class RunReader:
                 for line in file.new_lines():
                     if entry := file.parse(line):
                         getattr(self, f"_add_{name}")(entry)
-            self._fill_curves()
             self.power.read()
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder} cannot be read: "
@@ -184,7 +181,6 @@ class RunReader:
             step = STEP.match(line)
             if (not step or low <= int(step[1]) <= high) and (entry := log.parse(line)):
                 part._add_metrics(entry)
-        part._fill_curves()
         return {name: as_json(curve.points(most)) for name, curve in part.curves.items()}
 
     def signature(self) -> tuple:
@@ -228,7 +224,7 @@ class RunReader:
         if line.step <= self.newest:
             self.logs["metrics"].invalid += 1
             return
-        self.newest, entry = line.step, {"step": line.step}
+        self.newest, entry = line.step, {}
         for name, value in line.model_extra.items():
             entry[name] = schema.number(value, schema.MOST_SECONDS if name in TIMES else sys.float_info.max)
             if value is not None and entry[name] is None:
@@ -239,17 +235,9 @@ class RunReader:
             self.clock = at, since + max(0.0, at - before)
             entry["time"] = self.clock[1]
             self._measure(line.step, at, entry.get("step_seconds") or 0.0)
-        self.waiting.append(entry)
-        if len(self.waiting) >= LINES_AT_ONCE:
-            self._fill_curves()
-
-    def _fill_curves(self) -> None:
-        names = dict.fromkeys(name for entry in self.waiting for name in entry if name not in NOT_DRAWN)
-        for name in names:
-            having = [entry for entry in self.waiting if name in entry]
-            values = np.array([entry[name] for entry in having], np.float64)
-            self.curves.setdefault(name, Curve()).add([entry["step"] for entry in having], values)
-        self.waiting = []
+        for name, value in entry.items():
+            if name not in NOT_DRAWN:
+                self.curves.setdefault(name, Curve()).add(line.step, value)
 
     def _measure(self, step: int, at: float, step_seconds: float) -> None:
         """Add a line to the last process that started before its step; the clock may have been set back."""

@@ -46,19 +46,14 @@ class PowerTrace:
         if [file.path for file in self.files] != paths or any(file.is_replaced() for file in self.files):
             self._restart(paths)
         for file in self.files:
-            samples: dict[tuple[str, bool], list[tuple[int, float]]] = {}
             for line in file.new_lines():
                 try:
-                    self._add(file.path, line.decode(errors="replace").rstrip("\r\n").split(","), samples)
+                    self._add(file.path, line.decode(errors="replace").rstrip("\r\n").split(","))
                 except ValueError:
                     file.invalid += 1
-            for (gpu, is_fast), points in samples.items():
-                x, y = zip(*sorted(points))
-                self.gpus[gpu][is_fast].add(x, np.array(y))
 
-    def _add(self, path: Path, values: list[str],
-             samples: dict[tuple[str, bool], list[tuple[int, float]]]) -> None:
-        """Process a header, mark or sample line; append a sample to `samples`."""
+    def _add(self, path: Path, values: list[str]) -> None:
+        """Process a header, mark or sample line."""
         if values[0] == "time":
             self.columns[path] = values
             return
@@ -76,14 +71,13 @@ class PowerTrace:
             return
         if rank := path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-"):
             gpu = f"rank {rank}, GPU {gpu}" if gpu.isdecimal() else f"rank {rank}, {gpu}"
-        self.gpus.setdefault(gpu, (Curve(), Curve()))
+        slow, fast = self.gpus.setdefault(gpu, (Curve(), Curve()))
         before, interval = self.before.get(gpu, (-np.inf, np.inf))
         self.before[gpu] = time, time - before
         if time - before > max(GAP_SECONDS, 10 * interval):
-            middle = (before + time) / 2 - self.start
-            samples.setdefault((gpu, False), []).append((round(1000 * middle), np.nan))
-        point = round(1000 * (time - self.start)), watts if row["watts"] else np.nan
-        samples.setdefault((gpu, time - before < FAST_SECONDS), []).append(point)
+            slow.add(round(1000 * ((before + time) / 2 - self.start)), None)
+        curve = fast if time - before < FAST_SECONDS else slow
+        curve.add(round(1000 * (time - self.start)), watts if row["watts"] else None)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
         """Return the trace for the page's data, within this share of the limits; None without samples."""

@@ -34,7 +34,8 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
     if not found:
         return
     curve, kind = curves[found[0]], "validation" if found[0] == "val_loss" else "training"
-    first, last, error = curve.first, newest.get("val_loss"), newest.get("val_loss_stderr") or 0.0
+    first = curve.known()[1][0].item()
+    last, error = newest.get("val_loss"), newest.get("val_loss_stderr") or 0.0
     if kind == "training":
         last = np.median(curve.recent[len(curve.recent) // 2:]).item()
         error = np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend

@@ -62,4 +62,4 @@ def test_a_line_that_is_not_valid_is_set_aside_and_counted(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_bytes(lines(1) + line + b"\n" + lines(2))
     run = RunReader(tmp_path, "run")
     run.read()
-    assert run.curves["time"].steps().tolist() == [1, 2] and run.set_aside() == ["1 line of metrics.jsonl"]
+    assert run.curves["time"].known()[0].tolist() == [1, 2] and run.set_aside() == ["1 line of metrics.jsonl"]

@@ -13,7 +13,8 @@ from report.verdict import health, learning, time_text
 def curves(**values: list[float]) -> dict[str, Curve]:
     made = {name: Curve() for name in values}
     for name, curve in made.items():
-        curve.add(range(0, 10 * len(values[name]), 10), np.array(values[name]))
+        for place, value in enumerate(values[name]):
+            curve.add(10 * place, value)
     return made
 
 
