@@ -27,26 +27,8 @@ from run.log import REPORT, disk_errors
 LOCK = "run.lock"
 DATA = "data.json"  # the sources of a mixture and their shares
 # Patterns of the files that a run writes. Once the checkpoints have moved, the run counts as moved aside.
-FILES = {
-    "checkpoints": "one folder per checkpoint, such as `step-00000200`",
-    "config.json": "current settings, without secrets",
-    SEGMENTS: "`step-*.json`: settings from that step on, one file per start with other settings",
-    "metrics.jsonl": "one line per logged step: [metrics](metrics.md)",
-    "ledger.jsonl": "one line per step: checksum of its rows, loss, gradient norm, whether weights changed; "
-                    "with `LEDGER_CHECKSUM`, checksums of the weights",
-    "events.jsonl": "time of each start, end, save and evaluation, and problems: [events](metrics.md#events)",
-    "evaluations.jsonl": "results of every evaluation, item by item",
-    "samples.jsonl": "generated samples",
-    "rollouts.jsonl": "GRPO: the answers of each logged step, with their rewards and advantages",
-    DATA: "for a mixture: documents, tokens, share and passes of each source",
-    REPORT: "the run on one page",
-    "log": "`rank-0.txt`: console output; after a hang, the stacks of every rank",
-    "power*.csv": "power, memory, temperature and clocks of each GPU, once per second",
-    "profile": "traces of torch.profiler",
-    "debug": "rows, tokens and gradients of a non-finite step",
-    "tensorboard": "event files, with `TENSORBOARD_ENABLED`",
-}
-RUN_FILES = (*FILES, *(f"{log}.bad" for log in SCHEMAS))
+RUN_FILES = ("checkpoints", "config.json", SEGMENTS, *SCHEMAS, DATA, REPORT, "log", "power*.csv", "profile",
+             "debug", "tensorboard", *(f"{log}.bad" for log in SCHEMAS))
 LOCK_ATTEMPTS = 10  # another job may delete the lock together with its folder
 
 

@@ -25,7 +25,6 @@ import torch
 
 import train
 from checkpoint import huggingface, peft, store
-from checkpoint.schema import METRICS
 from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -43,6 +42,7 @@ from run.life import Progress
 from run.log import CLOCKS
 from tokenizer import train_bpe, write_tiktoken
 
+METRICS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
 
@@ -264,10 +264,11 @@ class TinyRun:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
     def metrics(self) -> list[dict]:
-        """The lines of metrics.jsonl; METRICS describes each of their names."""
-        lines, known = self.lines("metrics"), " ".join(METRICS).replace("NAME", "*").split()
+        """The lines of metrics.jsonl; docs/metrics.md describes each of their names."""
+        rows = re.findall(r"^\| (`.*?`) \|", METRICS_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+        lines, known = self.lines("metrics"), re.findall(r"`([\w*]+)`", " ".join(rows).replace("NAME", "*"))
         for name in {name.removeprefix("val_") for line in lines for name in line}:
-            assert any(fnmatch(name, pattern.removeprefix("val_")) for pattern in known), f"METRICS does not describe {name}"
+            assert any(fnmatch(name, pattern.removeprefix("val_")) for pattern in known), f"docs/metrics.md lacks {name}"
         return lines
 
     def column(self, name: str) -> dict[int, Any]:

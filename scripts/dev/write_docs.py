@@ -14,7 +14,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from checkpoint.schema import EVENTS, METRICS  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, run_script  # noqa: E402
 from common.text import EXIT_UNREAD  # noqa: E402
@@ -80,16 +79,9 @@ def reading_order() -> list[tuple[str, str]]:
 
 def generated() -> dict[str, str]:
     """The text of .env.example and of each page with generated tables, which stand between comments."""
-    from run.folder import FILES  # it imports torch, which --help should not wait for
-
-    metrics = ((", ".join(f"`{name}`" for name in names.split()), *facts) for names, facts in METRICS.items())
-    events, files = ([(f"`{name}`", meaning) for name, meaning in facts.items()] for facts in (EVENTS, FILES))
     pages = {"architecture": {"lines": table("read", "lines", rows=reading_order())},
              "settings": {"settings": settings_tables()},
-             "metrics": {"metrics": table("metric", "unit", "meaning", rows=metrics),
-                         "events": table("event", "meaning and fields", rows=events)},
-             "files": {"files": table("in `runs/NAME/`", "content", rows=files),
-                       "exit codes": table("code", "meaning", rows=exit_codes())}}
+             "files": {"exit codes": table("code", "meaning", rows=exit_codes())}}
     parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.content) for part in PARTS)
     pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts)}
     texts = {f"docs/{page}.md": with_tables(page, tables) for page, tables in pages.items()}
