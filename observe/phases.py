@@ -18,16 +18,16 @@ ONLINE_PHASES = ("generate", "reward")  # of a step that trains on answers of th
 STEP_PHASES = ("data", *ONLINE_PHASES, "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # the heartbeat's other phases are evaluations
 # Without the backward: it includes waiting for slower ranks, so that the fast ones look slow.
-COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
+COMPARED = ("data", "forward", "evaluation", "save")
 MOST_STEPS = 10_000  # steps kept for the next reading
 COMPARED_STEPS = 10  # minimum number of steps in a comparison of the ranks
 SLOWER = 1.15  # ratio of a slow rank's time to the median of the others
-# Minimum loss of a slow rank: as a share of a step (or of all time), and in seconds.
-LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
+# Minimum loss of a slow rank in each phase: as a share of a step (or of all time), and in seconds.
+LOST_SHARE, LOST_SECONDS = np.array([0.02, 0.02, 0.05, 0.05]), np.array([0.0, 0.0, 1.0, 0.2])
+TOO_SLOW = 10.0  # ratio beyond which RESTART_SLOW acts, if that phase is most of a step
 # A comparison adds the excess in standard errors, at most MOST, or subtracts MOST if the rank is not slow. A
 # rank is reported at ENOUGH: after at least two comparisons, or one for saves.
-TOO_SLOW = 10.0  # ratio beyond which RESTART_SLOW acts, if that phase is most of a step
-ENOUGH, MOST = 8.0, {"step": 5.0, "evaluation": 5.0, "save": 8.0}
+ENOUGH, MOST = 8.0, np.array([5.0, 5.0, 5.0, 8.0])
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
@@ -41,46 +41,38 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
 
 
 class SlowRanks:
-    """Detects when a rank becomes slow, and when it no longer is. All ranks compute the same result."""
+    """Detects when a rank becomes slow in a phase, and when it no longer is; the same on all ranks.
+
+    Arrays have a row for each rank (R) and a column for each phase of COMPARED (P).
+    """
 
     def __init__(self):
-        self.evidence = dict.fromkeys(COMPARED, 0.0)  # arrays of (ranks, phases)
-        self.named: dict[tuple[str, int], int] = {}  # (group, rank): index of the phase
+        self.evidence_RP = np.zeros((1, len(COMPARED)))
+        self.is_named_RP = self.evidence_RP > 0
+        self.ratio_RP = self.evidence_RP  # to the median of the other ranks
 
-    def compare(self, own: dict[str, np.ndarray], variances: dict[str, np.ndarray],
-                seconds: dict[str, float]) -> list[tuple[int, str, float]]:
+    def compare(self, own_RP: np.ndarray, variance_RP: np.ndarray,
+                seconds_P: np.ndarray) -> list[tuple[int, str, float]]:
         """Return (rank, phase, ratio) for each rank that becomes slow in a phase, or with ratio 0, recovers.
 
-        The ratio is to the median of the other ranks, in the costliest slow phase. `own` has the seconds of
-        each rank without waiting, by phase: of a step, or of all evaluations or saves since the last
-        comparison; `variances` those of the means over the steps. LOST is a share of a group's `seconds`.
+        `own_RP` has the seconds without waiting: of a step, or of all evaluations or saves since the last
+        comparison; `variance_RP` the variances of these means. LOST_SHARE is a share of `seconds_P`.
         """
-        news = []
-        for group, phases in COMPARED.items():
-            table = np.stack([own[phase] for phase in phases], 1)
-            if len(table) < 2 or not table.any():  # a single rank, or no evaluation or save
-                continue
-            others = median_of_others(table)
-            spread = np.stack([variances.get(phase, np.zeros(len(table))) for phase in phases], 1)
-            errors = np.sqrt(spread + median_of_others(spread))
-            lost = table - others
-            share, least = LOST[group]
-            slow = (table > SLOWER * others) & (lost > max(share * seconds[group], least))
-            if group == "save":
-                slow[0] = False  # rank 0 writes while the others wait
-            added = np.where(slow, np.minimum(lost / np.maximum(errors, 1e-9), MOST[group]), -MOST[group])
-            self.evidence[group] = evidence = np.clip(self.evidence[group] + added, 0, ENOUGH)
-            worst = np.where(slow & (evidence >= ENOUGH), lost, 0)
-            for rank in range(len(table)):
-                before, phase = self.named.get((group, rank)), int(worst[rank].argmax())
-                if worst[rank, phase] and phase != before:
-                    self.named[group, rank] = phase
-                    ratio = table[rank, phase] / max(others[rank, phase], 1e-6)
-                    news.append((rank, phases[phase], float(ratio)))
-                elif before is not None and not evidence[rank, before]:
-                    del self.named[group, rank]
-                    news.append((rank, phases[before], 0.0))
-        return news
+        if len(own_RP) < 2:
+            return []
+        others_RP = median_of_others(own_RP)
+        error_RP = np.sqrt(variance_RP + median_of_others(variance_RP))
+        lost_RP, self.ratio_RP = own_RP - others_RP, own_RP / np.maximum(others_RP, 1e-6)
+        least_P = np.maximum(LOST_SHARE * seconds_P, LOST_SECONDS)
+        is_slow_RP = (own_RP > SLOWER * others_RP) & (lost_RP > least_P)
+        is_slow_RP[0, COMPARED.index("save")] = False  # rank 0 writes while the others wait
+        added_RP = np.where(is_slow_RP, np.minimum(lost_RP / np.maximum(error_RP, 1e-9), MOST), -MOST)
+        added_RP[:, ~own_RP.any(0)] = 0  # no evaluation or save
+        self.evidence_RP = np.clip(self.evidence_RP + added_RP, 0, ENOUGH)
+        before_RP = np.broadcast_to(self.is_named_RP, own_RP.shape)
+        self.is_named_RP = before_RP & (self.evidence_RP > 0) | is_slow_RP & (self.evidence_RP >= ENOUGH)
+        return [(rank, COMPARED[phase], self.ratio_RP[rank, phase] * self.is_named_RP[rank, phase])
+                for rank, phase in np.argwhere(self.is_named_RP != before_RP).tolist()]
 
 
 class HostClock:
@@ -188,12 +180,11 @@ class Phases:
         self.is_first_step = False
 
         # Exchange the means of these steps, and the means and variances of the steps to compare.
-        compared = table_of(self.to_compare, COMPARED["step"])
-        count = len(compared)
-        variances = compared.var(0, ddof=1) / count if count > 1 else np.zeros(compared.shape[1])
-        own = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)), *compared.sum(0) / max(1, count),
-               *variances, self.own_pauses["evaluation"], self.own_pauses["save"],
-               time.perf_counter() - self.compared_at]
+        compared = table_of(self.to_compare, COMPARED)  # of its last two phases, `own_pauses` are compared
+        count, pauses = len(compared), [self.own_pauses[phase] for phase in COMPARED]
+        variances = compared.var(0, ddof=1) / count if count > 1 else np.zeros(len(COMPARED))
+        own = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)),
+               *compared.sum(0) / max(1, count) + pauses, *variances, time.perf_counter() - self.compared_at]
         every = np.array(self.run.ranks.all_gather_json(own))
         means = dict(zip(STEP_PHASES, every[:, :len(STEP_PHASES)].mean(0).tolist()))
         step_seconds = sum(means.values())
@@ -206,18 +197,16 @@ class Phases:
                 **{f"{phase}_seconds": seconds for phase, seconds in means.items()}}
 
     def _compare(self, every: np.ndarray, step_seconds: float) -> None:
-        data, forward, *variances, evaluation, save, since = every.T
-        own = {"data": data, "forward": forward, "evaluation": evaluation, "save": save}
-        all_time = {"step": step_seconds, "evaluation": since.mean(), "save": since.mean()}
-        news = self.slow_ranks.compare(own, dict(zip(COMPARED["step"], variances)), all_time)
+        own_RP, variance_RP = every[:, :len(COMPARED)], every[:, len(COMPARED):-1]
+        since, slow = every[:, -1].mean(), self.slow_ranks
+        news = slow.compare(own_RP, variance_RP, np.array([step_seconds, step_seconds, since, since]))
         self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
-        may_restart = self.run.config.restart_slow and restart_info()["left"]
-        for rank, phase in [(rank, COMPARED["step"][index]) for (group, rank), index
-                            in self.slow_ranks.named.items() if group == "step" and may_restart]:
-            ratio = own[phase][rank] / max(np.median(np.delete(own[phase], rank)), 1e-6)
-            if ratio > TOO_SLOW and own[phase][rank] > step_seconds / 2:
-                self.too_slow = (f"rank {rank} is alive, but its {phase} takes {ratio:.0f} times as long "
-                                 "as on other ranks (RESTART_SLOW=true)")
+        if self.run.config.restart_slow and restart_info()["left"]:
+            is_too_slow_RP = slow.is_named_RP & (slow.ratio_RP > TOO_SLOW) & (own_RP > step_seconds / 2)
+            for rank, phase in np.argwhere(is_too_slow_RP[:, :2]):
+                self.too_slow = (f"rank {rank} is alive, but its {COMPARED[phase]} takes "
+                                 f"{slow.ratio_RP[rank, phase]:.0f} times as long as on other ranks "
+                                 "(RESTART_SLOW=true)")
         if not news:
             return
         log, step = self.run.log, HEARTBEAT.step
