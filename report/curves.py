@@ -131,13 +131,13 @@ class Curve:
         x, y = self.known()
         return y[x == step][0].item() if step in x else None
 
-    def points(self, most: int, first: float = -math.inf) -> Points:
-        """Return at most `most` points, from the step `first` on.
+    def points(self, most: int, first: float = -math.inf, last: float = math.inf) -> Points:
+        """Return at most `most` points, of the steps from `first` to `last`.
 
         Values are merged by buckets, whose width is a power of two, except the first and the last value.
         """
         x, y = np.array(self.x), np.array(self.y)
-        x, y = x[x >= first], y[x >= first]
+        x, y = (each[(x >= first) & (x <= last)] for each in (x, y))
         starts, width = np.arange(len(x)), 1
         while len(starts) > most and width <= 2 * np.ptp(x):
             is_start = np.diff(x // width, prepend=-1) != 0

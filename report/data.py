@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -113,7 +112,6 @@ SAMPLE_CHARACTERS = 2000
 SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"counted"}
-STEP = re.compile(rb'{"step": ?(\d{1,15}),')
 RECENT_LINES = 50  # for the estimate of the remaining time
 
 
@@ -175,13 +173,7 @@ class RunReader:
 
     def range(self, low: int, high: int, most: int) -> dict[str, Any]:
         """Return the curves for steps `low` to `high` as JSON, with at most `most` points each."""
-        part = RunReader(self.folder, self.name)
-        log = part.logs["metrics"]
-        for line in log.new_lines():
-            step = STEP.match(line)
-            if (not step or low <= int(step[1]) <= high) and (entry := log.parse(line)):
-                part._add_metrics(entry)
-        return {name: as_json(curve.points(most)) for name, curve in part.curves.items()}
+        return {name: as_json(curve.points(most, low, high)) for name, curve in self.curves.items()}
 
     def signature(self) -> tuple:
         """Return a value that changes when the run writes something or ends."""

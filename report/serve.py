@@ -53,8 +53,12 @@ class Live:
         run, low, high = request.path_params.values()
         if run >= len(self.report.runs):
             return Response(status_code=404)
-        curves = await asyncio.to_thread(self.report.runs[run].range, low, high, MOST_RAW)
-        return JSONResponse(curves, headers=HEADERS)
+
+        def read() -> dict:
+            with self.lock:
+                return self.report.runs[run].range(low, high, MOST_RAW)
+
+        return JSONResponse(await asyncio.to_thread(read), headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
         """Stream the page's data now and after every change."""
