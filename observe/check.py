@@ -37,6 +37,7 @@ from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from observe.phases import Phases
 from parallel.ranks import Ranks, collective
+from report.verdict import time_text
 from run.card import device_name, trained_count
 from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes
@@ -522,12 +523,6 @@ class Check:
         if config.training_stage == "grpo":
             return self.line("speed", "not measured, because it depends on the length of the answers")
 
-        def run_time(step_seconds: float) -> str:
-            minutes = config.max_steps * step_seconds / 60
-            if minutes < 60:
-                return f"about {minutes:.1f} min"
-            return f"about {round(minutes) // 60} h {round(minutes) % 60:02} min"
-
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
         vocab_size = self.inputs.tokenizer.vocab_size
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
@@ -536,15 +531,16 @@ class Check:
                                       f"only {free / GIB:.1f} GiB is free", "warn")
         at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
         if (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
+            length = time_text(config.max_steps * at_best)
             return self.line("speed", f"not measured, because a micro-batch takes about {seconds:.0f} s; the "
-                                      f"run takes at least {run_time(at_best)}", "warn")
+                                      f"run takes at least about {length}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             ranks = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
             teacher = ", or the teacher" if config.distillation_enabled else ""
-            self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: "
-                               f"{run_time(seconds)} for {config.max_steps:,} steps, not counting evaluation "
-                               f"and saving{teacher}")
+            length = f"about {time_text(config.max_steps * seconds)} for {config.max_steps:,} steps"
+            self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: {length}, not "
+                               f"counting evaluation and saving{teacher}")
 
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,

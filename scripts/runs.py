@@ -27,6 +27,7 @@ from common.files import FileLock  # noqa: E402
 from common.text import aligned, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
 from report.data import RunReader, spelt  # noqa: E402
+from report.verdict import time_text  # noqa: E402
 from settings.load import load_config  # noqa: E402
 
 LOCK = "run.lock"
@@ -60,13 +61,6 @@ def size_text(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def age_text(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{int(seconds / length)} {unit}"
-    return "now"
-
-
 def read_run(folder: Path, name: str) -> Run:
     """Read a run's logs. Raise CheckpointError if the folder is not a run."""
     reader = RunReader(folder, name)
@@ -94,7 +88,7 @@ def read_runs(output_dir: Path) -> list[Run]:
 
 def table(runs: list[Run]) -> list[str]:
     now = time.time()
-    rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age_text(now - run.written),
+    rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, time_text(now - run.written),
                        size_text(run.size)) for run in runs)]
     return aligned(rows, left=len(HEADER))
 

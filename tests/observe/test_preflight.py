@@ -168,7 +168,7 @@ def test_the_hours_follow_from_the_seconds_of_a_step(prepared, tmp_path, capsys,
     run = TinyRun(prepared, tmp_path)
     assert "speed: 0 tokens/s: about 5 h 00 min for 6 steps, not counting evaluation and saving\n" in Checked(run, capsys).out
     monkeypatch.setattr(check, "seconds_per_step", lambda *_: 0.5)
-    assert "speed: 512 tokens/s if 4 ranks scale linearly: about 0.1 min for 6 steps" in Checked(run, capsys, WORLD_SIZE=4).out
+    assert "speed: 512 tokens/s if 4 ranks scale linearly: about 3 s for 6 steps" in Checked(run, capsys, WORLD_SIZE=4).out
 
 
 def test_nothing_is_measured_where_it_would_not_fit_or_take_minutes(prepared, tmp_path, capsys, monkeypatch):
