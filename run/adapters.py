@@ -15,7 +15,7 @@ from inference.weights import pack_weights
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
-from run.card import make_card, merged_card, write_card
+from run.card import code, derived_card, inherited, model_name, run_and_step, write_card
 from run.start import find_by_hash
 from tokenizer import load_tokenizer
 
@@ -100,12 +100,12 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
     return model, tokenizer
 
 
-def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
+def merge(adapters: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32) -> float:
     """Merge base and adapters into a model folder; return the largest change of a logit, in float32."""
     store.check_new(output)
-    base_folder, cpu = base_of_adapters(adapter_folder, base), torch.device("cpu")
-    model, tokenizer = load_model(adapter_folder, cpu, torch.float32, base=base_folder)
+    base_folder, cpu = base_of_adapters(adapters, base), torch.device("cpu")
+    model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]
@@ -122,8 +122,12 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
                                   "base and adapters, so nothing is written; are the adapters finite?")
-        write_card(folder, make_card(lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
-                                     store.warn_on_console))
+        rest = "They had no card."
+        if inherited(adapters):
+            rest = "The sections below are from the adapters' card."
+        write_card(folder, derived_card(output.name, base_folder, adapters, (
+            f"The model {model_name(str(base_folder))} with the adapters {code(run_and_step(str(adapters)))} "
+            f"merged into it, in {str(dtype).removeprefix('torch.')}. {rest}")))
 
     store.publish_model(output, state, model.config, tokenizer, longest, complete)
     return differences[0]

@@ -98,15 +98,6 @@ def card_text(metadata: Mapping[str, Any], title: str, **values: Any) -> str:
     return template().render(metadata=block, title=title, **values).rstrip("\n") + "\n"
 
 
-def make_card(make: Callable[[], str], warn: Callable[[str], None]) -> str:
-    """Return the card that `make` returns; warn if that fails, and return an empty text."""
-    try:
-        return make()
-    except Exception as error:  # of any kind: a card must not prevent saving weights
-        warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
-        return ""
-
-
 def write_card(folder: Path, card: str) -> None:
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
@@ -136,7 +127,7 @@ def sections_of(card: str) -> dict[str, str]:
     return {heading: text.strip() for heading, text in zip(pieces[1::2], pieces[2::2])}
 
 
-# ------------------------------------------------------------------------------------- three cards
+# ---------------------------------------------------------------------------------- the text of cards
 
 
 def run_card(run: Any) -> str:
@@ -176,24 +167,6 @@ def run_card(run: Any) -> str:
         compute_optimal=COMPUTE_OPTIMAL, device=device_name(run.ranks.device), torch=torch.__version__,
         paddock=__version__, commit=commit(), changes=[entry for entry in changes if entry[1]],
         settings=settings, tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)
-
-
-def merged_card(output: str, adapters: Path, base: Path, dtype: torch.dtype) -> str:
-    """Return the card of adapters merged into their base, with the sections of the adapters' card."""
-    rest = "The sections below are from the adapters' card." if inherited(adapters) else "They had no card."
-    return derived_card(output, base, adapters, (
-        f"The model {model_name(str(base))} with the adapters {code(run_and_step(str(adapters)))} merged "
-        f"into it, in {str(dtype).removeprefix('torch.')}. {rest}"))
-
-
-def imported_card(output: str, source: Path, weights_sha256: str, longest: int) -> str:
-    """Return the card of an imported model."""
-    name = hub_name_of(str(source))
-    where = f"[{name}](https://huggingface.co/{name})" if name else code(run_and_step(str(source)))
-    rest = "The sections below are from its card." if inherited(source) else "Its card describes the data."
-    return derived_card(output, source, source, (
-        f"The weights of {where}, imported unchanged. {rest}\n\n- context length: {longest:,} tokens\n"
-        f"- SHA-256 of the weights: {code(weights_sha256)}"))
 
 
 def derived_card(output: str, base: Path, source: Path, introduction: str) -> str:

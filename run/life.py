@@ -36,7 +36,7 @@ from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
-from run.card import BackgroundReport, commit, device_name, make_card, run_card, write_card
+from run.card import BackgroundReport, commit, device_name, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
 from run.saving import Saving, Share
@@ -353,7 +353,12 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    card = make_card(lambda: run_card(run), run.log.warn) if ranks.is_rank0 else ""
+    card = ""
+    try:
+        if ranks.is_rank0:
+            card = run_card(run)
+    except Exception as error:  # of any kind: a card must not prevent saving weights
+        run.log.warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
     tokenizer, model_config = run.inputs.tokenizer, run.model.config
     if config.lora_enabled:
         adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,

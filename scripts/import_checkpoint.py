@@ -24,14 +24,14 @@ from torch import Tensor
 from checkpoint import huggingface
 from checkpoint.huggingface import read_json
 from checkpoint.peft import refuse_adapters
-from checkpoint.store import check_new, publish_model, warn_on_console
+from checkpoint.store import check_new, publish_model
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
 from model_utils import find_model
-from run.card import imported_card, make_card, write_card
+from run.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from tokenizer import load_tokenizer
 
 
@@ -79,8 +79,13 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 
     def complete(folder: Path) -> None:
         digest = huggingface.weights_sha256(huggingface.load_model_weights(folder))
-        write_card(folder, make_card(lambda: imported_card(output.name, source, digest, max_seq_len),
-                                     warn_on_console))
+        name, rest = hub_name_of(str(source)), "Its card describes the data."
+        if inherited(source):
+            rest = "The sections below are from its card."
+        where = f"[{name}](https://huggingface.co/{name})" if name else code(run_and_step(str(source)))
+        write_card(folder, derived_card(output.name, source, source, (
+            f"The weights of {where}, imported unchanged. {rest}\n\n"
+            f"- context length: {max_seq_len:,} tokens\n- SHA-256 of the weights: {code(digest)}")))
 
     publish_model(output, state, config, tokenizer, max_seq_len, complete)
 
