@@ -555,6 +555,12 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
 
     @property
+    def answers_per_row(self) -> int:
+        """Answers of GRPO that share a training row, in which their prompt is computed once."""
+        fits = self.grpo_group * self.answer_tokens <= self.max_seq_len and not self.distillation_enabled
+        return self.grpo_group if fits and self.training_stage == "grpo" else 1
+
+    @property
     def updates_per_step(self) -> int:
         return self.grpo_updates if self.training_stage == "grpo" else 1
 

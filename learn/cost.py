@@ -278,6 +278,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
         trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
     has_documents = config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo"
+    has_documents |= config.answers_per_row > 1
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
     if device_type == "cpu" and in_blocks:
         from fused.blocks import kept_count
@@ -357,6 +358,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
 
     `gradients` is the size of all gradients of a rank.
     """
+    answering, config = config, as_trained(config)
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     chunks = -(-tokens // tokens_in_chunk(config, padded(vocab_size), device_type))
@@ -407,8 +409,17 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
                (gradients, 0, muon_bytes(config, device_type))]
     if config.training_stage == "grpo":
-        phases.append((gradients, 0, generation_bytes(config, vocab_size, compute_bytes)))
+        phases.append((gradients, 0, generation_bytes(answering, vocab_size, compute_bytes)))
     return max(phases, key=sum)
+
+
+def as_trained(config: Config) -> Config:
+    """Return the config with the rows that a step trains on: GRPO joins short answers to a prompt."""
+    rows = config.micro_batch_size // config.answers_per_row
+    length = config.max_seq_len + (config.answers_per_row - 1) * config.answer_tokens
+    changes = {"micro_batch_size": rows, "max_seq_len": length,
+               "total_batch_size": rows * config.accumulation_steps * config.world_size * length}
+    return config.model_copy(update=changes)
 
 
 def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_type: str = "cuda",

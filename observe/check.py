@@ -508,7 +508,8 @@ class Check:
             owner = f"this machine{ranks}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
-        text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
+        process = " and 0.4 GiB for Python, torch and code for matmuls" * (self.device.type == "cpu")
+        text = f"{describe_memory(forecast)}{process}; {owner} has {room / GIB:.1f} GiB"
         if forecast.total <= room:  # without room for the copy in host memory, saves are synchronous
             self.line("memory", text)
         else:

@@ -188,11 +188,17 @@ def interface_towards(host: str) -> Optional[str]:
 IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
+# oneDNN keeps code for this many shapes of matmuls, at 0.4 MB each. A step on the sample has up to 72. If
+# rows have another length in each step, the default of 1,024 only fills memory and leaves gaps in it.
+KEPT_SHAPES = 256
+SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
 def configure_allocator() -> None:
-    """Against fragmentation, use expandable segments on a GPU; against page faults, huge pages on a CPU."""
+    """On a GPU, use expandable segments; on a CPU, huge pages, and small caches of code for matmuls."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    for name in SHAPE_CACHES:
+        os.environ.setdefault(name, str(KEPT_SHAPES))
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 

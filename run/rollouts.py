@@ -151,8 +151,7 @@ class Rollouts:
         self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(config)
         self.collapsed_steps, self.growth = 0, Growth()
-        fits = config.grpo_group * config.answer_tokens <= config.max_seq_len
-        self.together = config.grpo_group if fits and not config.distillation_enabled else 1
+        self.together = config.answers_per_row
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
         self.row_tokens = longest if config.compile else 0  # a compiler wants equal shapes
 

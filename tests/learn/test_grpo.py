@@ -17,7 +17,7 @@ from config import Config
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
-from learn.cost import estimate_memory, generation_bytes
+from learn.cost import as_trained, estimate_memory, generation_bytes
 from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
 from learn.rewards import BUILT_IN
@@ -233,6 +233,17 @@ def test_the_forecast_has_room_for_the_cache():
     small = config.model_copy(update={"n_layers": 1, "dim": 8, "ffn_dim": 8})  # the cache is the most of a step
     more = small.model_copy(update={"n_kv_heads": 4, "grpo_max_tokens": None})
     assert estimate_memory(more, VOCAB, 4, "cpu").total >= generation_bytes(more, VOCAB, 4)
+
+
+@pytest.mark.parametrize("group, expected", [(2, (2, T + LONGEST)), (4, (8, T))])
+def test_the_forecast_has_the_longest_rows_that_a_step_can_train_on(group, expected):
+    config = Config(training_stage="grpo", max_seq_len=T, grpo_max_tokens=LONGEST, grpo_group=group,
+                    micro_batch_size=2 * group, total_batch_size=6 * group * T)
+    trained, lengths = as_trained(config), torch.full((2, 1), T - LONGEST)
+    assert (trained.micro_batch_size, trained.max_seq_len, trained.accumulation_steps) == (*expected, 3)
+    prompts = Batch(torch.ones(2, T, dtype=torch.int64), None, stored={"prompt_B1": lengths})
+    batch = training_batch(prompts, [[1] * LONGEST] * 2 * group, torch.zeros(2, group), config.answers_per_row, 0)
+    assert batch.tokens_BT.shape == (expected[0], expected[1] - 1), "the last token is only a target"
 
 
 @pytest.mark.parametrize("name, answer, record, expected", [

@@ -43,7 +43,7 @@ from settings.load import (
 from settings.names import FOREIGN_NAMES, misspelt, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
-HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+ON_A_CPU = {"THP_MEM_ALLOC_ENABLE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
 
@@ -259,19 +259,19 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrides .env: OMP_NUM_THREADS")
     assert "canary" not in ours + repr(loaded), "some are secrets"
     export(loaded)
-    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | HUGE_PAGES
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | ON_A_CPU
 
 
 @pytest.mark.parametrize("environ, env, expected", [
     ({}, "", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
     ({}, "PYTORCH_ALLOC_CONF=backend:native\n", {"PYTORCH_ALLOC_CONF": "backend:native"}),
-    ({"PYTORCH_ALLOC_CONF": ""}, "", {"PYTORCH_ALLOC_CONF": ""})])
-def test_the_allocator_uses_expandable_segments_unless_the_user_configures_it(environ, env, expected, monkeypatch):
+    ({"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"}, "", {"PYTORCH_ALLOC_CONF": "", "LRU_CACHE_CAPACITY": "8"})])
+def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(environ))
     Path(".env").write_text(env)
     export(load_config([], {**os.environ, **DATA}))
-    assert os.environ == expected | HUGE_PAGES
+    assert os.environ == ON_A_CPU | expected
 
 
 def test_variables_in_env_are_expanded():
