@@ -505,11 +505,10 @@ class Check:
         else:
             room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.world_size
             ranks = f" for each of {config.world_size} ranks" if config.world_size > 1 else ""
-            owner = f"this machine{ranks}"
+            owner = f"Python, torch and code for matmuls take 0.4 GiB more; this machine{ranks}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
-        process = " and 0.4 GiB for Python, torch and code for matmuls" * (self.device.type == "cpu")
-        text = f"{describe_memory(forecast)}{process}; {owner} has {room / GIB:.1f} GiB"
+        text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
         if forecast.total <= room:  # without room for the copy in host memory, saves are synchronous
             self.line("memory", text)
         else:
