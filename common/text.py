@@ -239,6 +239,10 @@ def last_line(text: str) -> str:
     return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """Return seconds as 5:30, or as 2:05:30 from an hour on."""
     minutes, seconds = divmod(int(seconds), 60)

@@ -30,7 +30,7 @@ import numpy as np
 from common.errors import DataError
 from common.text import command
 from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
-from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
+from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records, type_name
 from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
@@ -273,13 +273,13 @@ def messages_in(name: str, value: Any, role: str = "") -> Messages:
         value = [value]
     if not isinstance(value, list):
         expected = "a list of messages" + (" or text" if role else "")
-        raise DataError(f"{name} is {_type_of(value)}, expected {expected}")
+        raise DataError(f"{name} is {type_name(value)}, expected {expected}")
     return [_message_in(f"{name}[{number}]", message) for number, message in enumerate(value)]
 
 
 def _message_in(name: str, message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{name} is {_type_of(message)}, expected a message")
+        raise DataError(f"{name} is {type_name(message)}, expected a message")
     role_name, content_name = ("from", "value") if "from" in message else ("role", "content")
     calls = calls_in(f"{name}.tool_calls", message.get("tool_calls") or [])
     absent = [key for key in (role_name, content_name) if key not in message]
@@ -329,7 +329,7 @@ def json_in(name: str, value: Any, expected: type) -> Any:
         value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, expected):
         kind = {list: "a list", dict: "an object"}[expected]
-        raise DataError(f"{name} is {_type_of(value)}, expected {kind}, or its JSON")
+        raise DataError(f"{name} is {type_name(value)}, expected {kind}, or its JSON")
     return value
 
 
@@ -339,10 +339,6 @@ def text_in(name: str, value: Any) -> str:
     if flaw:
         raise DataError(f"{name} {flaw}")
     return value
-
-
-def _type_of(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
 
 
 def _is_blank(text: Any) -> bool:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
-from common.text import is_url, show, without_passwords
+from common.text import counted, is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
@@ -261,6 +261,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                     "filters": filters.sync(chunk.signatures), **end})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
+        bar.total = bar.n
+        bar.set_postfix_str("")
     # Combine what the reader and the workers skipped.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
@@ -299,8 +301,8 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
     """Return the error for a set without training documents, with the reasons and the remedy."""
     source, kind = plan.inputs[0], plan.kind.name
-    counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"],
-              "were removed": sum(removed["count"] for removed in filters.removed.values())}
+    counts = {"in validation": held_out, "empty": skipped["empty"], "bad": skipped["bad"],
+              "removed": sum(removed["count"] for removed in filters.removed.values())}
     why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     advice = how_to_get_more(kind, [source.path])
@@ -372,22 +374,24 @@ def read_own_json(path: Path) -> dict:
 def describe_counts(folder: Path, manifest: dict) -> list[str]:
     """Return lines with a prepared set's counts, and with skipped and removed records."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
+    noun = (kind or "documents").removesuffix("s")
     lines = []
     for name, split in splits.items():
         targets = f", {split['target_tokens']:,} of them targets," if kind else ""
         cut = manifest.get("cut_from_each") if name == "validation" else None
-        lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {split['documents']:,} "
-                     f"{kind or 'documents'}, {len(split['shards'])} shards"
-                     f"{f' (the last {cut:.0%} of each document)' if cut else ''}")
+        lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {counted(split['documents'], noun)}, "
+                     f"{counted(len(split['shards']), 'shard')}"
+                     f"{f' (the last {100 * cut:.0f} % of each document)' if cut else ''}")
     if manifest["settings"]["validation_fraction"] != 0 and not splits["validation"]["documents"]:
         more = how_to_get_more(kind, names_of_sources(manifest))
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
-    empty = "" if kind else f"{skipped['empty']:,} empty documents, "
+    empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
     if dropped := skipped.get("dropped"):
         names = ", ".join(f"{name} {count:,} times" for name, count in dropped.items())
         lines.append(f"Dropped: {names}; training uses the chats without them")
-    left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
+    bad = counted(skipped["bad"], "bad record")
+    left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
     left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
                   removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
     for line, number, listed in left_out:

@@ -504,7 +504,7 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
                          f"{command('scripts/run.sh')}, which prepares it")
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
     advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
-    return DataError(f"{path}: no such file or folder; {advice}")
+    return DataError(f"{path}: no such file or folder; check {KINDS[kind][0]}, or {advice}")
 
 
 def _open_shard(path: Path, digest: str | None = None) -> Shard:

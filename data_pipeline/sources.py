@@ -37,6 +37,8 @@ BLANK = re.compile(r"[ \t\r\n]*")
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPLITTERS = ("whole", "line", "blank", "wikitext")  # ways to split text into documents
+TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
+              list: "a list", dict: "an object"}
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
@@ -305,7 +307,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
         if 2 * bad > len(first):
             raise DataError(f"{file.url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain "
-                            "NULs or bytes that are not UTF-8; convert it, or remove the file")
+                            "NULs or bytes that are not UTF-8; convert it (iconv), or remove the file")
         lines = chain(first, lines)
     # Decode the lines.
     offset = place.offset
@@ -323,7 +325,7 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
+            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8 (see iconv)")
             continue
         yield where, text
 
@@ -351,7 +353,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                 yield where, record
             else:
                 expected = "an object as each item" if is_array else "one JSON object per line"
-                reading.refuse(where, f"expected {expected}, got {type(record).__name__}")
+                reading.refuse(where, f"expected {expected}, got {type_name(record)}")
 
 
 def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
@@ -365,7 +367,9 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
             if where == f"{file.url}:1" and line.lstrip()[:1] in ("{", "["):
                 hint = (". Each line must be a record; a .json file can also be an array of records, but not "
                         "inside an object")
-            reading.refuse(where, f"not valid JSON: {error}{hint}")
+            is_syntax = isinstance(error, json.JSONDecodeError)
+            reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}" if is_syntax else error
+            reading.refuse(where, f"not valid JSON: {reason}{hint}")
 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
@@ -484,15 +488,20 @@ def columns_of(record: Mapping[str, Any]) -> str:
 def contents_of(record: Mapping[str, Any]) -> str:
     """Return `columns_of`, with a hint if the records seem to be in a list inside this one."""
     lists = [name for name, value in record.items()
-             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]
+             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+             and not {"role", "from"} & value[0].keys()]
     hint = f" (if {lists[0]!r:.40} is the list of records, write only it into a .json file)" if lists else ""
     return columns_of(record) + hint
+
+
+def type_name(value: Any) -> str:
+    return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
 def flaw_of(text: Any) -> str | None:
     """Return why a value is not valid text, or None if it is."""
     if not isinstance(text, str):
-        return f"is {'null' if text is None else type(text).__name__}, expected text"
+        return f"is {type_name(text)}, expected text"
     if "\0" in text:
         return f"contains a NUL at character {text.index(chr(0)) + 1}"
     try:

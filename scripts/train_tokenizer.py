@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
-from common.text import print_safely, show
+from common.text import counted, print_safely, show
 from data_pipeline.sources import READABLE, Reading, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
@@ -47,7 +47,7 @@ def main() -> None:
     for record in reading.bad_records:
         print_safely(f"skipped {record}", sys.stderr)
     show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
-         f"{len(ranks) + len(SPECIALS):,} ids; {reading.bad:,} records skipped",
+         f"{len(ranks) + len(SPECIALS):,} ids; {counted(reading.bad, 'record')} skipped",
          f"Add to .env: TOKENIZER_PATH={args.output}")
 
 

@@ -142,7 +142,8 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Flags:
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
             # Do not quote the text after "=": it may be a secret.
-            problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value")
+            problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value, "
+                            "such as --pretrain-data-path book.txt")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")

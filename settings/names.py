@@ -62,6 +62,14 @@ FOREIGN_NAMES = {foreign: name for name, names in {
     "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
 }.items() for foreign in names.split()}
 
+# Messages for pydantic's types of errors.
+EXPECTATIONS = {
+    "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
+    "float_parsing": "expected a number", "bool_parsing": "expected true or false",
+    "literal_error": "expected {expected}", "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}", "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}"}
+
 
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
     """Return the known name most similar to an unknown one, also by its names in other trainers, or None."""
@@ -131,7 +139,8 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
         config = build()
     except ValidationError as error:
         for detail in error.errors():
-            invalid[str(detail["loc"][0])] = detail["msg"][0].lower() + detail["msg"][1:]
+            message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
+            invalid[str(detail["loc"][0])] = message.format(**detail.get("ctx", {}))
         config = build()
     messages = {}
     for name, message in invalid.items():

@@ -32,11 +32,12 @@ def jsonl(*texts):
 
 
 @pytest.mark.parametrize("line, reason", [
-    (b'["a", "list"]', "expected one JSON object per line, got list"),
+    (b'["a", "list"]', "expected one JSON object per line, got a list"),
     (b'{"body": "x"}', "has no column 'text'; it has 'body'"),
     (b'{"text": null}', "column 'text' is null"),
     (b'{"text": "a\\u0000b"}', "contains a NUL at character 2"),
-    (b'{"text": "a\x00b"}', "not valid JSON"),
+    (b'{"text": "a\x00b"}', "not valid JSON: Invalid control character at character 12"),
+    (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter at character 14"),
     (b'{"text": "ab\\ud800"}', "contains a lone surrogate at character 3"),
     (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
 ], ids=lambda value: "" if isinstance(value, bytes) else value)

@@ -148,7 +148,7 @@ def test_a_later_stage_gets_the_shape_alone(stage):
 
 @pytest.mark.parametrize("depth", ["0", "65", "-1", "2.5", "x", "1e3"])
 def test_a_wrong_depth_is_named(depth):
-    with pytest.raises(SettingsError, match=f"^command line: DEPTH={depth}: input should be"):
+    with pytest.raises(SettingsError, match=f"^command line: DEPTH={depth}: (must be|expected)"):
         load("--depth", depth)
 
 

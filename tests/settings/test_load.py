@@ -428,9 +428,9 @@ def test_flags_in_every_spelling():
     (("--config=",), "--config needs a value"), (("--env-file",), "--env-file needs a value"), (("stray",), "stray has no name"),
     (("-max-steps", "5"), "unknown flag -max-steps; did you mean --max-steps?"),
     (("--no-compile",), "unknown flag --no-compile; did you mean --compile false?"),
-    (("--chekc",), "unknown flag --chekc; did you mean --check?"), (("--debug", "maybe"), "DEBUG=maybe: "),
-    (("--learning-rate", "-1"), "LEARNING_RATE=-1: input should be greater than 0"), (("--max-steps", "2.5"), "MAX_STEPS=2.5: "),
-    (("--lr-schedule", "linear"), "LR_SCHEDULE=linear: input should be 'cosine', 'wsd' or 'constant'")])
+    (("--chekc",), "unknown flag --chekc; did you mean --check?"), (("--debug", "maybe"), "DEBUG=maybe: expected true or false"),
+    (("--learning-rate", "-1"), "LEARNING_RATE=-1: must be greater than 0"), (("--max-steps", "2.5"), "MAX_STEPS=2.5: expected a whole number"),
+    (("--lr-schedule", "linear"), "LR_SCHEDULE=linear: expected 'cosine', 'wsd' or 'constant'")])
 def test_flags_that_cannot_be_used(flags, expected):
     line, = problems(*flags)
     assert line.startswith(f"command line: {expected}")

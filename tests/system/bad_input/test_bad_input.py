@@ -161,7 +161,7 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once_and_once(command, c
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
                            "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == code, done.stderr
-    told = ["6 errors in the settings:", "MAX_STEPS=five: input should be a valid integer", "did you mean LEARNING_RATE?",
+    told = ["6 errors in the settings:", "MAX_STEPS=five: expected a whole number", "did you mean LEARNING_RATE?",
             "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
     assert [done.stderr.count(words) for words in told] == [1] * len(told), done.stderr
     if "importtime" in command:
