@@ -286,6 +286,7 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     """
     def main() -> None:
         folder = prepare_from_flags(kind, sys.argv[1:], records)
-        show(*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}")
+        lines = (*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}")
+        show(*lines, wraps=True)
 
     run_script(main, "Stopped. Run the same command again to continue.")

@@ -159,7 +159,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run, wait=True)
-        stopped = f"Stopped by a signal; {progress.step} steps are saved."
+        stopped = f"Stopped by a signal; step {progress.step} is saved."
         log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
         log.ending = ending(run, stopped)
         return EXIT_PREEMPTED

@@ -9,7 +9,7 @@ import torch
 from checkpoint import huggingface, peft, store
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, SettingsError
-from common.text import print_safely
+from common.text import command, print_safely
 from config import START_FROM
 from inference.weights import pack_weights
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
@@ -104,6 +104,9 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32) -> float:
     """Merge base and adapters into a model folder; return the largest change of a logit, in float32."""
     store.check_new(output)
+    if not (adapters / peft.CONFIG_FILE).exists():
+        copy = command("scripts/export.py", adapters, "--to", "hf", "--output", "FOLDER")
+        raise CheckpointError(f"{adapters} has no adapters to merge; copy the whole model with {copy}")
     base_folder, cpu = base_of_adapters(adapters, base), torch.device("cpu")
     model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))

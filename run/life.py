@@ -290,7 +290,8 @@ def ending(run: Run, result: str) -> list[str]:
         flags += ["--resume", "auto"]
     if run.progress.step >= config.max_steps:
         length = "epochs" if config.epochs else "max_steps"
-        flags += [f"--{length.replace('_', '-')}", str(2 * getattr(config, length))]
+        twice = 2 * getattr(config, length)
+        flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
     use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
     train = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),

@@ -35,10 +35,10 @@ from parallel import process  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags, split_forecast  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
-SAMPLE_TEXT = """\
-Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. This
-takes about 80 seconds on one CPU core, and less on a GPU. Evaluations during training ask the model
-which of four endings fits an unseen story (chance is 25 %), and print stories that it writes."""
+SAMPLE_TEXT = (
+    "Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. "
+    "It takes about 80 seconds on one CPU core, and less on a GPU. Evaluations during training ask the model "
+    "which of four endings fits an unseen story (chance is 25 %).")
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:
@@ -108,7 +108,7 @@ def main() -> None:
 
     if "sample" in values.get("preset", "").split(","):
         if values.get("training_stage", "pretrain") == "pretrain":
-            show(*SAMPLE_TEXT.splitlines())
+            show(SAMPLE_TEXT, wraps=True)
         if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
             raise SystemExit(code)
     if to_prepare:
@@ -117,7 +117,7 @@ def main() -> None:
         existing = {place.resolve() for place in Path(preparing.output).glob("*")}
         folder = prepare_from_flags(kind, [*settings, *others, *source])
         lines = ["Using data prepared earlier:"] if folder.resolve() in existing else describe(folder)
-        show(*lines, f"{setting}={folder}")
+        show(*lines, f"{setting}={folder}", wraps=True)
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
     command = ["train.py", *settings]

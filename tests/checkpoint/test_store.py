@@ -411,6 +411,8 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="import Meta.s files"):
         store.locate(str(tmp_path / "empty"), tmp_path / "run")
+    with pytest.raises(CheckpointError, match="config.json is a file; name the folder"):
+        store.locate(str(tmp_path / "config.json"), tmp_path / "run")
 
 
 @pytest.fixture

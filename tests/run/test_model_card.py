@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from checkpoint import store
 from checkpoint.manifest import CARD
 from common import __version__
+from common.errors import CheckpointError
 from common.text import printable
 from config import Config
 from run.adapters import merge
@@ -120,6 +121,8 @@ def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
         assert f"`base/checkpoints/step-00000002` (SHA-256 of its weights: `{base}`)" in card
     if mode == "lora-sft":
         assert "LoRA adapters (4,864 parameters)" in card and card_metadata(card)["library_name"] == "peft"
+        with pytest.raises(CheckpointError, match="has no adapters to merge; copy the whole model with .*export"):
+            merge(stages.base, tmp_path / "merged")
         merge(run.checkpoint(2), tmp_path / "merged")
         merged = read_card(tmp_path / "merged")
         assert sections_of(merged)["Training"] == sections_of(card)["Training"]

@@ -372,7 +372,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
     if moment in ("import", "start-up"):
         assert not run.steps_saved(), "before the first step there is nothing to save"
     else:
-        assert run.steps_saved()[-1] == MOMENTS[moment][3] and "steps are saved" in command.text()
+        assert run.steps_saved()[-1] == MOMENTS[moment][3] and "is saved" in command.text()
     assert "[CPU1]" not in command.text()
     run.ends([0, 0])
     files = {path.name for path in (run.output_dir / "launch").rglob("*.*")}
