@@ -60,7 +60,7 @@ RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "r
         "inspect": "inspect_data.py", "prepare text": "load_pretrain_dataset.py", "prepare chats": "load_instruct_dataset.py",
         "prepare pairs": "load_dpo_dataset.py", "prepare prompts": "load_prompts_dataset.py", "prepare tokenizer": "train_tokenizer.py",
         "prepare hellaswag": "load_hellaswag_dataset.py", "prepare sample": "make_sample.py",
-        "export --to merged": "merge_lora.py", "export --to gguf": "convert_to_gguf.py"}
+        "export": "export.py", "export --to merged": "merge_lora.py", "export --to gguf": "convert_to_gguf.py"}
 
 
 @pytest.fixture(scope="module")
