@@ -3,7 +3,7 @@
     ./paddock sweep --vary LEARNING_RATE=1e-3,3e-3 --seeds 3 --preset sample
     ./paddock sweep --vary DEPTH=2,4 --vary WEIGHT_DECAY=0,0.1 --name shape
 
-All other flags are train.py's. The runs are in OUTPUT_DIR/NAME. With several GPUs, each GPU trains one run at
+All other flags are settings. The runs are in OUTPUT_DIR/NAME. With several GPUs, each GPU trains one run at
 a time. If interrupted, the same command resumes. At the end, a table and a report show the mean and standard
 error over the seeds, and a test of each configuration against the first one.
 """
@@ -28,7 +28,9 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import aligned, duration, show  # noqa: E402
-from config import PLAIN_NAME, START_FROM  # noqa: E402
+from config import KIND_OF_STAGE, PLAIN_NAME, START_FROM  # noqa: E402
+from data_pipeline.shards import KINDS  # noqa: E402
+from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
 from report.compare import by_configuration, results  # noqa: E402
 from report.page import Report  # noqa: E402
@@ -187,8 +189,14 @@ def main() -> None:
 
     visible = os.environ.get(VISIBLE, "").split(",")
     gpus = [visible[place] if visible[0] else str(place) for place in range(torch.cuda.device_count())]
-    sweep, device = Sweep(folder, trials), load_config(flags, complete=False).config.device
-    sweep.train([None] if device == "cpu" or len(gpus) < 2 else gpus)
+    config = load_config(flags, complete=False).config
+    kind = KIND_OF_STAGE[config.training_stage]
+    if (data := os.path.expanduser(config.data_path or "")) and is_source(kind, data):  # once for all runs
+        prepared = prepare_from_flags(kind, [*flags, "--source", data])
+        for trial in trials:
+            trial.flags.append(f"--{KINDS[kind][0].lower().replace('_', '-')}={prepared}")
+    sweep = Sweep(folder, trials)
+    sweep.train([None] if config.device == "cpu" or len(gpus) < 2 else gpus)
     if sweep.received is not None:
         show("Stopped. Run the same command again to resume.")
         raise SystemExit(EXIT_PREEMPTED)
