@@ -69,8 +69,12 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
 
     def differences(names: list[str]) -> str:
         places = {name: f" ({sources[name.lower()]})" for name in names if name.lower() in sources}
-        return ", ".join(f"{SETTING_OF.get(name, name)} was {before[name]}, is {now[name]}"
-                         f"{places.get(name, '')}" for name in names)
+        return ", ".join(f"{SETTING_OF.get(name, name)} was {shown(name, state['settings'], before)}, is "
+                         f"{shown(name, config.public(), now)}{places.get(name, '')}" for name in names)
+
+    def shown(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+        is_hash = name in now_identity and name.endswith("_PATH") and values[name]
+        return f"{settings.get(name)} with SHA-256 {values[name][:12]}" if is_hash else values[name]
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:

@@ -84,9 +84,7 @@ def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -
         try:
             main()
         except PaddockError as error:
-            lines = str(error).splitlines()
-            title = "error: " if len(lines) == 1 else f"{len(lines)} errors:\n  "
-            print_safely(title + "\n  ".join(lines), sys.stderr)
+            print_safely("error: " + str(error).replace("\n", "\n  "), sys.stderr)
             raise SystemExit(error.exit_code) from None
         except KeyboardInterrupt:
             print_safely(f"\n{when_interrupted}", sys.stderr)

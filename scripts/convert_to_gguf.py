@@ -29,7 +29,6 @@ import torch
 
 from checkpoint import huggingface
 from checkpoint.huggingface import permuted
-from checkpoint.store import read_state
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
@@ -373,12 +372,10 @@ def main() -> None:
     args = parser.parse_args()
     text, output = read_text(args.text.expanduser()), args.output.expanduser()
     limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
-    folder = find_model(args.model)
-    results = convert(folder, output, args.type, text, limit)
-    is_base = read_state(folder).get("settings", {}).get("TRAINING_STAGE") == "pretrain"
-    use = f"llama-completion -m {output} -no-cnv -p Once" if is_base else f"llama-cli -m {output}"
+    results = convert(find_model(args.model), output, args.type, text, limit)
     show(*(f"{name}: {value}" for name, value in results.items()),
-         f"{output} is ready. In llama.cpp: {use}",
+         f"{output} is ready. In llama.cpp: llama-cli -m {output}",
+         f"For a model that was only pretrained: llama-completion -m {output} -no-cnv -p Once",
          f"In Ollama: ollama create {output.stem} -f {output.with_suffix('.Modelfile')}")
 
 

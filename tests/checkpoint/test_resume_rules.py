@@ -143,3 +143,9 @@ def test_a_reproducible_run_changes_its_ranks_silently_but_not_its_micro_batches
     with pytest.raises(CheckpointError, match="REPRODUCIBLE was False, is True"):  # also a checkpoint of an older version
         state = {"settings": {"LORA_ENABLED": False}, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
         check_changes(state, Config(reproducible=True), identity(Config(), "data", "tokenizer"), CHECKPOINT)
+
+
+def test_changed_data_is_named_by_its_path_and_a_short_hash():
+    before, now = Config(pretrain_data_path="data/old"), Config(pretrain_data_path="data/new")
+    with pytest.raises(CheckpointError, match="PRETRAIN_DATA_PATH was data/old with SHA-256 a{12}, is data/new with SHA-256 b{12}[.] "):
+        changes(before, now, ("a" * 64, "b" * 64))
