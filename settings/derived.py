@@ -129,7 +129,8 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     choose(micro_batch_size=next(n for n in range(max(1, most), 0, -1) if rows % n == 0))
     steps = math.ceil(tokens / config.total_batch_size)
     choose(max_steps=steps)
-    choose(warmup_steps=min(2000, steps // 10, config.max_steps // 10))
+    if not config.epochs:  # then the data decides the number of steps, and of these
+        choose(warmup_steps=min(2000, steps // 10, config.max_steps // 10))
     choose(learning_rate=float(f"{0.64 / config.dim:.2g}"))
     return chosen
 

@@ -201,3 +201,8 @@ def test_what_reproducible_does_not_cover_is_refused(flags, words):
     with pytest.raises(SettingsError, match=re.escape(words)) as caught:
         load(*batch, *flags)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_data_decides_the_warm_up_of_epochs():
+    loaded = load("--depth", "2", "--epochs", "4", "--total-batch-size", "4096")
+    assert settings_of_data(loaded.config, 1088, {*loaded.undecided}) == {"max_steps": 272, "warmup_steps": 27}
