@@ -7,10 +7,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 26_190, 8_090, 31_350
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_930, 8_320, 31_440
 BUDGETS = {
-    "config.py": 840,
-    "data_preparation_utils.py": 290,
+    "config.py": 850,
+    "data_preparation_utils.py": 300,
     "dataloaders.py": 690,
     "hellaswag_utils.py": 240,
     "lora.py": 290,
@@ -18,22 +18,22 @@ BUDGETS = {
     "model_utils.py": 410,
     "tokenizer.py": 510,
     "train.py": 320,
-    "checkpoint/": 2160,
+    "checkpoint/": 2120,
     "common/": 1050,
-    "data_pipeline/": 3150,
+    "data_pipeline/": 3140,
     "debug/": 1040,
     "evaluation/": 490,
     "fused/": 970,
     "inference/": 940,
-    "learn/": 2180,
-    "observe/": 2240,
+    "learn/": 2190,
+    "observe/": 2230,
     "parallel/": 1430,
-    "report/": 1360,
-    "run/": 3360,
-    "scripts/": 8090,
+    "report/": 1320,
+    "run/": 3160,
+    "scripts/": 8320,
     "serving/": 1000,
-    "settings/": 860,
-    "tests/": 31350,
+    "settings/": 870,
+    "tests/": 31440,
 }
 
 
