@@ -25,7 +25,7 @@ from checkpoint.schema import read_entries, segment_files
 from common import __version__
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import disk_errors, read_json
-from common.text import ROOT, duration, last_line, show
+from common.text import ROOT, counted, duration, last_line, show
 from config import Config
 from data_pipeline.templates import load_chat_format
 from debug.inspect import DataReport
@@ -167,7 +167,7 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
         names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
         used = [f"{name}={leg.settings[name]}" for name in names]
         show(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
-             + f", {leg.threads} CPU threads per rank" * bool(leg.threads))
+             + f", {counted(leg.threads or 0, 'CPU thread')} per rank" * bool(leg.threads))
 
     with disk_errors(output, CheckpointError, "choose another folder with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -244,8 +244,9 @@ def judge(folder: Path, question: dict[str, Any]) -> tuple[bool, str]:
     sets = {each.name: each.tasks for each in run.inputs.choice_sets}
     tasks = sets.get(question.get("set") or next(iter(sets), ""), [])
     if not 1 <= question["item"] <= len(tasks):
-        known = ", ".join(f"{name} (items 1 to {len(tasks)})" for name, tasks in sets.items()) or "none"
-        raise SettingsError(f"--item {question['item']}: no such item; the run's sets: {known}")
+        known = ", ".join(f"{name} (items 1 to {len(tasks)})" for name, tasks in sets.items())
+        raise SettingsError(f"--item {question['item']}: no such item; the run's sets: "
+                            f"{known or 'none, so use --prompt with --expect, or --metric'}")
     (_, correct_B2), = evaluate_batches(run.model, [tasks[question["item"] - 1]], device=run.ranks.device,
                                         batch_tokens=config.hellaswag_batch_tokens)
     return bool(correct_B2[0, 0]), "right" if correct_B2[0, 0] else "wrong"

@@ -59,9 +59,14 @@ def summarize(path: Path) -> dict[str, Any]:
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:
     """Return the lines of a table of sets; the last column is cut to the terminal's width."""
+    def named(folder: Path) -> str:
+        links = filter(Path.is_symlink, folder.parent.iterdir())
+        same = (link for link in links if link.exists() and link.samefile(folder))
+        return str(min(same, default=folder))
+
     lines = aligned([("folder", "kind", "documents", "tokens"),
-                     *((each["folder"], each["kind"], f"{each['documents']:,}", f"{each['tokens']:,}")
-                       for each in sets)])
+                     *((named(Path(each["folder"])), each["kind"], f"{each['documents']:,}",
+                        f"{each['tokens']:,}") for each in sets)])
     sources = ["source"]
     for each in sets:
         tokenizer = f", {os.path.basename(each['tokenizer'])}" if each["tokenizer"] else ""

@@ -140,7 +140,10 @@ def test_a_sample_names_its_files_where_they_are(tmp_path):
 
 def test_all_sets_are_listed(sets, inspect):
     folder = sets["documents"].parent
+    (link := folder / "book").symlink_to(sets["documents"].name)
     header, *lines = inspect("--list", folder).splitlines()
+    assert [str(link) == line.split()[0] for line in lines].count(True) == 1, "a set is named by its link"
+    link.unlink()
     assert header.split() == "folder kind documents tokens source".split()
     assert sorted(line.split()[1] for line in lines) == ["chats", "documents", "mixture", "pairs"]
     listed = json.loads(inspect("--list", folder, "--json"))
