@@ -133,7 +133,7 @@ def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, t
         parts[split] = [tokenizer.decode(document[1:-1]) for document in documents]
     assert [head + tail for head, tail in zip(parts["train"], parts["validation"], strict=True)] == acts
     assert all(head.endswith("\n\n") and 0.1 <= len(tail) / len(head + tail) <= 0.2 for head, tail in zip(*parts.values()))
-    assert "10% of each document" in "\n".join(describe(folder))
+    assert "10 % of each document" in "\n".join(describe(folder))
 
 
 @pytest.mark.parametrize("documents, fraction", [(25, 0.05), (1000, 0.05), (4500, 0.005)])

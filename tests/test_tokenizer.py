@@ -332,7 +332,7 @@ def test_script_trains_on_files_and_folders(tmp_path):
     for output in ("out/c.model", "out/d.model"):
         done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
         assert done.returncode == 0, done.stderr
-        assert "300 tokens" in done.stdout and "556 ids" in done.stdout and "1 records skipped" in done.stdout
+        assert "300 tokens" in done.stdout and "556 ids" in done.stdout and "1 record skipped" in done.stdout
     assert (tmp_path / "out" / "c.model").read_bytes() == (tmp_path / "out" / "d.model").read_bytes()
     assert load_tokenizer(str(tmp_path / "out" / "c.model")).vocab_size == 556
     before = (tmp_path / "out" / "c.model").stat().st_mtime_ns

@@ -37,8 +37,8 @@ def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
 
 @pytest.mark.parametrize("line, reason", [
     ("{", "not valid JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
-    ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is int, expected text"),
-    ({"messages": "hello"}, "messages is str, expected a list"), ({"messages": []}, "has no messages"),
+    ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is a number, expected text"),
+    ({"messages": "hello"}, "messages is text, expected a list"), ({"messages": []}, "has no messages"),
     ({"messages": [{"role": "user"}]}, "has no 'content'"),
     ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's"),
     ("[" * 100_000, "not valid JSON"),
