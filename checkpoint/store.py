@@ -309,7 +309,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
             check(folder.parent)
         return folder.parent
     if not folders:
-        if Path(name).expanduser().is_file():
+        if os.path.isfile(Path(name).expanduser()):
             raise CheckpointError(f"{name} is a file; name the folder of a run, a checkpoint or a Hugging "
                                   "Face model with safetensors")
         raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
