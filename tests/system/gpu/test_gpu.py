@@ -323,7 +323,7 @@ def test_faults_of_memory_give_their_sentence(device, tiny_run, capfd):
     assert "out of memory" in told and "MICRO_BATCH_SIZE" in told and "Traceback" not in told
 
 
-@on_gpu
+@on_both
 def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
     """Stopped by TERM and resumed, in new processes, because cuBLAS reads its setting at the start."""
     changes = {"DEVICE": device.type, "PRECISION": "bf16", "DETERMINISTIC": "true", "SAVE_EVERY": 3,
