@@ -512,7 +512,7 @@ def warm():
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(["torch._dynamo", "pytest", "factories"])
+        context.set_forkserver_preload(["pytest", "warm_up"])
     return context
 
 
@@ -539,6 +539,7 @@ def call_as_rank(function: Callable, arguments: tuple, env: Mapping[str, str], o
     # The server may have been started with the streams of another test.
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     os.environ.update(env)
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # the server has read it at its own start
     sys.exit(function(*arguments))
 
 

@@ -129,7 +129,8 @@ def dump() -> None:
 @pytest.mark.parametrize(("plant", "code", "words"), [(crash, 1, "ZeroDivisionError"), (dump, 4, "NON-FINITE in step 5")])
 def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     run = TinyRun(prepared, place / "runs", WANDB_ENABLED="true", ENV_FILE=place / ".env")
-    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT, "PYTHONPATH": os.environ["PYTHONPATH"]})
+    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT, **{
+        name: os.environ[name] for name in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}})
     assert job.wait() == [code] and words in job.text(), job.text()
     assert (run.folder / "debug").exists() == (plant is dump)
     assert_no_canary(place, job.text())
