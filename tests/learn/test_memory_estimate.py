@@ -4,9 +4,6 @@ import re
 
 import pytest
 import torch
-from functorch.compile import min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
@@ -140,6 +137,11 @@ def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) 
     Args:
         gathered: the matrices are in bf16 already, as FSDP gathers them.
     """
+    # Here, because each worker of pytest imports all test files.
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
     torch._dynamo.reset()
     rows, length, kept = 3, 1100, []  # no weight has this many rows
 

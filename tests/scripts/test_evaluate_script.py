@@ -1,11 +1,13 @@
 """scripts/evaluate.py finds the numbers that a run logged, and evaluates models from elsewhere."""
 
 import json
+import multiprocessing
 import runpy
 import shutil
 import sys
 from pathlib import Path
 
+import factories
 import pytest
 from commands import ROOT
 from factories import start
@@ -151,8 +153,9 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
 
 
 @pytest.mark.filterwarnings("default")
-def test_two_ranks_share_the_tasks(whole, task, tmp_path):
+def test_two_ranks_share_the_tasks(whole, task, tmp_path, monkeypatch):
     one = evaluate(whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, output=tmp_path / "one.json")["metrics"]
+    monkeypatch.setattr(factories, "warm", lambda: multiprocessing.get_context("fork"))  # the import of the harness takes seconds
     job = start(call, whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, "--json", tmp_path / "two.json",
                 world_size=2, folder=tmp_path / "outputs")
     assert job.wait() == [0, 0], job.text()

@@ -102,7 +102,7 @@ def table(text: str) -> dict[str, str]:
 ALL = ("resumed", "weights", "optimizer state", "rows", "losses and norms", "metrics", "progress")
 
 
-@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"OPTIMIZER": "muon"})])
+@pytest.mark.parametrize(("ranks", "settings"), [pytest.param(1, {}, marks=pytest.mark.slow), (2, {"OPTIMIZER": "muon"})])
 def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify):
     code, text, left = verify("--nproc-per-node", str(ranks), "--steps", "12", **settings)
     lines = table(text)

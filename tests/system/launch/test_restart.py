@@ -165,6 +165,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(whole
     assert "1 interruption" in data["verdict"][-1][1] and "restarted by the launcher" in data["verdict"][-1][1]
 
 
+@pytest.mark.slow
 def test_one_rank_in_the_terminal_is_started_again_without_a_name(tiny_run):
     """Its name is the time of the first start; the second goes on there."""
     run = tiny_run(ASYNC_SAVE="false")
@@ -175,6 +176,7 @@ def test_one_rank_in_the_terminal_is_started_again_without_a_name(tiny_run):
     assert len([*run.output_dir.glob("*/checkpoints")]) == 1 and not (run.output_dir / "launch").exists()
 
 
+@pytest.mark.slow
 def test_what_fails_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
     run = tiny_run()
     with Command(run, "scripts/launch.py", "--nproc-per-node=1", "--max-restarts=9", *run.argv(), plant="test_restart:fail", planted_in=0) as command:
@@ -185,7 +187,7 @@ def test_what_fails_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
 
 
 @pytest.mark.parametrize(("name", "world"), [
-    ("SIGTERM", 2), pytest.param("SIGINT", 2, marks=pytest.mark.slow), pytest.param("SIGTERM", 1, marks=pytest.mark.slow)])
+    ("SIGTERM", 1), pytest.param("SIGINT", 2, marks=pytest.mark.slow), pytest.param("SIGTERM", 2, marks=pytest.mark.slow)])
 def test_a_signal_between_two_starts_ends_the_job(name, world, tiny_run):
     run = tiny_run(ASYNC_SAVE="false")
     with Command(run, "scripts/launch.py", f"--nproc-per-node={world}", "--max-restarts=3", *run.argv(), plant="test_restart:die_once",

@@ -100,7 +100,7 @@ def test_fifty_kills_while_generating(stages, whole, tmp_path):
         kill_and_resume(stages, whole, tmp_path / str(turn), turn)
 
 
-@pytest.mark.parametrize("mode", ["grpo", "lora-grpo", "gkd"])
+@pytest.mark.parametrize("mode", [pytest.param("grpo", marks=pytest.mark.slow), "lora-grpo", "gkd"])
 def test_two_ranks_generate_and_learn_the_same_bits(mode, stages, tmp_path):
     same = {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
     one, two = (stages.run(mode, tmp_path / name, **same) for name in ("one", "two"))
