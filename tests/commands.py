@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from select import select
 from typing import Any, Optional
@@ -22,6 +23,15 @@ from factories import PATIENCE, Job, TinyRun, free_port, warm
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
 BARE = {"PATH": "/usr/bin:/bin"}  # the environment of a shell in which nothing is activated
+
+
+@cache
+def tracked() -> list[Path]:
+    """The files of the project, also new ones; skips the test where git cannot tell."""
+    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
 class Command:

@@ -11,16 +11,17 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from commands import ROOT, tracked
 
 from config import SECRETS, START_FROM, Config
 from run.folder import RUN_FILES
 from scripts.dev import write_docs
 from settings.load import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in [*ROOT.glob("*/__init__.py"), *ROOT.glob("scripts/*/__init__.py")])
 CODE = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-s]*/*.py"),
         *ROOT.glob("scripts/*/*.py")])}
+MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
@@ -66,8 +67,7 @@ def floors() -> dict[str, int]:
 
 
 def own_imports(name: str) -> set[str]:
-    modules = {".".join(Path(other).with_suffix("").parts): other for other in CODE}
-    return {modules[module] for module in imports(CODE[name]) & modules.keys()} - {name}
+    return {MODULES[module] for module in imports(CODE[name]) & MODULES.keys()} - {name}
 
 
 def test_every_room_stands_in_the_picture_and_in_the_table():
@@ -198,19 +198,12 @@ def test_every_setting_is_read_somewhere():
     assert unread == set()
 
 
-def tracked_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-
-
 def test_nothing_names_the_machine_that_it_was_made_on():
     slash = "/"
     local = re.compile("|".join((rf"(?<![\w.~:/]){slash}(work|tmp|home|root|Users|mnt){slash}\w", r"[A-Z]:\\\\Users",
                                  "(extra-)?index-" + "url", r"https?://(?:[\w.:-]+@)?([\w.-]+)")))
     found = []
-    for path in tracked_files():
+    for path in tracked():
         if path.suffix in (".png", ".bin", ".gz"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

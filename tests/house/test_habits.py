@@ -122,11 +122,10 @@ def test_the_notebook_is_ten_cells_whose_commands_exist():
     commands = [line for source in cells() for line in re.findall(r"^ *!(.*)$", source, re.MULTILINE)]
     for source in cells():
         compile(as_script(source), "cell", "exec")
-    for command in commands:
-        program, script, *words = shlex.split(command)
-        assert program == "python" and (ROOT / script).is_file()
-        [offered] = completed(ROOT, f"python {script} --")
-        assert {word for word in words if word.startswith("--")} <= offered, command
+    called = [shlex.split(command) for command in commands]
+    assert all(program == "python" and (ROOT / script).is_file() for program, script, *_ in called)
+    for offered, (_, script, *words) in zip(completed(ROOT, *(f"python {script} --" for _, script, *_ in called)), called, strict=True):
+        assert {word for word in words if word.startswith("--")} <= offered, script
 
 
 @pytest.mark.slow

@@ -9,19 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from commands import ROOT
+from commands import ROOT, tracked
 
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)|!\[[^\]\n]*\]\(([^)\s]+)\)")
 # A block of code, and code in a line, in which brackets are no links.
 CODE = re.compile(r"^(```.*?^```|~~~.*?^~~~)|`[^`\n]+`", re.MULTILINE | re.DOTALL)
-
-
-@cache
-def tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
 
 
 def is_shell(path: Path) -> bool:

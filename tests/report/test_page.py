@@ -112,25 +112,9 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-def luminance(color: str) -> float:
-    """Source: WCAG 2.2, relative luminance."""
-    parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_can_be_read_on_its_ground(scheme):
-    """A contrast of 4.5:1, as WCAG 2.2 wants it of small text."""
-    css = (ASSETS / "base.css").read_text()
-    colors = {name: pair[scheme] for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)}
-    inks = {"text", "muted", "strong", "bad", *(f"color-{i}" for i in range(8))}
-    assert inks < colors.keys()
-    figures = re.findall(r"'(\w{6})'", (ASSETS / "figure.mplstyle").read_text())
-    assert scheme or [f"#{each}" for each in figures] == [colors[f"color-{i}"] for i in range(8)], "the same in print"
-    for ground, ink in [("card", ink) for ink in sorted(inks)] + [("page", "text"), ("page", "muted"), ("page", "strong")]:
-        low, high = sorted(map(luminance, (colors[ground], colors[ink])))
-        assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink)
+def test_curves_have_the_same_colors_in_print():
+    colors = re.findall(r"--color-\d: light-dark\(#(\w{6}),", (ASSETS / "base.css").read_text())
+    assert len(colors) == 8 and re.findall(r"'(\w{6})'", (ASSETS / "figure.mplstyle").read_text()) == colors
 
 
 # The connection of a live page, which the tests speak through: fake.emit("data", {...}).
@@ -380,15 +364,6 @@ def test_many_gpus_are_a_median_with_a_band_and_single_ones_show_under_the_point
     assert page.evaluate(drawn)[-1] == ["main", "GPU 3", 130], "chosen"
 
 
-def test_the_values_of_a_legend_have_the_same_number_of_decimals(show):
-    page = show(report(run()))
-    said = set()
-    for step in (100, 500, 1000):
-        page.evaluate(f"charts.get('loss').moveTo({step})")
-        said.add(page.locator("#chart-loss .legend b").first.inner_text())
-    assert said == {"2.150", "2.210", "2.105"}
-
-
 def test_a_link_brings_back_the_view(show):
     page = show(report(run(), run("second")))
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }; null")
@@ -446,6 +421,8 @@ def test_axe_finds_nothing_on_a_report(show, four, violations, width, scheme):
     power = run()["power"] | {"gpus": {str(gpu): {"x": [0, 500], "y": [100, 200]} for gpu in range(8)}}
     pages = {390: (report(run() | failed), four), 1440: (report(run() | {"power": power}), report(run(), run("second")))}
     for data in pages[width]:
+        for each in data["runs"]:  # axe looks at each cell of the tables: a few rows will do
+            each["curves"] = {name: {axis: values[-9:] for axis, values in found.items()} for name, found in each["curves"].items()}
         page = show(data, width, scheme=scheme)
         page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         if width == 390:

@@ -316,12 +316,9 @@ def test_what_comes_from_the_environment_is_told():
 
 
 @pytest.mark.parametrize("wrong, right", [
-    ("MAX_LR", "LEARNING_RATE"), ("BATCH_SIZE", "MICRO_BATCH_SIZE"), ("BLOCK_SIZE", "MAX_SEQ_LEN"), ("lr", "LEARNING_RATE"),
-    ("MAX_STEP", "MAX_STEPS"), ("LEARNIG_RATE", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"),
-    ("MIN_LR", "MIN_LEARNING_RATE"), ("MAX-STEPS", "MAX_STEPS"), ("WAND_ENABLED", "WANDB_ENABLED"),
+    ("MAX_LR", "LEARNING_RATE"), ("lr", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"), ("MAX-STEPS", "MAX_STEPS"),
     # also where it begins as a library's key does
-    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_APIKEY", "WANDB_API_KEY"), ("HF_TOKENS", "HF_TOKEN"),
-    ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
+    ("WANDB_PROJCT", "WANDB_PROJECT"), ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
 def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right):
     assert problems(env=f"SEED=1\n{wrong}=1\n") == [f".env:2: unknown setting {wrong}; did you mean {right}?"]
     if "-" not in wrong and right.lower() not in SECRETS:
@@ -339,20 +336,11 @@ def test_a_name_that_resembles_nothing_points_to_the_help():
 
 
 @pytest.mark.parametrize("name, meant", [
-    # nanoGPT, Hugging Face's Trainer, torchtitan
-    ("batch_size", "micro_batch_size"), ("block_size", "max_seq_len"), ("n_layer", "n_layers"), ("n_embd", "dim"),
-    ("max_iters", "max_steps"), ("eval_interval", "validate_every"), ("eval_iters", "validation_rows"), ("out_dir", "output_dir"),
-    ("per_device_train_batch_size", "micro_batch_size"), ("gradient_accumulation_steps", "total_batch_size"),
-    ("num_epochs", "epochs"), ("logging_steps", "log_every"), ("hidden_size", "dim"), ("lr", "learning_rate"),
-    ("epoch", "epochs"), ("model_size", "preset"), ("log_steps", "log_every"), ("local_batch_size", "micro_batch_size"),
-    # litgpt, TRL, axolotl, transformers
-    ("model_path", "pretrain_checkpoint"), ("model_name", "pretrain_checkpoint"), ("model_name_or_path", "pretrain_checkpoint"),
-    ("initial_checkpoint_dir", "pretrain_checkpoint"), ("attn_implementation", "attention_backend"),
-    ("flash_attn", "attention_backend"), ("flash_attention", "attention_backend"), ("dataset_name", "pretrain_data_path"),
-    ("cutoff_len", "max_seq_len"), ("torch_dtype", "precision"), ("use_peft", "lora_enabled"),
-    ("load_in_4bit", "lora_base_quantization"), ("loss_type", "dpo_loss"), ("deepspeed", "sharding"),
-    ("val_set_size", "validation_fraction"), ("lr_warmup_steps", "warmup_steps"), ("random_seed", "seed"),
-    ("num_gpus", "world_size"),
+    # nanoGPT, Hugging Face's Trainer, torchtitan, litgpt, TRL
+    ("block_size", "max_seq_len"), ("n_embd", "dim"), ("per_device_train_batch_size", "micro_batch_size"),
+    ("gradient_accumulation_steps", "total_batch_size"), ("num_epochs", "epochs"), ("model_size", "preset"),
+    ("model_name_or_path", "pretrain_checkpoint"), ("flash_attention", "attention_backend"), ("load_in_4bit", "lora_base_quantization"),
+    ("lr_warmup_steps", "warmup_steps"), ("num_gpus", "world_size"),
     # in no table
     ("log_stepz", "log_every"), ("logs_every", "log_every"), ("save_step", "save_every"), ("patience", "early_stopping_patience"),
     ("kv_heads", "n_kv_heads"), ("top_p", "sample_top_p"), ("dop_beta", "dpo_beta"), ("max_stepz", "max_steps"),
@@ -383,9 +371,7 @@ def test_an_unknown_preset_gets_its_nearest_neighbour():
 
 
 @pytest.mark.parametrize("key, meant", [
-    ("MAX_STEP", "max_steps"), ("LEARNIGN_RATE", "learning_rate"), ("PRECISON", "precision"),
-    ("MICROBATCH_SIZE", "micro_batch_size"), ("MAX_LR", "learning_rate"), ("BATCH_SIZE", "micro_batch_size"),
-    ("max_steps", "max_steps"), ("OUTPUT_DIRS", "output_dir")])
+    ("LEARNIGN_RATE", "learning_rate"), ("MICROBATCH_SIZE", "micro_batch_size"), ("MAX_LR", "learning_rate"), ("max_steps", "max_steps")])
 def test_an_environment_key_that_looks_misspelt_is_warned_of(key, meant):
     loaded = load(environ={key: "1"})
     assert loaded.warnings == (f"environment: {key} is not a setting; did you mean {meant.upper()}?",)
@@ -633,13 +619,11 @@ def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder
     assert not (empty_folder / "runs").exists()
 
 
-@pytest.mark.parametrize("command", [["train.py", "-h"], ["scripts/make_sample.py", "--help"],
-                                     ["scripts/load_pretrain_dataset.py", "-h"]])
-def test_help_that_nobody_reads_ends_without_a_word(command):
+def test_help_that_nobody_reads_ends_without_a_word():
     """As with `| head`; 141 is a shell's code for a process that SIGPIPE ended."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
+    done = subprocess.run([sys.executable, "train.py", "-h"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
                           env={**os.environ, "PYTHONUNBUFFERED": ""})
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
@@ -735,9 +719,3 @@ json_values = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st
 def test_any_json_file_loads_or_is_a_settings_error(content):
     Path("any.json").write_text(json.dumps(content))
     loads_or_raises(["--config", "any.json"], DATA)
-
-
-@everything
-@given(st.text(max_size=40))
-def test_nearest_is_a_known_name_or_none(name):
-    assert nearest(name) in {None, *Config.model_fields}
