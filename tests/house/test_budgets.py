@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_930, 8_320, 31_440
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 25_930, 8_330, 31_160
 BUDGETS = {
     "config.py": 850,
     "data_preparation_utils.py": 300,
@@ -30,10 +30,10 @@ BUDGETS = {
     "parallel/": 1430,
     "report/": 1320,
     "run/": 3160,
-    "scripts/": 8320,
+    "scripts/": 8330,
     "serving/": 1000,
     "settings/": 870,
-    "tests/": 31440,
+    "tests/": 31160,
 }
 
 
