@@ -1,6 +1,6 @@
 """Time HellaSwag in pairs with lm-evaluation-harness: the same model, tokenizer and items, CPU seconds.
 
-    python scripts/dev/benchmark_hellaswag.py hellaswag_val.jsonl.gz --tokenizer tokenizer.model
+    python scripts/dev/benchmark_hellaswag.py ITEMS --tokenizer FILE
 
 The model is random: 17 layers of dim 128, as in docs/benchmarks.md.
 """

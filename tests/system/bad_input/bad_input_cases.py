@@ -476,7 +476,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "non-finite"),
     unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "contain x"),
     half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "has adapters without layers.0.feed_forward.w2.lora_A"),
-    there=(lambda: os.mkdir("merged"), "merged exists")) + commands(
+    there=(lambda: os.mkdir("merged"), "merged already exists")) + commands(
     "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
     data=("scripts/generate.py set", "set is neither a Paddock checkpoint"), file=("scripts/generate.py x.jsonl", "x.jsonl is a file; name")) + commands(
     "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature: expected a number from 0"),
