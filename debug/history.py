@@ -167,7 +167,7 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
         names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
         used = [f"{name}={leg.settings[name]}" for name in names]
         show(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
-             + f", {counted(leg.threads or 0, 'CPU thread')} per rank" * bool(leg.threads))
+             + f", {counted(int(leg.threads or 0), 'CPU thread')} per rank" * bool(leg.threads))
 
     with disk_errors(output, CheckpointError, "choose another folder with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)

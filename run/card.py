@@ -26,7 +26,7 @@ from common import __version__
 from common.files import read_json, read_plain
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
-from common.text import ROOT, command, counted, last_line, printable
+from common.text import ROOT, command, last_line, printable
 from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
@@ -56,7 +56,7 @@ INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
+    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def code(text: Any) -> str:

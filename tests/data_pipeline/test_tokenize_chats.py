@@ -215,7 +215,7 @@ def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, fo
     manifest = files_of(folder)[MANIFEST]
     assert manifest["splits"]["train"]["documents"] == 4 and manifest["skipped"]["bad"] == 1
     assert f"{source}:3" in manifest["skipped"]["bad_records"][0]
-    assert "Skipped: 1 bad records" in "\n".join(describe(folder)) and f"{source}:3" in "\n".join(describe(folder))
+    assert "Skipped: 1 bad record" in "\n".join(describe(folder)) and f"{source}:3" in "\n".join(describe(folder))
     with pytest.raises(DataError, match=f"{source}:3"):
         prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0)
 
