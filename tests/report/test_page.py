@@ -160,8 +160,7 @@ def spoken(page, chart: str) -> str:
     return page.locator(f"#chart-{chart} .plot").get_attribute("aria-valuetext")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
     page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -722,8 +722,7 @@ def test_an_empty_page_offers_prompts_and_the_settings_name_the_limit(chat, stub
     assert stub.requests[0]["messages"] == messages("What is green?") and page.locator("[data-do=prompt]").count() == 0
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
     stub.models = [model("a" * 90), model("b/" * 50)]
     stub.pieces = ["w" * 500, " ", "مرحبا", " x" * 500]
