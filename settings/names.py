@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, Optional
 
 from pydantic import ValidationError
@@ -90,6 +91,7 @@ def shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+@cache
 def misspelt(key: str) -> Optional[str]:
     """Return the setting that an environment variable probably misspells, or None.
 
