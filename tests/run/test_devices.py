@@ -14,6 +14,7 @@ import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
+from fused import matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients
 from learn.optim import Optimizer
@@ -125,6 +126,7 @@ def test_an_update_on_mps_is_scaled_and_skipped_although_its_kernel_ignores_both
 def test_rocm_does_without_the_matmul_that_only_cuda_has(hip, monkeypatch):
     calls, half = [], torch.ones(4, 2, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as the GPU does, whose tensors are really on the CPU
     monkeypatch.setattr(torch, "addmm", lambda *_, **options: calls.append(options["out_dtype"]))
     gradients = HeadGradients(half, torch.zeros(3, 2), None)
     gradients.add(slice(0, 4), on("cuda", half.new_ones(4, 3)), half, half[:3])
