@@ -540,7 +540,7 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
         raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
     segment_starts = np.concatenate([[0], ends])
     firsts, counts = segment_starts[:-1], np.diff(segment_starts)
-    # A pair has three segments: prompt, chosen, rejected; one of the answers is no target if it is unpaired.
+    # A pair has three segments: prompt, chosen, rejected. If unpaired, one of the answers is not a target.
     # A chat has a target. Neither begins with a target.
     lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
     targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
