@@ -3,7 +3,7 @@
     ./paddock pipeline
     NPROC=2 ./paddock pipeline    on two ranks
 
-This takes about ten minutes on two CPU cores, on which two stages train at the same time. All flags are
+This takes 10 to 25 minutes on two CPU cores, on which two stages train at the same time. All flags are
 passed to every training run. If interrupted, the same command resumes. The results are in
 runs/pipeline/summary.json and, as a table with plots, in runs/pipeline/pipeline.md.
 """
