@@ -11,7 +11,8 @@ an interrupted preparation resumes. Without any data or .env, the command trains
 Flags are settings (`python train.py --help`), launcher flags (`python scripts/launch.py --help`) and
 preparation flags (`./paddock prepare text --help`). NPROC=N in the environment starts N ranks. After a crash
 or a hang, the run is started again from its newest checkpoint, up to three times (--max-restarts). --check
-prepares the data, then checks the run without training.
+prepares the data, then checks the run without training. `./paddock demo` is this command with --preset
+sample, and `./paddock check` with --check.
 """
 
 import os

@@ -71,13 +71,13 @@ def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path, monkeyp
     assert state["progress"]["step"] == 8 and state["progress"]["best_val_loss"] is not None
 
 
-def test_without_checksums_the_losses_are_the_proof_on_two_ranks(tiny_run, tmp_path, lines):
+def test_without_checksums_the_losses_are_the_proof(tiny_run, tmp_path, lines):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4)
-    run.ends([0, 0])
+    assert run.train() == 0
     expected = all_steps(run, 4)
     recreate(run.folder, 2, tmp_path / "out" / "two", {})
     assert hashes(tmp_path / "out" / "two") == expected[2]
-    assert "2 steps from the start" in lines[0] and "WORLD_SIZE=2" in lines[1] and "losses and gradient norms" in lines[-1]
+    assert "2 steps from the start" in lines[0] and "losses and gradient norms" in lines[-1]
 
 
 def test_a_kept_checkpoint_is_copied(checked, tmp_path):

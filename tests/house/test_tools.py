@@ -90,7 +90,7 @@ def test_ci_fails_if_any_of_its_parts_does(failing, code, tmp_path):
         waits = "sleep 600" if failing == "tests" and part == "suite" else ":"  # the other parts end with the tests
         file.write_text(f"#!/bin/bash\necho \"{part} of $CI\"\n{waits}\nexit {fails if part == failing else 0}\n")
         file.chmod(0o755)
-    (tmp_path / "scripts" / "setup.sh").write_text('set_up() { echo "set up with $*"; }\n')
+    (tmp_path / "scripts" / "setup.sh").write_text('set_up() { echo "set up with $*"; }\npython() { :; }\n')
     done = subprocess.run(["bash", tmp_path / ".ci" / "run"], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done
     assert done.stdout.startswith("set up with requirements.txt") and "tests of true" in done.stdout
