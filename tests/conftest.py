@@ -102,7 +102,8 @@ def nvml(monkeypatch):
 def browser():
     """Chromium. Not for the whole session: while it is open, no other test could call asyncio.run."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
     with playwright.sync_playwright() as driver:
         if not (found or Path(driver.chromium.executable_path).exists()):
             pytest.skip("there is no Chromium (apt-get install chromium, or playwright install chromium)")
