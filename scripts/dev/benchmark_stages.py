@@ -172,7 +172,8 @@ def contenders_of(stage: str) -> dict[str, tuple]:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("--stages", default="sft,dpo", help="sft (with LoRA) or dpo (default: both)")
+    parser.add_argument("--stages", default="sft,dpo", choices=("sft", "dpo", "sft,dpo"),
+                        help="sft (with LoRA) or dpo (default: both)")
     parser.add_argument("--blocks", type=int, default=8, help="turns of each contender")
     args = parser.parse_args()
     torch.set_num_threads(1)
