@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Optional
 
 from common.errors import PaddockError
 from common.heartbeat import HEARTBEAT
+from common.text import show
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
 # Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
@@ -194,13 +195,16 @@ class FileLock:
         except PermissionError:  # another user's file, which can still be locked
             self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
 
-    def take(self) -> str:
-        """Try to take the lock; return another holder's name or "". OSError: the file system has no locks."""
+    def take(self, warn: Callable[[str], Any] = show) -> str:
+        """Try to take the lock; return another holder's name or ""; `warn` if the file system lacks locks."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.seek(0)
             return self.file.read(1000).strip() or "another job"
+        except OSError as error:  # NFS and Lustre can be mounted without locks
+            warn(f"{self.file.name} cannot be locked on this file system ({error.strerror})")
+            return ""
         self.taken = True
         self._write_holder(f"process {os.getpid()} on {socket.gethostname()}")
         return ""

@@ -355,10 +355,13 @@ def progress_bar(**options) -> tqdm:
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
     """Wait for a lock and hold it in the `with` block."""
+    def warn(why: str) -> None:
+        show(f"{why}; make sure that no other job prepares the same data at the same time")
+
     with FileLock(path) as lock:
-        if holder := lock.take():
+        if holder := lock.take(warn):
             show(f"{path.parent}: {holder} is preparing the same data; waiting for it")
-            while lock.take():
+            while lock.take(warn):
                 time.sleep(LOCK_POLL_SECONDS)
         yield
 

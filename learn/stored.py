@@ -76,12 +76,8 @@ class OutputStore:
             return [str(place), why]
 
         def take_lock() -> str:
-            try:
-                return lock.take()
-            except OSError as error:
-                context.log.info(f"{path} cannot be locked on this file system ({error}); make sure that no "
-                                 "other job computes the same outputs at the same time")
-                return ""
+            return lock.take(lambda why: context.log.info(
+                f"{why}; make sure that no other job computes the same outputs at the same time"))
 
         with ExitStack() as stack:
             lock, waiting = None, False

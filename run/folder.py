@@ -135,12 +135,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
         with lock:
-            try:
-                holder = lock.take()
-            except OSError as error:
-                warn(f"{path} cannot be locked ({error}); do not use this RUN_NAME in another job")
-                holder = ""
-            if holder:
+            if holder := lock.take(lambda why: warn(f"{why}; do not use this RUN_NAME in another job")):
                 raise CheckpointError(f"{run_dir} is in use by {holder}; wait for that job, stop it, or set "
                                       "another RUN_NAME")
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.file.fileno())):

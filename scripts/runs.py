@@ -127,10 +127,14 @@ def candidates(runs: list[Run]) -> Iterator[Item]:
 
 
 def delete(item: Item) -> str:
-    """Delete an item, or return why not: a process has the run's lock."""
+    """Delete an item, or return why not: a process has the run's lock, or there are no locks."""
+    problems: list[str] = []
     with FileLock(item.run / LOCK) as lock:
-        if holder := lock.take():
+        if holder := lock.take(problems.append):
             return f"{item.path} was not deleted: the run is in use by {holder}"
+        if problems:
+            return (f"{item.path} was not deleted: {problems[0]}; if no job uses the run, delete the folder "
+                    "yourself")
         shutil.rmtree(item.path)
     return ""
 

@@ -1,5 +1,6 @@
 """Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -362,3 +363,16 @@ def test_hellaswag_items_are_written_whole(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
     assert [json.loads(line) for line in Path("deep/out.jsonl").read_text().splitlines()] == [item] * 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]
+
+
+def test_a_file_system_without_locks_is_told_and_the_data_is_prepared(tmp_path, tokenizer_path, monkeypatch, capsys):
+    def without_locks(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    source = write_texts(tmp_path / "x.jsonl", stories(30))
+    locked = prepare(source, tokenizer_path, tmp_path / "locked")
+    assert "cannot be locked" not in capsys.readouterr().out
+    monkeypatch.setattr("common.files.fcntl.flock", without_locks)
+    folder = prepare(source, tokenizer_path, tmp_path / "out")
+    assert shards_of(folder) == shards_of(locked)
+    assert "cannot be locked on this file system (No locks available); make sure that no other job" in capsys.readouterr().out

@@ -1,6 +1,8 @@
 """scripts/runs.py lists what there is, and deletes nothing that was not agreed to or that somebody needs."""
 
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -116,3 +118,13 @@ def test_a_run_that_starts_meanwhile_is_kept(runs):
     with script.FileLock(runs / "failed" / "run.lock") as lock:
         lock.take()
         assert "not deleted" in script.delete(item) and item.path.is_dir()
+
+
+def test_without_locks_nothing_is_deleted(runs, monkeypatch):
+    item, = (item for item in script.candidates(script.read_runs(runs)) if item.path.name == "failed")
+
+    def without_locks(file, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("common.files.fcntl.flock", without_locks)
+    assert "cannot be locked on this file system" in script.delete(item) and item.path.is_dir()
