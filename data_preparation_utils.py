@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from common.command_line import CommandParser, number
 from common.errors import DataError, SettingsError, local_path, run_script
-from common.files import disk_errors, read_json
+from common.files import disk_errors, read_json, unreadable
 from common.text import is_url, show, without_passwords
 from config import KINDS, Config
 from data_pipeline import mixture
@@ -86,7 +86,7 @@ def read_mix(path: str | Path) -> tuple[list[Source], mixture.Mixture]:
                 mixture.Mixture(sources=[{"label": label, "set": ""} for label in labels],
                                 phases=phases))
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+        raise SettingsError(f"{path}: {unreadable(error, 'check the path')}") from error
     except ValidationError as error:
         raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
     except ValueError as error:

@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.item_scores import error_of_share
 from common.errors import DataError
-from common.files import json_sha256, plain
+from common.files import check_start, json_sha256, plain, unreadable
 from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of
@@ -99,6 +99,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     try:
         with open(path, "rb", opener=plain) as file:
             lines = gzip.open(file) if str(path).endswith(".gz") else file
+            check_start(path, lines.peek(64), is_text=True)
             for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), start=1):
                 bytes_left -= len(line)
                 if len(line) > LINE_BYTES or bytes_left < 0:
@@ -107,7 +108,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
                 if line.strip():
                     items.append(parse_item(line, f"{path}:{number}", setting == HELLASWAG))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{setting}{path} cannot be read: {error}; {advice}") from error
+        raise DataError(f"{setting}{path} {unreadable(error, advice)}") from error
     if not items:
         raise DataError(f"{setting}{path} contains no items; {advice}")
     return items

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 import re
+import shlex
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -21,9 +23,18 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from common.errors import DataError, SettingsError
-from common.files import atomic_write, disk_errors, json_sha256, read_json, read_text
-from common.remote import HUB_NAME, hub_folder, why_not
-from common.text import command
+from common.files import (
+    atomic_write,
+    disk_errors,
+    json_sha256,
+    plain,
+    read_json,
+    read_plain,
+    read_text,
+    unreadable,
+)
+from common.remote import hub_folder, is_hub_name, why_not
+from common.text import command, pip_install
 from config import SAMPLE
 
 # Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
@@ -65,7 +76,6 @@ KNOWN_NAMES = {
 }
 CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
-LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
 # Llama 3's chat format.
 CHAT_TEMPLATE = """\
@@ -219,8 +229,8 @@ class Tokenizer(BaseTokenizer):
             return len(text) <= MAX_RUN_CHARS and not any(sign in text for sign in NOT_PLAIN)
 
         ids = array("I")
-        for plain, group in groupby(texts, is_plain):
-            if not plain:
+        for fits, group in groupby(texts, is_plain):
+            if not fits:
                 ids.extend(super().document_ids(group))
                 continue
             joined = array("I", self._plain_encoding.encode_ordinary("\0" + "\0\0".join(group) + "\0"))
@@ -389,7 +399,7 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
     if os.path.isdir(file):  # of a run: its newest checkpoint
         file = max(file.glob("checkpoints/step-*"), default=file)
     # A local file or folder takes precedence over a hub name.
-    on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
+    on_hub = is_hub_name(path)
     if backend == "auto":
         is_huggingface = on_hub or file.suffix == ".json" or os.path.isfile(file / "tokenizer.json")
         backend = "huggingface" if is_huggingface else "tiktoken"
@@ -400,8 +410,9 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         except Exception as error:  # its class differs between versions of the hub's HTTP client
             raise DataError(f"TOKENIZER_PATH={path} is not a local file, and the request to the hub failed: "
                             f"{why_not(error)} a local path") from error
-    if backend == "huggingface" and os.path.isdir(file):
-        file = file / "tokenizer.json"
+    if os.path.isdir(file) and (backend == "huggingface" or os.path.isfile(file / "tokenizer.model")):
+        names = "tokenizer.json", "tokenizer.model"
+        file = next((file / name for name in names if os.path.isfile(file / name)), file / names[0])
     # Open the file, or explain why that is impossible.
     if not os.path.isfile(file):
         is_folder = os.path.isdir(file)
@@ -412,12 +423,29 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
             advice = f"make the embedded sample with {command('scripts/make_sample.py', '--folder', SAMPLE)}"
         raise DataError(f"TOKENIZER_PATH={path}: {problem}; {advice}")
     try:
+        refuse_sentencepiece(file, path)
         if backend == "huggingface":
             return HuggingFaceTokenizer(file, path)
         return Tokenizer(read_tiktoken(file))
     except OSError as error:
-        raise DataError(f"TOKENIZER_PATH={path}: {error.filename} cannot be read: {error.strerror}; check "
-                        "its permissions") from error
+        reason = unreadable(error, "check its permissions")
+        raise DataError(f"TOKENIZER_PATH={path}: {error.filename} {reason}") from error
+
+
+def refuse_sentencepiece(file: Path, name: str) -> None:
+    """Raise DataError if a file contains a SentencePiece model, with a way to a tokenizer.json."""
+    with open(file, "rb", opener=plain) as opened:
+        start = opened.read(4)
+    # In a protocol buffer, its first piece: a text, perhaps with a score (5 bytes) and a type (2).
+    if start[::2] == b"\n\n" and start[1] - start[3] in (2, 4, 7, 9):
+        folder = json.dumps(str(file.parent))
+        convert = ("from transformers import AutoTokenizer; "
+                   f'AutoTokenizer.from_pretrained({folder}).save_pretrained("converted")')
+        raise DataError(
+            f"TOKENIZER_PATH={name}: {file} is a SentencePiece model, which is not supported. Use the "
+            "tokenizer.json of the same model, or make one from its folder, in which the file must be called "
+            f"tokenizer.model: {pip_install('transformers')} sentencepiece protobuf && "
+            f"{shlex.join([sys.executable, '-c', convert])}, then set TOKENIZER_PATH=converted")
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:
@@ -426,7 +454,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
     tiktoken's reader caches by file name, and would return the old ranks for a new file with the same name.
     """
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_plain(Path(path)).splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from checkpoint.manifest import GONE
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
+from common import files
 from common.errors import CheckpointError, SettingsError
-from common.files import read_plain
-from common.remote import HUB_NAME, hub_folder, why_not
+from common.files import unreadable
+from common.remote import hub_folder, why_not
 from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig, Section, grown_layers
 
 WEIGHTS_FILE = "model.safetensors"
@@ -549,22 +550,9 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     try:
-        content = json.loads(read_plain(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not contain a JSON object; copy or download it again")
-    return content
-
-
-def is_model_name(name: str) -> bool:
-    """Return whether this can be a hub name, such as `owner/name@revision`.
-
-    A path into an existing folder, such as a misspelt `runs/frist`, cannot.
-    """
-    model = name.partition("@")[0]
-    is_path = "/" in model and os.path.isdir(model.partition("/")[0])
-    return not is_path and HUB_NAME.fullmatch(model) is not None
+        return files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} {unreadable(error, 'copy or download it again')}") from error
 
 
 def hub_model(name: str) -> Path:

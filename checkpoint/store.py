@@ -19,14 +19,24 @@ from typing import Any, Optional, TypeVar
 
 from torch import Tensor
 
-from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, is_model_name, save_model_folder
+from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, save_model_folder
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
 from common.errors import CheckpointError
-from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
+from common.files import (
+    TRANSIENT_ERRORS,
+    free_bytes,
+    read_plain,
+    sha256,
+    sync,
+    sync_folder,
+    unreadable,
+    why_not_writable,
+)
 from common.heartbeat import HEARTBEAT
+from common.remote import is_hub_name
 from common.text import command, print_safely, printable
 from config import ModelConfig
 
@@ -158,12 +168,11 @@ def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
     """A `with` block that turns errors of the disk into a CheckpointError."""
     try:
         yield
-    except Exception as error:
-        # Rust's tokenizers report a full disk as a bare Exception; anything else is a bug.
-        if not isinstance(error, OSError) and type(error) is not Exception:
-            raise
-        raise CheckpointError(f"{folder} could not be written: {error}; "
-                              f"{_space(folder.parent, needed_bytes)}") from error
+    except OSError as error:
+        failure = CheckpointError(f"{folder} could not be written: {error}; "
+                                  f"{_space(folder.parent, needed_bytes)}")
+        failure.errno = error.errno  # also on ranks that only get the message
+        raise failure from error
 
 
 def retrying(attempt: Callable[[], T], warn: Warn) -> T:
@@ -176,8 +185,7 @@ def retrying(attempt: Callable[[], T], warn: Warn) -> T:
         try:
             return attempt()
         except CheckpointError as error:
-            number = re.search(r"\b(?:Errno|code:|os error) (\d+)", str(error))  # Rust has the latter two
-            if seconds is None or number is None or int(number[1]) not in TRANSIENT_ERRORS:
+            if seconds is None or error.errno not in TRANSIENT_ERRORS:
                 raise
             warn(f"{error}; retrying in {seconds:g} s")
             for _ in range(round(seconds) or 1):
@@ -304,7 +312,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
             folder = folder.with_name(f"replaced-{folder.name}")
         if os.path.isdir(folder):
             folders.append(folder)
-    if not folders and "/" in name and is_model_name(name):
+    if not folders and "/" in name and is_hub_name(name.partition("@")[0]):
         if (folder := hub_model(name) / MANIFEST).exists():
             check(folder.parent)
         return folder.parent
@@ -346,7 +354,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     try:
         return parse(read_plain(path), State, path) if _has(path) else {}
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
+        raise CheckpointError(f"{path} {unreadable(error, 'use another checkpoint')}") from error
 
 
 def read_optimizer(folder: Path) -> dict[str, LazyTensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
 from common.errors import CheckpointError
-from common.files import BLOCK_BYTES, plain
+from common.files import BLOCK_BYTES, plain, unreadable
 from common.heartbeat import HEARTBEAT
 
 # Widest first, the order of tensors in a safetensors file.
@@ -184,5 +184,5 @@ def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_op
             yield tensors, version
     except (OSError, SafetensorError) as error:
         is_gone = known is not None and isinstance(error, FileNotFoundError)
-        reason = GONE if is_gone else f"cannot be read: {error}; copy or download it again"
+        reason = GONE if is_gone else unreadable(error, "copy or download it again")
         raise CheckpointError(f"{path} {reason}") from error

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Optional
 
 from common.text import exit_if_unread, is_url, pip_install, print_safely, printable, without_passwords
 
@@ -13,6 +14,7 @@ class PaddockError(Exception):
 
     exit_code = 1
     on_all_ranks = False  # all ranks raise the same error, which one rank per machine prints
+    errno: Optional[int] = None  # of the disk's error that caused it
 
     def __init__(self, *sentences: str):
         super().__init__("\n".join(printable(without_passwords(sentence)) for sentence in sentences))

@@ -1,5 +1,6 @@
 """File primitives: regular files only, durable and atomic writes, SHA-256, locks."""
 
+import codecs
 import ctypes
 import errno
 import fcntl
@@ -7,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import stat
@@ -28,6 +30,10 @@ TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, 
 BLOCK_BYTES = 1 << 26  # written or synced between heartbeats
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Longest first: UTF-16's mark is the start of UTF-32's.
+BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
+                    codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 class NotAFileError(OSError):
@@ -37,8 +43,43 @@ class NotAFileError(OSError):
         super().__init__(errno.EINVAL, "is not a plain file but a pipe, device, folder or link", str(path))
 
 
+class WrongContentError(OSError):
+    """The content is not what the file's name says; the message has the remedy."""
+
+    def __init__(self, path: str | Path, content: str, remedy: str):
+        super().__init__(errno.EINVAL, f"it is {content}; {remedy}", str(path))
+
+    def __str__(self) -> str:
+        return self.strerror
+
+
+def check_start(path: str | Path, start: bytes, is_text: bool = False) -> None:
+    """Raise WrongContentError if a file starts like a git-lfs pointer, or like text in UTF-16 or UTF-32."""
+    if start.startswith(LFS_POINTER):
+        raise WrongContentError(path, "a git-lfs pointer, not the file itself", "install git-lfs and run git "
+                                f"lfs pull in {Path(path).absolute().parent}, or download the file again")
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), None)
+    # Without a mark, every second byte of English text is 0.
+    zeros = start[::2].count(0), start[1::2].count(0)
+    if encoding is None and min(zeros) == 0 and 4 * max(zeros) > max(4, len(start) // 2):
+        encoding = "UTF-16BE" if zeros[0] else "UTF-16LE"
+    if encoding and is_text:
+        old, new = (shlex.quote(str(each)) for each in (path, f"{path}.utf8"))
+        raise WrongContentError(path, f"{encoding} text", "save it as UTF-8, or convert it with: "
+                                f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}")
+
+
+def unreadable(error: Exception, advice: str) -> str:
+    """Return why a file cannot be read, with `advice` unless the error has its own."""
+    reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return reason if isinstance(error, WrongContentError) else f"{reason}; {advice}"
+
+
 def plain(path: str, flags: int) -> int:
-    """An `opener` for `open` that accepts only regular files, also behind links, and never blocks."""
+    """An `opener` for `open` that accepts only regular files, also behind links, and never blocks.
+
+    It refuses to read a git-lfs pointer.
+    """
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -46,10 +87,15 @@ def plain(path: str, flags: int) -> int:
         if error.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP):
             raise NotAFileError(path) from error
         raise
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise NotAFileError(path)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise NotAFileError(path)
+        if not flags & (os.O_WRONLY | os.O_RDWR):
+            check_start(path, os.pread(descriptor, len(LFS_POINTER), 0))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def leads_outside(name: str, folder: Path) -> bool:
@@ -63,15 +109,17 @@ def leads_outside(name: str, folder: Path) -> bool:
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     with open(path, encoding=encoding, opener=plain) as file:
+        check_start(path, file.buffer.peek(), is_text=True)
         return file.read()
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a file of at most LARGEST_TEXT bytes. Raises OSError."""
+    """Return the content of a text file of at most LARGEST_TEXT bytes. Raises OSError."""
     with open(path, "rb", opener=plain) as file:
         content = file.read(LARGEST_TEXT + 1)
     if len(content) > LARGEST_TEXT:
         raise OSError(errno.EFBIG, f"is larger than {LARGEST_TEXT:,} bytes", str(path))
+    check_start(path, content[:4096], is_text=True)
     return content
 
 

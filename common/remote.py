@@ -33,6 +33,15 @@ PERMANENT_ERRORS = {"OfflineModeIsEnabled", "SSLCertVerificationError", "ClientC
 # Valid hub names: owner/name, or a name without owner and dots. Anything else is a path.
 HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{,94}\w)?/\w([\w.-]{,94}\w)?|\w([\w-]{,94}\w)?)")
 
+FILE_SUFFIXES = (".model", ".tiktoken", ".json", ".jsonl", ".bpe", ".txt", ".bin", ".npy", ".safetensors")
+
+
+def is_hub_name(name: str) -> bool:
+    """Return whether this can be a name on the hub: not a file's, nor a path into an existing folder."""
+    is_path = os.path.exists(name) or name.endswith(FILE_SUFFIXES) or (
+        "/" in name and os.path.isdir(name.partition("/")[0]))  # such as a misspelt `runs/frist`
+    return not is_path and HUB_NAME.fullmatch(name) is not None
+
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, without passwords."""

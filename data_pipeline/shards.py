@@ -29,9 +29,18 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
+from common.files import (
+    TRANSIENT_ERRORS,
+    plain,
+    read_json,
+    read_plain,
+    sha256,
+    unreadable,
+    why_not_writable,
+    write_json,
+)
 from common.heartbeat import HEARTBEAT
-from common.remote import HUB_NAME
+from common.remote import is_hub_name
 from common.text import command, print_safely
 from config import KINDS
 
@@ -170,7 +179,7 @@ class WatchedFile:
         return os.pread(self.descriptor, size, offset)
 
     def _unreadable(self, error: OSError) -> DataError:
-        return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and permissions")
+        return DataError(f"{self.path}: {unreadable(error, 'check the disk and permissions')}")
 
 
 # ---------------------------------------------------------------------------------- manifests and token files
@@ -226,8 +235,7 @@ def read_as(schema: type[BaseModel], path: Path, advice: str) -> Any:
     try:
         return schema.model_validate_json(read_plain(path))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions, or {advice}"
-                        ) from error
+        raise DataError(f"{path}: {unreadable(error, f'check its permissions, or {advice}')}") from error
     except ValidationError as error:
         raise DataError(f"{path}: {first_fault(error)}; {advice}") from error
 
@@ -502,8 +510,9 @@ def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
         name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
         return DataError(f"{path}: {problem}; {name}{prepare}, or start with "
                          f"{command('scripts/run.sh')}, which prepares it")
-    on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
-    advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
+    advice = f"prepare data with {command(script)}"
+    if is_hub_name(str(path)):
+        advice = f"if it is a dataset on the hub, {prepare}"
     return DataError(f"{path}: no such file or folder; check {KINDS[kind][0]}, or {advice}")
 
 
@@ -518,8 +527,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check "
-                        "its permissions") from error
+        reason = unreadable(error, "copy it again, or check its permissions")
+        raise DataError(f"{path}: {reason}") from error
     if not head:
         raise DataError(f"{path}: is empty; copy or prepare it again")
     magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from common.errors import DataError
-from common.files import plain
+from common.files import check_start, plain, unreadable
 from data_pipeline.chats import check_turns, messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
@@ -212,9 +212,10 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
         else:
             with open(name, "rb", opener=plain) as file:
                 data = file.read()
+            check_start(name, data[:4096], is_text=True)
         lines = data.decode("utf-8-sig").split("\n")
     except OSError as error:
-        raise DataError(f"--prompts {name} cannot be read: {error.strerror}; check the path") from error
+        raise DataError(f"--prompts {name} {unreadable(error, 'check the path')}") from error
     except UnicodeDecodeError as error:
         line = data[:error.start].count(b"\n") + 1
         raise DataError(f"{name}:{line}: not valid UTF-8; convert the file") from error

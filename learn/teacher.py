@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import store
-from checkpoint.huggingface import hub_model, is_model_name, load_model_weights, read_json, weights_sha256
+from checkpoint.huggingface import hub_model, load_model_weights, read_json, weights_sha256
 from common.errors import CheckpointError, SettingsError, requires_package
+from common.remote import is_hub_name
 from common.text import command, pip_install
 from config import Config
 from dataloaders import Batch
@@ -51,7 +52,8 @@ def find_teacher(config: Config, tokenizer) -> Path:
     try:
         # Unlike a start, a teacher may be any hub model, also one without an owner such as gpt2.
         is_local = "/" in name or any(os.path.exists(place) for place in store.places(name, run_dir))
-        folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
+        on_hub = not is_local and is_hub_name(name.partition("@")[0])
+        folder = hub_model(name) if on_hub else store.locate(name, run_dir)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}") from error
     if not (folder / "config.json").exists():

@@ -121,13 +121,13 @@ class Ranks:
         try:
             value = make()
         except PaddockError as error:
-            failure = [type(error).__name__, str(error)]
+            failure = [type(error).__name__, str(error), error.errno]
         if self.all_agree(failure is None):
             return value
         failures = enumerate(self.all_gather_json(failure))
-        rank, (name, text) = next((rank, failed) for rank, failed in failures if failed)
+        rank, (name, text, errno) = next((rank, failed) for rank, failed in failures if failed)
         error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
-        error.on_all_ranks = True
+        error.on_all_ranks, error.errno = True, errno
         raise error
 
     @collective

@@ -8,7 +8,6 @@ resume on a different number.
 
 import math
 import os
-import re
 from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.files import read_json
+from common.remote import is_hub_name
 from config import MODEL_SETTINGS, START_FROM, Config, on_resume
 from settings.names import validate
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 STATE = "trainer_state.json"  # in each checkpoint
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w-]*")  # NAME/NAME, without a file extension
 UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing or malformed file
 # Settings that apply to one start only: names, paths, hardware and measurements. The model's shape, which can
 # be set in several ways, comes with the checkpoint itself.
@@ -141,7 +140,8 @@ def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]
     places = [] if start is None else [Path(start), Path(config.output_dir) / start]
     folders = [folder for place in places for folder in checkpoints_of(place)]
     if tokenizer is None:
-        beside = (str(folder) for folder in folders if os.path.isfile(folder / "tokenizer.json"))
+        beside = (str(folder) for folder in folders
+                  if any(os.path.isfile(folder / f"tokenizer.{form}") for form in ("json", "model")))
         on_hub = [] if start is None or any(map(os.path.exists, places)) else [start.partition("@")[0]]
         tokenizer = next(chain(tokenizers_of_data(config.data_path), beside, on_hub), None)
     if config.training_stage in EPOCHS and "max_seq_len" not in decided:
@@ -159,7 +159,7 @@ def tokenizers_of_data(data_path: Optional[str]) -> Iterator[str]:
     for folder in sets:
         with suppress(*UNREADABLE):
             named = read_json(folder / "manifest.json")["tokenizer"]
-            if Path(named).exists() or HUB_NAME.fullmatch(named):
+            if Path(named).exists() or is_hub_name(named):
                 yield named
 
 

@@ -292,6 +292,23 @@ def test_what_lies_beside_a_tokenizer_and_is_no_file_is_refused(name, put, words
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize("first", [b"\n\x05<unk>\x15\0\0\0\0\x18\x02", b"\n\x05<unk>", b"\n\x05<pad>\x18\x03"])
+@pytest.mark.parametrize("backend", ["auto", "tiktoken", "huggingface"])
+def test_a_sentencepiece_model_is_named_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
+    file = tmp_path / "my model" / "tokenizer.model"
+    file.parent.mkdir()
+    file.write_bytes(b"\n" + bytes([len(first)]) + first + b"\n\x0e\n\x03<s>\x15\0\0\0\0\x18\x03")
+    for path in (file, file.parent):  # also a folder without a tokenizer.json
+        with pytest.raises(DataError, match="is a SentencePiece model.*tokenizer.json") as raised:
+            load_tokenizer(str(path), backend)
+        assert f'AutoTokenizer.from_pretrained("{file.parent}").save_pretrained("converted")' in str(raised.value)
+
+
+def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, ours, tmp_path):
+    write_tiktoken(ranks, tmp_path / "tokenizer.model")
+    assert load_tokenizer(str(tmp_path)).sha256 == ours.sha256
+
+
 def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     end = {**document["added_tokens"][0], "content": "<|endoftext|>"}

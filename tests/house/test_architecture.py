@@ -26,7 +26,8 @@ LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scr
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
 KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org",
-               "daringfireball.net"}  # in the licence of a library
+               "daringfireball.net",  # in the licence of a library
+               "git-lfs.github.com"}  # in pointers
 
 
 @cache

@@ -1,10 +1,12 @@
 """What ranks say to each other, and with how many messages."""
 
+import errno
+
 import pytest
 import torch.distributed as dist
 from factories import run_ranks
 
-from common.errors import DataError
+from common.errors import CheckpointError, DataError
 from parallel.ranks import joined_ranks
 
 WORLD = 3
@@ -17,6 +19,15 @@ def fail(ranks, failing: set[int]):
         return ranks.rank
 
     return make
+
+
+def fail_to_write(ranks):
+    try:
+        raise OSError(errno.ESTALE, "Stale file handle")
+    except OSError as error:
+        failure = CheckpointError("errno 5, code: 28")
+        failure.errno = error.errno
+        raise failure from error
 
 
 def talk() -> None:
@@ -37,6 +48,9 @@ def talk() -> None:
             with pytest.raises(DataError) as raised:
                 ranks.raise_on_all(fail(ranks, failing))
             assert str(raised.value) == told and raised.value.on_all_ranks
+        with pytest.raises(CheckpointError) as raised:
+            ranks.raise_on_all(lambda: fail_to_write(ranks) if ranks.rank == 1 else None)
+        assert raised.value.errno == errno.ESTALE, "each rank knows whether to try again"
         print("agreed")
 
 

@@ -118,6 +118,12 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     Path("data/mix/mixture.json").write_text(json.dumps({"sources": [{"label": "a", "set": "../one"}]}))
     for path in ("data/one", "data/mix"):
         assert load("--pretrain-data-path", path).config.tokenizer_path == "of-the-data"
+    for name in ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-1.7B", "gpt2"):  # of the hub
+        Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": name}))
+        assert load("--pretrain-data-path", "data/one").config.tokenizer_path == name
+    for name in ("gone/bpe.model", "gone/tokenizer.json", "data/gone", "gone/tokenizers/chat"):  # of files that were moved
+        Path("data/one/manifest.json").write_text(json.dumps({"tokenizer": name}))
+        assert load("--check", "--world-size", 2, "--pretrain-data-path", "data/one").config.tokenizer_path is None
     Path("runs/base/checkpoints/step-00000002").mkdir(parents=True)
     Path("runs/base/checkpoints/step-00000002/tokenizer.json").write_text("{}")
     start = ["--training-stage", "sft", "--sft-data-path", "raw", "--pretrain-checkpoint"]

@@ -418,7 +418,7 @@ TOKENIZERS = group(
 
 OF_A_MODEL = (
     ("config_empty", put(CONFIG), "config.json cannot be read"), ("config_deep", put(CONFIG, DEEP), "config.json cannot be read"),
-    ("config_list", put(CONFIG, "[]"), "does not contain a JSON object"),
+    ("config_list", put(CONFIG, "[]"), "it contains a list"),
     ("config_gpt2", json_of(CONFIG, lambda d: d.update(model_type="gpt2")), "'gpt2' model"),
     ("heads_null", json_of(CONFIG, lambda d: d.update(num_attention_heads=None)), "lacks num_attention_heads"),
     ("rope_list", json_of(CONFIG, lambda d: d.update(rope_parameters=[1])), "rope_parameters=.* expected an object"),
