@@ -13,6 +13,7 @@ import torch
 
 from checkpoint import peft, store
 from common.errors import DataError, SettingsError, requires_package
+from common.heartbeat import HEARTBEAT
 from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
@@ -138,8 +139,9 @@ class Harness:
             model.all_gather = lambda count: torch.tensor(ranks.all_gather_json(int(count)))
             model.gather_object = lambda metrics, dst=0: gather_metrics(metrics, ranks)
             try:
-                output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
-                                         limit=self.limit, task_manager=manager, log_samples=False)
+                with HEARTBEAT.beat_in_background():  # the harness does not beat
+                    output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
+                                             limit=self.limit, task_manager=manager, log_samples=False)
             except (OSError, ValueError) as error:  # what `datasets` raises
                 raise DataError(f"--tasks {','.join(self.tasks)}: {error}; the first use downloads "
                                 "their data from the hub") from error

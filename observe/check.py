@@ -32,7 +32,7 @@ from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
 from learn.cost import MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
 from learn.grpo import GRPO
-from learn.optim import Optimizer
+from learn.optim import Optimizer, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from observe.phases import Phases
@@ -41,6 +41,7 @@ from report.verdict import time_text
 from run.card import device_name, trained_count
 from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes
+from run.rollouts import Rewards
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import PRESETS_DIR, Loaded
@@ -156,6 +157,11 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         took = f"; this start took {progress.step - first_step:,} of them{took}"
     info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
     info(f"Time: {phases.describe()}.")
+    if skipped := progress.skipped_steps:
+        reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
+        run.log.info(f"Skipped: {skipped:,} of {progress.step:,} steps changed no weights (loss spikes or "
+                     "fp16 overflows; \"updated\": false in ledger.jsonl). They do not advance the schedule: "
+                     f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
     before = {name: value for name, (step, value) in run.log.history.first.items() if step < progress.step}
@@ -366,6 +372,10 @@ class Check:
                 self.line("data", "\n".join([described, *table]))
                 text = self.tokenizer.decode(self.inputs.rows(np.array([0])).tokens_BT[0].tolist())
                 self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
+        if config.training_stage == "grpo" and (config.validate_every or not config.distillation_enabled):
+            with self.entry("reward"):
+                Rewards(config).start()
+                self.line("reward", f"REWARD={config.reward}: all functions can be imported")
         for named in config.choice_sets:
             with self.entry("evaluation"):
                 items = (read_choice_set(named, self.tokenizer, config).tasks if self.tokenizer
@@ -454,7 +464,8 @@ class Check:
             is_planned = config.device_memory and not config.debug
             if config.compile and not is_planned and model_utils.why_not_compile(config, self.device.type):
                 config = config.model_copy(update={"compile": False})
-            self.report_memory(config, vocab_size)
+            with self.entry("memory"):
+                self.report_memory(config, vocab_size)
         if self.plan and not config.device_memory:  # else the disk belongs to another machine, too
             with self.entry("disk"):
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
@@ -496,23 +507,28 @@ class Check:
                                 f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE", "warn")
 
     def report_memory(self, config: Config, vocab_size: int) -> None:
-        """Print the memory forecast, and which settings to change if it exceeds the device's memory."""
+        """Print the memory forecast. If it exceeds the device's memory, raise SettingsError."""
+        on_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if config.device_memory:
             room, owner = int(config.device_memory * 1e9), f"a GPU of {config.device_memory:g} GB"
         elif self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
             room, owner = int(USABLE * memory), "this GPU"
         else:
-            room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.world_size
+            room = on_machine // config.world_size
             ranks = f" for each of {config.world_size} ranks" if config.world_size > 1 else ""
             owner = f"Python, torch and code for matmuls take 0.4 GiB more; this machine{ranks}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
         text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
-        if forecast.total <= room:  # without room for the copy in host memory, saves are synchronous
-            self.line("memory", text)
-        else:
-            self.line("memory", f"{text}. {memory_advice(config, room, *known)}", "warn")
+        if forecast.total > room:  # without room for the copy in host memory, saves are synchronous
+            raise SettingsError(f"{text}. {memory_advice(config, room, *known)}")
+        offloaded = estimate_memory(config.model_copy(update={"async_save": False}), *known).host
+        local_ranks = min(config.world_size, torch.cuda.device_count() or config.world_size)
+        if not config.device_memory and offloaded * local_ranks > on_machine:
+            raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
+                                "of host memory for all of its ranks; use more machines, or a smaller model")
+        self.line("memory", text)
 
     def report_speed(self, config: Config, plan: StepPlan) -> None:
         """Print the speed and duration of the run, if they can be measured within seconds."""
@@ -618,12 +634,13 @@ def memory_advice(config: Config, room: int, *known) -> str:
 
 
 def describe_disk(config: Config, size: int) -> str:
-    """Return the disk space for checkpoints of `size` bytes. Raise CheckpointError if two do not fit."""
+    """Return the disk space for checkpoints of `size` bytes; raise an error if they do not fit."""
     folder = existing_parent(
         (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {folder} is not writable; set another folder")
     free = free_bytes(folder)
+    earlier = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
     kept += config.max_steps // config.keep_every if config.keep_every else 0
@@ -631,4 +648,7 @@ def describe_disk(config: Config, size: int) -> str:
     text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
     if 2 * size > free:
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or use another disk")
-    return text + ("; lower KEEP_LAST" if kept * size > free else "")
+    if kept * size > free + earlier:  # those of this run give way to newer ones
+        raise SettingsError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, keep fewer (KEEP_LAST="
+                            f"{config.keep_last}, KEEP_EVERY={config.keep_every}), or use another disk")
+    return text

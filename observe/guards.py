@@ -287,8 +287,11 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     if ranks := [str(report["rank"]) for report in reports if not report["finite"]]:
         where = f"was not finite on rank {', '.join(ranks)}"
-        presets = ",".join(filter(None, (run.config.preset, "stable")))
-        advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true for details"
+        config, advised = run.config, ["a lower LEARNING_RATE"]
+        if "stable" not in config.preset.split(","):
+            advised.append(f"--preset {','.join(filter(None, (config.preset, 'stable')))}")
+        advised += [] if config.debug else ["DEBUG=true for details"]
+        advice = f"try {', or '.join(filter(None, (', '.join(advised[:-1]), advised[-1])))}"
     else:
         where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
                  "likely in the hardware or the network")

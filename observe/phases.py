@@ -3,7 +3,7 @@
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -17,6 +17,7 @@ from run.life import Run
 ONLINE_PHASES = ("generate", "reward")  # of a step that trains on answers of the model
 STEP_PHASES = ("data", *ONLINE_PHASES, "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # the heartbeat's other phases are evaluations
+PAUSES = ("evaluation", "save", "other")
 # Without the backward: it includes waiting for slower ranks, so that the fast ones look slow.
 COMPARED = ("data", "forward", "evaluation", "save")
 MOST_STEPS = 10_000  # steps kept for the next reading
@@ -233,15 +234,24 @@ class Phases:
         return dict(sums)
 
     def describe(self) -> str:
-        """Return the time spent in each phase since the start, in percent."""
+        """Return the time spent in each phase since the start, in percent that add up to 100.0."""
         self.mark("other", waits=False)
         self._read_marks(wait=True)
-        total = time.perf_counter() - self.started
-        percent = {phase: f"{100 * seconds / total:.1f}" for phase, seconds in self.totals.items() if seconds}
-        in_steps = [f"{phase} {percent[phase]}" for phase in STEP_PHASES if phase in percent]
-        steps = sum(self.totals[phase] for phase in STEP_PHASES)
-        pauses = [f"{phase} {percent[phase]} %" for phase in ("evaluation", "save") if phase in percent]
-        return ", ".join([f"steps {100 * steps / total:.1f} % ({', '.join(in_steps)})", *pauses])
+        seconds = {phase: self.totals[phase] for phase in (*STEP_PHASES, *PAUSES[:-1])}
+        seconds["other"] = max(0.0, time.perf_counter() - self.started - sum(seconds.values()))
+        percent = percentages(seconds)
+        in_steps = [f"{phase} {percent[phase]:.1f}" for phase in STEP_PHASES if seconds[phase]]
+        steps = sum(percent[phase] for phase in STEP_PHASES)
+        pauses = [f"{phase} {percent[phase]:.1f} %" for phase in PAUSES if seconds[phase]]
+        return ", ".join([f"steps {steps:.1f} % ({', '.join(in_steps)})", *pauses])
+
+
+def percentages(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of a sum, in tenths of a percent that add up to 100: largest remainders round up."""
+    tenths = {name: 1000 * value / sum(values.values()) for name, value in values.items()}
+    missing = 1000 - sum(map(int, tenths.values()))
+    rounded_up = sorted(tenths, key=lambda name: int(tenths[name]) - tenths[name])[:missing]
+    return {name: (int(value) + (name in rounded_up)) / 10 for name, value in tenths.items()}
 
 
 def table_of(steps: Sequence[Counter[str]], phases: Sequence[str]) -> np.ndarray:

@@ -25,6 +25,7 @@ from run.life import Run
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
 RAPL = Path("/sys/class/powercap")
+NO_COUNTER = f"no RAPL counter can be read ({RAPL}; most systems allow it only for root)"
 STOP_SECONDS = 2  # time for the thread to end before it is abandoned
 WRITE_SECONDS = 1  # between writes, and between readings of slowly changing values
 MOST_BYTES, KEPT_FILES = 2**26, 8  # size of a file, and number of earlier files kept
@@ -116,7 +117,7 @@ class CpuMeter:
     def __init__(self) -> None:
         self.counters = [*packages()]
         if not self.counters:
-            raise UnreadableError("no RAPL counter can be read")
+            raise UnreadableError(NO_COUNTER)
         self.last, self.total, self.time = None, 0, 0.0
 
     def read(self) -> Sample:
@@ -353,7 +354,11 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
     """Start sampling this rank's GPU or, on the first rank of a CPU machine, all its CPUs if readable."""
     config, ranks = run.config, run.ranks
     on_gpu = ranks.device.type == "cuda"
-    if not config.power_hz or not (on_gpu or (ranks.local_rank == 0 and any(packages()))):
+    if not config.power_hz or not (on_gpu or ranks.local_rank == 0):
+        return None
+    if not on_gpu and not any(packages()):
+        if {"power_hz", "power_steps"} & config.model_fields_set:  # those who did not ask need no answer
+            run.log.warn(f"POWER_HZ={config.power_hz:g}: power is not measured, because {NO_COUNTER}")
         return None
     open_meter, name = CpuMeter, "cpu"
     if on_gpu:

@@ -184,15 +184,29 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
+    else:  # a hung read must not wait for ever either
+        watch(dist.HashStore(), ranks, timeout_seconds, store_on_rank0=True)
     process.leave_note(process.JOINED)
     return ranks
+
+
+def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank0: bool) -> None:
+    """Start this process's watchdog."""
+    global watchdog
+    stop_watchdog()
+    watchdog = HangWatchdog(HEARTBEAT, store, (ranks.rank, ranks.world_size), timeout_seconds, store_on_rank0)
 
 
 @contextmanager
 def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
     """A `with` block in the process group of `start_ranks`; after an error, ranks leave it separately."""
     ranks = start_ranks(device_type, timeout_seconds)
-    yield ranks
+    try:
+        yield ranks
+    except BaseException:
+        if ranks.world_size == 1:  # this process may go on with something else
+            stop_watchdog()
+        raise
     HEARTBEAT.enter("the end")
     # When one rank exits, the launcher ends the others, which may still be closing their logs.
     ranks.barrier()
@@ -200,7 +214,6 @@ def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
 
 
 def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
-    global watchdog
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ValueError("an address and a number are expected")
@@ -236,8 +249,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
                                 world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
                                 timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
         # The watchdog has its own connection, so that it does not queue behind a collective's request.
-        watchdog = HangWatchdog(HEARTBEAT, connect(timeout_seconds), (ranks.rank, ranks.world_size),
-                                timeout_seconds, store_on_rank0)
+        watch(connect(timeout_seconds), ranks, timeout_seconds, store_on_rank0)
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
@@ -386,6 +398,7 @@ class RunContext:
         """Yield as many parts as on every rank, log progress, and raise Interrupted at a stop signal."""
         started = logged = time.perf_counter()
         for done, part in enumerate(parts):
+            HEARTBEAT.beat()  # a single process never waits for others
             self.leave_if_stopped()
             now = time.perf_counter()
             if done and now - logged > PROGRESS_SECONDS:

@@ -148,9 +148,11 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     is_kto = config.preference_objective == "kto"
     if config.training_stage == "dpo" and any(
             is_kto == (rows.example_set.labels is None) for rows in dataloaders.rows_by_source(train)):
-        content = "pairs" if is_kto else "unpaired answers, which PREFERENCE_OBJECTIVE=kto trains on"
+        content, other = ("pairs", "unpaired answers") if is_kto else ("unpaired answers", "pairs")
+        remedy = "dpo, orpo or simpo" if is_kto else "kto"
         raise DataError(f"{config.data_path} has {content}, but PREFERENCE_OBJECTIVE="
-                        f"{config.preference_objective} needs {'unpaired answers' if is_kto else 'pairs'}")
+                        f"{config.preference_objective} needs {other}; set PREFERENCE_OBJECTIVE={remedy}, or "
+                        f"name {other} in DPO_DATA_PATH (prepare pairs makes both)")
     evaluated = open_evaluation_inputs(config, tokenizer, mode)
     rows = evaluated["validation_rows"]
     held_out = f", {rows.describe()} held out" if rows else ""

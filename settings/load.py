@@ -413,7 +413,7 @@ def help_text(usage: str) -> str:
     presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
     add("--config FILE.json", "read settings from a JSON file, flat or in sections")
     add("--env-file FILE", "read this file instead of .env")
-    add("--check", "check settings, data, memory and time without training, and exit")
+    add("--check", "check settings, data, memory and time without training; exit with 0 if a run would start")
     for name, meaning in FORECASTS.items():
         add(f"--check {name}", f"{meaning}; --check {name} --help lists its options")
     add("--version", "show the version and exit")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 from factories import UNMEASURED
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.heartbeat import HEARTBEAT
 from dataloaders import RowOrder
 from learn.objectives import NextToken
 from observe import phases
-from observe.phases import COMPARED, Phases, SlowRanks
+from observe.phases import COMPARED, Phases, SlowRanks, percentages
 from parallel.process import RESTART
 from run import life
 
@@ -130,6 +133,24 @@ def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
         assert measured.read_steps()["step_seconds"] == 51, "only the steps since the last reading"
         assert [step.total() for step in measured.to_compare] == [153, 51]
     assert HEARTBEAT.on_mark.__name__ == "<lambda>"
+
+
+def test_the_percentages_of_a_short_run_add_up_to_100_with_what_is_outside_all_phases(clock, monkeypatch):
+    for others in ({"evaluation": 2.0, "save": 0.1}, {}):
+        phases = Phases(fake_run())
+        phases.totals.update({"data": 1 / 3, "forward": 1 / 3, "backward": 1 / 3, **others})
+        clock.now += 4.0
+        told = phases.describe()
+        steps, *pauses = map(float, re.findall(r"([\d.]+) %", told))
+        assert steps + sum(pauses) == pytest.approx(100, abs=1e-9) and ", other " in told
+        assert sum(map(float, re.findall(r"(?:data|forward|backward) ([\d.]+)", told))) == pytest.approx(steps, abs=1e-9)
+
+
+@given(st.dictionaries(st.text(), st.floats(0, 1e6), min_size=1).filter(lambda values: sum(values.values()) > 1e-3))
+def test_percentages_are_within_a_tenth_and_add_up(values):
+    found = percentages(values)
+    assert sum(round(10 * each) for each in found.values()) == 1000
+    assert all(abs(found[name] - 100 * value / sum(values.values())) <= 0.1 + 1e-9 for name, value in values.items())
 
 
 def test_a_single_rank_waits_for_nobody(clock):

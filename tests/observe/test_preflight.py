@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import model
 import train
+from common.errors import SettingsError
 from learn.cost import estimate_memory
 from observe import check
 from run.start import read_inputs
@@ -227,15 +229,16 @@ def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path
     assert checked.code == 5 and "model.safetensors" in checked.out
 
 
-def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path, capsys, monkeypatch):
+def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
     fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
     room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
     monkeypatch.setattr(check.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
     assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
     checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
-    assert checked.code == 0 and checked.marks()["memory"] == "warn"
-    assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("warn")
+    assert (checked.code, checked.marks()["memory"], checked.err) == (2, "FAIL", "1 problem found.\n") and "Ready" not in checked.out
+    assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("FAIL")
+    assert Checked(run, capsys, DEVICE_MEMORY=1e-6, DEVICE="cuda").code == 2, "as on a planned GPU"
 
 
 def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp_path, capsys):
@@ -263,11 +266,38 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
     assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
+    size = check.plan_steps(load_config(TinyRun(prepared, tmp_path).argv(), {}).config, None, None, 300, None)[0].checkpoint_bytes
+    config = load_config(TinyRun(prepared, tmp_path).argv(SAVE_EVERY=1, KEEP_LAST=0), {}).config
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3 * size))
+    with pytest.raises(SettingsError, match="keeping 6 checkpoints needs .* keep fewer .KEEP_LAST=0"):
+        check.describe_disk(config, size)
+    assert "keeping 3 checkpoints" in check.describe_disk(config.model_copy(update={"keep_last": 1}), size)
+    earlier = tmp_path / config.run_name / "checkpoints" / "step-00000002"
+    earlier.mkdir(parents=True)
+    (earlier / "model.safetensors").write_bytes(bytes(3 * size))
+    assert "keeping 6 checkpoints" in check.describe_disk(config, size), "what this run has saved is not needed again"
     monkeypatch.undo()
     (tmp_path / "file").write_text("")
     assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
     assert Checked(TinyRun(prepared, tmp_path / "runs"), capsys).code == 5, "or a link to nothing"
+
+
+def test_weights_that_do_not_fit_into_the_hosts_memory_end_with_2(prepared, tmp_path, monkeypatch):
+    config = load_config(TinyRun(prepared, tmp_path).argv(SHARDING="full", CPU_OFFLOAD="true"), {}).config
+    told = []
+    checked = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.float32, teacher=None, line=lambda *facts: told.append(facts))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
+    check.Check.report_memory(checked, config, 300)
+    assert told
+    monkeypatch.setattr(check.os, "sysconf", lambda name: 10)
+    with pytest.raises(SettingsError, match="CPU_OFFLOAD=true: .* this machine has 0.0 GiB of host memory"):
+        check.Check.report_memory(checked, config, 300)
+
+
+def test_a_reward_that_cannot_be_imported_fails(stages, tmp_path, capsys):
+    checked = Checked(stages.run("grpo", tmp_path, REWARD="nowhere:reward", **UNMEASURED), capsys)
+    assert checked.code == 2 and "REWARD=nowhere:reward: a function cannot be imported" in checked.text("FAIL")
 
 
 def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):

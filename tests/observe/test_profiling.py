@@ -130,6 +130,15 @@ def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
     assert power.start_sampler(fake_run(tmp_path, power_hz=0)) is None
 
 
+@pytest.mark.parametrize("settings, is_told", [({}, False), ({"power_hz": 0}, False), ({"power_hz": 1}, True), ({"power_steps": "2:4"}, True)])
+def test_who_asks_for_power_without_a_sensor_is_told_that_there_is_none(settings, is_told, tmp_path, monkeypatch):
+    monkeypatch.setattr(power, "RAPL", tmp_path)
+    run = fake_run(tmp_path, **settings)
+    run.ranks.device = torch.device("cpu")
+    assert power.start_sampler(run) is None and [*tmp_path.iterdir()] == []
+    assert [text.startswith("POWER_HZ=1: power is not measured, because no RAPL counter can be read") for text in run.said] == [True] * is_told
+
+
 def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):
     nothing = Reading()
     one, other = Reading(300, 50, 0.5, 0x0, 10, 60, 1900), Reading(500, 100, 1, 0x24, 30, 80, 1200)

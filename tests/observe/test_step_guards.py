@@ -5,6 +5,7 @@ import math
 import statistics
 import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +15,18 @@ from hypothesis import strategies as st
 
 import train
 from checkpoint import store
-from config import ModelConfig
+from common.errors import NonFiniteError
+from config import Config, ModelConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
 from learn.objectives import NextToken
+from learn.optim import learning_rate
 from model import Transformer
 from observe import guards
 from report.data import RunReader
+from run import life
 from run.log import Divergence
+from settings.load import load_config
 from tokenizer import load_tokenizer
 
 FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
@@ -76,7 +81,12 @@ def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
     run = long_run(LOSS_SPIKE_POLICY="skip", SAVE_EVERY=1)
     poison(monkeypatch, 15)
     assert run.train() == 0
-    assert "its update is skipped" in capsys.readouterr().err and not run.lines("ledger")[14]["updated"]
+    printed = capsys.readouterr()
+    assert "its update is skipped" in printed.err and not run.lines("ledger")[14]["updated"]
+    rates = run.column("learning_rate")
+    assert rates[20] > 1.1 * (planned := learning_rate(19, load_config(run.argv(LOSS_SPIKE_POLICY="skip"), {}).config))
+    assert "Skipped: 1 of 20 steps changed no weights" in printed.out
+    assert f"the last learning rate was {rates[20]:.3g}; without them it would be {planned:.3g}." in printed.out
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
     assert store.read_state(run.checkpoint(20))["progress"]["skipped_steps"] == 1
 
@@ -187,6 +197,18 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
 
 def make_model() -> Transformer:
     return new_model(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160), 256)
+
+
+@pytest.mark.parametrize("settings, advice", [
+    ({}, "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"), ({"debug": True}, "try a lower LEARNING_RATE, or --preset stable"),
+    ({"preset": "sample,debug", "debug": True}, "try a lower LEARNING_RATE, or --preset sample,debug,stable"),
+    ({"preset": "7b,stable"}, "try a lower LEARNING_RATE, or DEBUG=true for details"), ({"preset": "stable", "debug": True}, "try a lower LEARNING_RATE")])
+def test_after_nan_nothing_is_advised_that_was_already_on(settings, advice, tmp_path, monkeypatch):
+    monkeypatch.setattr(guards, "dump_step", lambda *_: (tmp_path, [{**REPORT, "rank": 0}], "the state before it is saved"))
+    run = SimpleNamespace(config=Config(**settings), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lambda text: None))
+    with pytest.raises(NonFiniteError) as error:
+        guards.stop_non_finite(run, [], None, None, None)
+    assert str(error.value).endswith(f", or {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
 
 
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],

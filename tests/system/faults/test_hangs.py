@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -100,6 +101,32 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     for rank, place in stacks_of.items():
         stacks = (run.folder / "log" / f"stacks-rank-{rank}.txt").read_text()
         assert "in train_loop" in stacks and f"in {place}" in stacks
+
+
+def test_one_process_that_does_not_move_is_reported_too(tiny_run):
+    run = tiny_run(**UNMEASURED)
+    text = run.ends([6], partial(act, 0, 3, stall), TIMEOUT + 35, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert f"error: hang: rank 0 is in {STEP}, and no rank made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text
+    assert "in stall" in (run.folder / "log" / "stacks-rank-0.txt").read_text() and "Traceback" not in text
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_one_process_is_watched_while_it_is_a_rank(error):
+    before = threading.active_count()
+    with nullcontext() if error is None else pytest.raises(error), collectives.joined_ranks("cpu", 60):
+        watch = collectives.watchdog
+        assert [thread.is_alive() for thread in watch.threads] == [True, True]
+        if error:
+            raise error
+    assert collectives.watchdog is None and threading.active_count() == before
+
+
+def test_one_process_beats_at_each_part_of_a_long_phase():
+    context, beats = collectives.RunContext(collectives.Ranks(), collectives.StopSignals(), None), []
+    for _ in context.progress(range(3), 3, "Validation"):
+        beats.append(HEARTBEAT.last_beat)
+        HEARTBEAT.last_beat = 0.0
+    assert all(beats)
 
 
 def stall_and_listen_slowly() -> None:

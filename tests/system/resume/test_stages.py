@@ -178,7 +178,8 @@ def test_unpaired_answers_are_trained_alike_on_two_ranks_and_with_a_live_referen
 
 
 @pytest.mark.parametrize("mode, data, words", [("kto", "pairs", "has pairs, but PREFERENCE_OBJECTIVE=kto needs unpaired"),
-                                               ("simpo", "unpaired", "which PREFERENCE_OBJECTIVE=kto trains on, but")])
+                                               ("kto", "pairs", "set PREFERENCE_OBJECTIVE=dpo, orpo or simpo, or name unpaired answers"),
+                                               ("simpo", "unpaired", "needs pairs; set PREFERENCE_OBJECTIVE=kto, or name pairs in DPO_DATA_PATH")])
 def test_data_of_the_other_kind_are_refused(mode, data, words, run, stages, capsys):
     assert run(mode, DPO_DATA_PATH=getattr(stages, data)).train() == 3
     assert words in capsys.readouterr().err
