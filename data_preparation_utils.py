@@ -10,9 +10,10 @@ import argparse
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ from data_pipeline.prepare import (
     read_prepared,
 )
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
-from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
+from data_pipeline.sources import SHORTCUTS, Source, kind_of, local_files, source_of
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
@@ -96,7 +97,7 @@ def read_mix(path: str | Path) -> tuple[list[Source], mixture.Mixture]:
 def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
     """Prepare a set of a kind (a key of KINDS) in `output_dir`, unless it exists, and return its folder."""
     source = source_of(source, NAMES[kind]) if isinstance(source, str) else source
-    if kind != "documents" and (source.column, source.documents) != (Source.column, Source.documents):
+    if kind != "documents" and (source.column or source.documents):
         raise SettingsError(f"{source.path or source.name}: remove column and documents, which are for text")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
     data_kind = DOCUMENTS if kind == "documents" else kind_of_examples(kind, tokenizer, options.system_prompt)
@@ -241,19 +242,21 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
 def name_set(folder: Path, source: str) -> Path:
     """Name a link to a prepared set after its source; return it, or the folder. Others' links are kept."""
     plain = source.partition("?")[0].rstrip("/") if is_url(source) else source.rstrip("/")
-    while set("*?[") & set(os.path.basename(plain)):
+    while not os.path.lexists(plain) and set("*?[") & set(os.path.basename(plain)):
         plain = os.path.dirname(plain)
     stem = os.path.basename(plain).split(".")[0]
     name = re.sub(r"[^\w-]+", "-", stem).strip("-")[:60]
     if not name:
         return folder
 
-    def source_in(place: Path) -> str:
+    def source_in(place: Path) -> tuple[str, ...]:
         manifest = read_prepared(place) if (place / MANIFEST).is_file() else {}
-        return names_of_sources(manifest)[0] if manifest else ""
+        source = manifest and manifest["source"]["sources"][0]
+        return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
+                ) if manifest else ()
 
     link = folder.with_name(name)
-    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ("", source_in(folder))):
+    if os.path.lexists(link) and (not link.is_symlink() or source_in(link) not in ((), source_in(folder))):
         link = folder.with_name(f"{name}-{folder.name[:6]}")
     temporary = folder.with_name(f".{link.name}.{os.getpid()}")
     try:
@@ -267,12 +270,10 @@ def name_set(folder: Path, source: str) -> Path:
 def is_source(kind: str, path: str) -> bool:
     """Return whether a data setting is an unprepared source: neither a prepared set nor a missing path."""
     if os.path.isdir(path):
-        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
+        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(escape(path), depth))]
         if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
             return False
-        names = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
-    else:
-        names = [path] if os.path.exists(path) else glob(path, recursive=True)
+    names = [] if is_url(path) else local_files(path, defaultdict(list))
     if not names and source_of(path, NAMES[kind]).name:  # a hub name or a missing path
         owner, _, name = path.partition("/")
         return path in NAMES[kind] or bool(name) and not os.path.exists(owner)

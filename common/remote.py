@@ -106,7 +106,11 @@ def why_not(error: Exception) -> str:
 def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL or path, and its name there."""
     from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
 
+    local = os.path.expanduser(url)
+    if os.path.lexists(local) or "://" not in url:  # names may contain ::
+        return LocalFileSystem(), str(Path.cwd() / local)
     options = {}
     if url.startswith(("http://", "https://")):
         with requires_package("aiohttp", url):
@@ -182,7 +186,7 @@ def cached_dataset(name: str, config: str, revision: str) -> Path | None:
 
 
 @cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     print_safely(line, sys.stderr)
 
 
@@ -197,7 +201,7 @@ def hub_revision(name: str, revision: str, config: str = "") -> str:
             name, revision=revision or None, timeout=HUB_SECONDS).sha, only_if_answered=True)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
         if status_of(error) is None and (copy := cached_dataset(name, config, revision)):
-            _say_once(f"{name}: the hub cannot be reached; using its local copy, commit {copy.name}")
+            say_once(f"{name}: the hub cannot be reached; using its local copy, commit {copy.name}")
             return copy.name
         without_copy = f" (no local copy has its config {config or 'default'!r})" * (status_of(error) is None)
         raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "

@@ -60,8 +60,8 @@ def printable(text: str) -> str:
 
 
 def is_url(text: str) -> bool:
-    """Whether a path is a URL; one slash after the colon is enough, as in a mistyped one."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) is not None
+    """Whether a path is a URL and not a file; one slash after the colon is enough, as in a mistyped one."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) is not None and not os.path.lexists(text)
 
 
 def obeys_escapes(stream: TextIO) -> bool:

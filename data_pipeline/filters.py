@@ -144,7 +144,7 @@ class EvaluationItems:
     def __init__(self, path: str):
         self.texts, self.places, hashes = [], [], []
         reading = Reading(advice="correct it, or leave it out")
-        for where, record in read_records(Source(path=path, column=""), reading):
+        for where, record in read_records(Source(path=path, split="", column=""), reading):
             for words in map(words_of, texts_of_item(record)):
                 if len(words) >= OVERLAP_WORDS:
                     self.texts.append(f" {' '.join(words)} ")

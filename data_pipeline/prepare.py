@@ -142,7 +142,8 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
                             "part of it next time; choose another folder")
     # The key names the folder. The first process to get the lock builds it.
-    inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
+    items = [Source(path=options.decontaminate, split="", column="")] if options.decontaminate else []
+    inputs = [source, *items]
     with disk_errors(output_dir, DataError, "choose another --output"):
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)

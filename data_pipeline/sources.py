@@ -4,11 +4,12 @@ Records are streamed as (where, record), where `where` is the file and line (or 
 `Reading` has the policy for unusable records, and counts what was read.
 """
 
+import glob
 import io
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -18,11 +19,12 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import fsspec
+from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import sha256
-from common.text import pip_install, without_passwords
+from common.text import counted, pip_install, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
@@ -35,6 +37,23 @@ BLOCK_CHARACTERS = 1 << 16  # read from a JSON array at once
 BLANK = re.compile(r"[ \t\r\n]*")
 # Files that `datasets` writes beside the .arrow files of a saved or cached dataset.
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
+DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
+SHOWN_NAMES = 3
+# Left out of folders, as by `datasets`: names that begin with a dot, folders that begin with __.
+HIDDEN = re.compile(r"(^|.*/)(\.|__[^/]*/)")
+ALL = ""  # the split of files without splits
+# Each field of a source: on which sources it has an effect, and what to do on others. `hub` is a dataset, and
+# `files` its --files; `splits` and `configs` are those of a folder; `text` and `records` are kinds of files.
+EFFECTS = {
+    "config": ("hub configs", "only datasets on the hub, and folders with configs in README.md, have any; "
+               "remove it"),
+    "split": ("hub splits", "it has no splits, and is read as a whole; remove it"),
+    "revision": ("hub files", "only datasets on the hub have revisions; remove it"),
+    "files": ("files", "it chooses files of a dataset on the hub; remove it, and give a glob as the source"),
+    "column": ("hub files records", "plain text has no columns; remove it"),
+    "map": ("hub files records", "plain text has no columns; remove it"),
+    "documents": ("hub files text records", "each row is a document; remove it"),
+}
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPLITTERS = ("whole", "line", "blank", "wikitext")  # ways to split text into documents
 TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
@@ -49,12 +68,16 @@ class Source:
     path: str = ""  # a file, folder or glob, on any URL that fsspec knows
     name: str = ""
     config: str = ""
-    split: str = "train"
+    split: str | None = None  # None = train; "" = all files
     revision: str = ""
     files: str = ""  # a pattern for files of a hub repository without a config
-    column: str = "text"
+    column: str | None = None  # None = text; "" = all columns
     map: str = ""  # new names of columns, "prompt=problem,completion=solution"; others are not read
-    documents: str = "whole"  # splits text into documents: one of SPLITTERS, or a separator line
+    documents: str = ""  # splits text into documents: one of SPLITTERS, or a separator line; "" = whole
+
+    @property
+    def text_column(self) -> str:
+        return "text" if self.column is None else self.column
 
     @property
     def renamed(self) -> dict[str, str]:
@@ -140,6 +163,10 @@ class Reading:
 Records = Iterator[tuple[str, Any]]
 
 
+def is_local(fs: Any) -> bool:
+    return "file" in (fs.protocol if isinstance(fs.protocol, tuple) else (fs.protocol,))
+
+
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a source, at the time of listing."""
@@ -152,7 +179,7 @@ class StoredFile:
 
     @property
     def is_local(self) -> bool:
-        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+        return is_local(self.fs)
 
     @property
     def url(self) -> str:
@@ -203,14 +230,16 @@ def identify(source: Source, known: dict[str, list],
     Local files are identified by content, independent of their location, and hub datasets by commit. `known`
     has the hashes of local files, {name: [stamp, hash]}; `advance` gets the number of bytes just hashed.
     """
-    reading = {"column": source.column, "documents": source.documents}
+    reading = {"column": source.text_column, "documents": source.documents or "whole"}
     if source.renamed:
         reading["map"] = source.renamed
     if source.name:
-        return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
+        check_flags(source, {"files" if source.files else "hub"})
+        return {"name": source.name, "config": source.config, "split": source.split or "train",
+                "files": source.files,
                 "revision": remote.hub_revision(source.name, source.revision, source.config), **reading}
     files = []
-    for file in list_files(source.path, source.split):
+    for file in list_files(source):
         with reading_errors(file.url):
             files.append([file.kind, file.compression, file.size, file.identity(known, advance)])
     return {"files": files, **reading}
@@ -225,23 +254,106 @@ def kind_of(name: str) -> tuple[str | None, str | None]:
     return KINDS.get(suffix), compression
 
 
-def list_files(path: str, split: str = "train") -> list[StoredFile]:
-    """Return the readable files of a path, folder, glob or URL, sorted by name; of a dataset, one split's."""
+def list_files(source: Source) -> list[StoredFile]:
+    """Return the readable files of a path, folder, glob or URL, sorted by name; of a folder, one split's.
+
+    A printed line counts the files that are not read.
+    """
+    path, unread = source.path, defaultdict(list)
     with reading_errors(path):
-        files = remote.retry(path, lambda: _find_files(path, split))
-    if not files:
-        raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
-    readable = [file for file in files if file.kind]
-    if not readable:
-        raise DataError(f"{path}: no file of a supported kind; use {READABLE}")
-    for file in readable:
-        if flaw_of(file.name):  # JSON files could not contain its name
-            raise DataError(f"{file.url}: the file's name is not UTF-8; rename it")
-    return readable
+        fs, root, names = remote.retry(path, lambda: _find_names(path, unread))
+        if not names:
+            raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
+        splits, has_configs = remote.retry(path, lambda: _find_splits(fs, root, names, source))
+        chosen, of_split = [*chain(*splits.values())], ""
+        if ALL not in splits and source.split != "":
+            split = source.split or "train"
+            if not splits.get(split):
+                everything = os.path.join(glob.escape(path.rstrip("/")), "**")
+                raise DataError(f"{path} has no split {split!r}, only {', '.join(splits)}; choose one with "
+                                f"--split, or read all files with a glob: {everything!r}")
+            chosen, of_split = splits.pop(split), f" of split {split}"
+        files = [_stored_file(fs, name) for name in chosen if kind_of(name)[0]]
+        if not files:
+            raise DataError(f"{path}: no file of a supported kind; use {READABLE}")
+    others = {name: f"of split {split}" for split, those in splits.items() for name in those}
+    for name in {*names}.difference(file.name for file in files):
+        if os.path.basename(name) not in DATASET_FILES:
+            reason = others.get(name, "in no split") if kind_of(name)[0] else "of other kinds"
+            unread[reason].append(name)
+    check_flags(source, {"text" if file.kind == "text" else "records" for file in files}
+                | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
+    if unread:
+        listed = "; ".join(f"{len(those):,} {reason} ({_names(root, those)})"
+                           for reason, those in sorted(unread.items()))
+        remote.say_once(f"{without_passwords(path)}: reading {counted(len(files), 'file')}{of_split}; "
+                        f"not read: {listed}")
+    return files
 
 
-def _find_files(path: str, split: str) -> list[StoredFile]:
+def _names(root: str, names: list[str]) -> str:
+    shown = [os.path.relpath(name, root) if root else name for name in sorted(names)[:SHOWN_NAMES]]
+    return ", ".join([*shown, "..."] if len(names) > SHOWN_NAMES else shown)
+
+
+def _stored_file(fs: Any, name: str) -> StoredFile:
+    if flaw_of(name):  # JSON files could not contain it
+        raise DataError(f"{name}: the file's name is not UTF-8; rename it")
+    if is_local(fs) and not os.path.isfile(name):
+        raise DataError(f"{name}: " + ("is not a plain file; remove it" if os.path.exists(name) else
+                                       f"is a link to {os.readlink(name)}, which does not exist; restore the "
+                                       "file, or remove the link"))
+    return StoredFile(fs, name, fs.size(name) or 0, *kind_of(name))
+
+
+def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
+    """Return the files of a local path, folder or glob, sorted; add the others to `unread`, by reason."""
+    if os.path.lexists(path):  # even if its name contains the signs of a glob
+        return _walk(path, unread) if os.path.isdir(path) else [path]
+    if "**" in path.split("/"):
+        base = path[:re.search(r"[*?[]", path).start()].rpartition("/")
+        matches = re.compile(glob_translate(path)).match
+        names = filter(matches, _walk("".join(base[:2]) or ".", unread))
+    else:
+        names = glob.glob(path)
+    names = sorted(names)
+    if folders := [*filter(os.path.isdir, names)]:
+        unread["folders that match"] += folders
+    return [name for name in names if name not in folders]
+
+
+def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
+    """Return the files below a local folder, also behind links, sorted; add what is skipped to `unread`."""
+    def fail(error: OSError) -> None:
+        raise error
+
+    files, above = [], {root: {os.path.realpath(root)}}  # above: the real folders that contain each folder
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        for name in [*folders]:
+            inner = os.path.join(folder, name)
+            real = os.path.realpath(inner)
+            above[inner] = above[folder] | {real}
+            reason = "hidden" if HIDDEN.match(f"{name}/") else "links back to a folder above" * (
+                real in above[folder])
+            if reason:
+                unread[reason].append(inner)
+                folders.remove(name)
+        for name in names:
+            file = os.path.join(folder, name)
+            if HIDDEN.match(name):
+                unread["hidden"].append(file)
+            elif os.path.exists(file) and not os.path.isfile(file):  # opening a pipe would block
+                unread["not plain files"].append(file)
+            else:
+                files.append(file)
+    return sorted(files)
+
+
+def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
+    """Return the file system, the root if the path is a folder, and the names of the files."""
     fs, root = remote.file_system(path)
+    if is_local(fs):
+        return fs, root if os.path.isdir(root) else "", local_files(root, unread)
     try:
         file_type = fs.info(root)["type"]
     except FileNotFoundError as error:  # fsspec also raises it if a server does not respond
@@ -249,45 +361,100 @@ def _find_files(path: str, split: str) -> list[StoredFile]:
             raise
         file_type = None
     if file_type == "directory" or (file_type is None and fs.isdir(root)):  # some stores lack folders
-        names = [name for name, info in sorted(fs.find(root, detail=True).items())
-                 if info["type"] == "file" and not os.path.basename(name).startswith((".", "_"))]
-        if any(os.path.basename(name) in DATASET_FILES for name in names):
-            names = _files_of_dataset(fs, root.rstrip("/"), split, names)
-    elif file_type is None:
+        root = root.rstrip("/")
+        names = sorted(fs.find(root))
+        if hidden := [name for name in names if HIDDEN.match(name[len(root) + 1:])]:
+            unread["hidden"] = hidden
+        return fs, root, [name for name in names if name not in hidden]
+    if file_type is None:
         is_glob = any(sign in root for sign in "*?[")
-        names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if is_glob else []
-    else:
-        names = [root] if file_type == "file" else []  # opening a pipe would block
-    return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name))
-            for name in names]
+        return fs, "", [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if is_glob else []
+    return fs, "", [root] if file_type == "file" else []
 
 
-def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[str]:
-    """Return the .arrow files of a split in a folder saved or cached by `datasets`.
+def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[dict[str, list[str]], bool]:
+    """Return the files of each split in a folder, or all as the split ALL; and whether it has configs."""
+    if not root:
+        return {ALL: names}, False
+    if any(os.path.basename(name) in DATASET_FILES for name in names) and any(
+            name.endswith(".arrow") for name in names):
+        return _splits_of_saved(fs, root, names), False
+    if source.split == "":
+        return {ALL: names}, False
+    return _splits_of_folder(fs, root, names, source.config)
+
+
+def _splits_of_folder(fs: Any, root: str, names: list[str], config: str) -> tuple[dict[str, list[str]], bool]:
+    """Return the splits as `datasets` finds them, by the configs in README.md or by the names of files."""
+    with requires_package("datasets", f"{root}, a folder,"):
+        from datasets import data_files as finder
+        from datasets.utils.metadata import MetadataConfigs
+        from huggingface_hub import DatasetCard
+    card, params, configs = f"{root}/{DATASET_CARD}", {}, {}
+    if card in names:
+        with reading_errors(card):
+            content = fs.cat_file(card).decode("utf-8-sig")
+            if content.startswith("---"):
+                configs = MetadataConfigs.from_dataset_card_data(DatasetCard(content).data)
+                chosen = config or configs and configs.get_default_config_name()
+    if configs:
+        if chosen not in configs:
+            raise DataError(f"{root} has {f'no config {config!r}' if config else 'several configs'}; choose "
+                            f"one with --config-name: {', '.join(configs)}")
+        params = configs[chosen]
+    base = os.path.join(root, params.get("data_dir") or "", "").replace("/./", "/")
+    inside = {name.removeprefix(base): name for name in names if name.startswith(base) and kind_of(name)[0]
+              and os.path.basename(name) not in finder.FILES_TO_IGNORE}
+
+    def resolve(pattern: str) -> list[str]:
+        return [*filter(re.compile(glob_translate(pattern.removeprefix("./"))).match, inside)]
+
+    files = params.get("data_files")
+    patterns = finder.DEFAULT_PATTERNS_ALL if not inside else finder.sanitize_patterns(
+        files) if files is not None else finder._get_data_files_patterns(resolve)
+    if patterns == finder.DEFAULT_PATTERNS_ALL:
+        return {ALL: [*inside.values()]}, bool(configs)
+    return {str(split): sorted({inside[name] for pattern in those for name in resolve(pattern)})
+            for split, those in patterns.items()}, bool(configs)
+
+
+def _splits_of_saved(fs: Any, root: str, names: list[str]) -> dict[str, list[str]]:
+    """Return the .arrow files of each split in a folder saved or cached by `datasets`, or of ALL.
 
     Not by datasets.load_from_disk, which maps the files and ignores that other caches are in the same folder.
     """
     def content_of(name: str) -> dict:
         return json.loads(fs.cat_file(f"{root}/{name}")) if f"{root}/{name}" in names else {}
 
+    def saved_in(folder: str) -> list[str] | None:
+        files = content_of(f"{folder}state.json").get("_data_files")
+        return files and [f"{root}/{folder}{os.path.basename(file['filename'])}" for file in files]
+
     arrow = [name for name in names if name.endswith(".arrow")]
-    if not arrow:
-        return names
     if not any(f"{root}/{name}" in names for name in DATASET_FILES):
         raise DataError(f"{root} has folders of `datasets`; use one, such as {os.path.dirname(arrow[0])}")
-    splits = content_of("dataset_dict.json").get("splits") or []
-    if splits and split in splits:
-        root = f"{root}/{split}"
-    saved = content_of("state.json").get("_data_files")
-    if saved is not None:
-        return [f"{root}/{os.path.basename(file['filename'])}" for file in saved]
-    if not splits:  # a folder of the cache: name-split.arrow or name-split-00000-of-00002.arrow
-        splits = [*(content_of("dataset_info.json").get("splits") or {})]
-        arrow = [name for name in arrow
-                 if not splits or re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", name)]
-    if splits and split not in splits:
-        raise DataError(f"{root} has no split {split!r}, only {', '.join(splits)}; choose one with --split")
-    return arrow
+    if splits := content_of("dataset_dict.json").get("splits"):
+        return {split: saved_in(f"{split}/") or [] for split in splits}
+    if saved := saved_in(""):
+        return {ALL: saved}
+    # A folder of the cache: name-split.arrow or name-split-00000-of-00002.arrow
+    splits = content_of("dataset_info.json").get("splits")
+    return {split: [name for name in arrow if re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", name)]
+            for split in splits} if splits else {ALL: arrow}
+
+
+def check_flags(source: Source, traits: set[str]) -> None:
+    """Raise SettingsError for a field of a source that has no effect on one with these traits."""
+    for name, (needs, remedy) in EFFECTS.items():
+        value = getattr(source, name)
+        if name == "documents" and value in ("whole", "line"):
+            needs = needs.removesuffix(" records")
+        if value and traits.isdisjoint(needs.split()):
+            if source.name and source.files:
+                remedy = f"the files are chosen by --files {source.files}; remove one of the two"
+            flag = "config-name" if name == "config" else name
+            raise SettingsError(f"--{flag} {value} has no effect on {without_passwords(source.path)}"
+                                f"{source.name}: {remedy}")
 
 
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
@@ -520,11 +687,11 @@ def read_records(source: Source, reading: Reading) -> Records:
 def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
     """Yield (kind, records) for each file of a source, or once for a hub dataset."""
     renamed = source.renamed
-    columns = [*renamed.values()] or [source.column] * bool(source.column)
+    columns = [*renamed.values()] or [source.text_column] * bool(source.text_column)
     if source.name:
         yield "hub", _rename_columns(_read_hub(source, columns, reading), renamed, reading)
         return
-    files = list_files(source.path, source.split)
+    files = list_files(source)
     reading.bytes_total = sum(file.size for file in files)
     for number, file in enumerate(files):
         before = reading.bytes_done
@@ -547,41 +714,41 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
     """Stream the rows of a hub dataset at a fixed commit, from a local copy if there is one."""
     with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
-    revision = source.revision
+    revision, split = source.revision, source.split or "train"
     if not COMMIT.fullmatch(revision):
         revision = remote.hub_revision(source.name, revision, source.config)
     copy = remote.cached_dataset(source.name, source.config, revision)
     if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
         if not source.files and not reading.start.state:
-            for file in list_files(str(copy), source.split):
+            for file in list_files(Source(path=str(copy), split=split)):
                 reading.place = Place()
                 yield from READERS[file.kind](file, columns, reading)
             return
         copy = None
-    with reading_errors(f"{source.name} ({source.config or 'default'}, {source.split})"):
+    with reading_errors(f"{source.name} ({source.config or 'default'}, {split})"):
         # datasets and the hub's client retry requests for rows.
         rows = remote.retry(source.name, lambda: datasets.load_dataset(
-            str(copy or source.name), source.config or None, split=source.split, streaming=True,
-            revision=revision or None, data_files={source.split: source.files} if source.files else None))
+            str(copy or source.name), source.config or None, split=split, streaming=True,
+            revision=revision or None, data_files={split: source.files} if source.files else None))
         state = reading.start.state
         if state:
             rows.load_state_dict(state)
         for number, record in enumerate(rows, reading.start.record + 1):
             reading.place = Place(record=number - 1, state=state)
-            yield f"{source.name}[{source.split}] row {number}", record
+            yield f"{source.name}[{split}] row {number}", record
             state = rows.state_dict()
 
 
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     """Yield the non-empty documents of a source: the valid texts of its column, split into documents."""
     for kind, records in _read_files(source, reading):
-        has_lines = kind == "text" or source.documents != "whole"
+        has_lines = kind == "text" or source.documents not in ("", "whole")
         for document in _documents(records, source, has_lines and source.documents != "line", reading):
             if document.text and not document.text.isspace():
                 yield document
             else:
                 reading.empty += 1
-    if source.documents not in SPLITTERS and not reading.separators:
+    if source.documents not in ("", *SPLITTERS) and not reading.separators:
         raise DataError(f"{without_passwords(source.path) or source.name}: no line equals "
                         f"{source.documents!r}, the document separator; set --documents to a line that "
                         f"occurs, or to {', '.join(SPLITTERS)}")
@@ -593,7 +760,7 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
     Documents are whole files, are separated by blank lines or by the line in `source.documents`, or start at
     a line like ` = Title = ` (wikitext).
     """
-    column, begin, place, kept, reading.item = source.column, "", reading.place, [], None
+    column, begin, place, kept, reading.item = source.text_column, "", reading.place, [], None
     for where, record in records:
         if column not in record:
             reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")

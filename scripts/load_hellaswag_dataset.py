@@ -1,7 +1,9 @@
 """Get HellaSwag's items from the hub or a file, check each of them, and write the file for HELLASWAG_PATH."""
 
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,13 +24,16 @@ def main(argv: list[str]) -> None:
     for flag, metavar, meaning, default in (
             ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "
              "fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
-            ("--split", "NAME", "the hub dataset's split [validation]", "validation"),
+            ("--split", "NAME", "the split of the hub dataset or folder [validation]", None),
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
         parser.add_argument(flag, metavar=metavar, help=meaning, default=default, type=non_empty)
     flags, _ = parser.parse(argv)
+    split = flags.split or "validation"
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
-    output = local_path(flags.output or f"data/hellaswag/{flags.split}.jsonl")
+    if source.name or os.path.isdir(source.path):
+        source = replace(source, split=split)
+    output = local_path(flags.output or f"data/hellaswag/{split}.jsonl")
     records, count = read_records(source, Reading(advice="correct or remove the line")), 0
     from hellaswag_utils import parse_item  # imports torch, which takes seconds
 

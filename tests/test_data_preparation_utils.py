@@ -104,7 +104,7 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, m
     def name(source=one, tokenizer=tokenizer_path, **options):
         return prepare(source, tokenizer, tmp_path / "out", **options).name
 
-    names = [name(), name(Source(path=str(path), column="body")), name(Source(path=str(path), documents="line")),
+    names = [name(), name(Source(path=str(path), column="body")), name(Source(path=str(path), documents="blank")),
              name(tokenizer=str(other_tokenizer)), name(shard_tokens=6000), name(validation_fraction=0.2), name(max_documents=50)]
     path.write_text(path.read_text().replace("Story 7", "Story 8"))
     names.append(name())
@@ -376,3 +376,16 @@ def test_a_file_system_without_locks_is_told_and_the_data_is_prepared(tmp_path, 
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     assert shards_of(folder) == shards_of(locked)
     assert "cannot be locked on this file system (No locks available); make sure that no other job" in capsys.readouterr().out
+
+
+def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, tokenizer_path):
+    folder = tmp_path / "my [corpus]"
+    folder.mkdir()
+    for split in ("train", "test"):
+        write_texts(folder / f"{split}.jsonl", stories(30, seed=len(split)))
+    flags = ["--source", str(folder), "--output", str(tmp_path / "out"), "--tokenizer-path", tokenizer_path,
+             "--preparation-workers", "1"]
+    first = prepare_from_flags("documents", flags)
+    before = first.resolve()
+    other = prepare_from_flags("documents", [*flags, "--split", "test"])
+    assert first == tmp_path / "out" / "my-corpus" and first.resolve() == before != other.resolve()

@@ -90,7 +90,7 @@ def texts(url: str) -> list[str]:
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
 @pytest.mark.parametrize("faults", [[], [503, 503], [429, 500, 502, 504], ["drop", "drop"], ["cut", "cut", 503, "cut"]], ids=str)
 def test_a_file_behind_a_url_arrives_whole_whatever_the_line_does(server, name, faults, capfd):
-    files = list_files(f"{server.url}/{name}")  # the listing has its own requests, and patience
+    files = list_files(Source(path=f"{server.url}/{name}"))  # the listing has its own requests, and patience
     assert [file.kind for file in files] == ["jsonl"]
     server.faults = [*faults]
     assert texts(f"{server.url}/{name}") == LINES
@@ -102,7 +102,7 @@ def test_a_file_behind_a_url_arrives_whole_whatever_the_line_does(server, name, 
 
 def test_a_download_leaves_no_file_has_no_time_limit_and_names_tmpdir_where_it_has_no_room(server, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    file, = list_files(f"{server.url}/x.jsonl")
+    file, = list_files(Source(path=f"{server.url}/x.jsonl"))
     with file.open() as content:
         assert content.read(9) == CONTENT[:9] and not list(tmp_path.iterdir())
     assert file.fs.client_kwargs["timeout"].total is None
@@ -120,7 +120,7 @@ def test_a_download_leaves_no_file_has_no_time_limit_and_names_tmpdir_where_it_h
 def test_only_what_may_pass_is_asked_for_again_and_the_end_is_one_sentence(server, status, tries, capfd):
     server.faults = [status] * 100
     with pytest.raises(DataError) as refused:
-        list_files(f"{server.url}/x.jsonl")
+        list_files(Source(path=f"{server.url}/x.jsonl"))
     assert server.asked.count("HEAD") == tries
     assert capfd.readouterr().err.count("retrying") == tries - 1
     assert "503" in str(refused.value) if status == 503 else f"{server.url}/x.jsonl" in str(refused.value)

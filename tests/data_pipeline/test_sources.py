@@ -17,7 +17,7 @@ import pytest
 import zstandard
 
 from common.errors import DataError, SettingsError
-from data_pipeline import sources
+from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
 
@@ -233,7 +233,7 @@ def test_columns_of_other_names_are_chats(tmp_path, record, names, expected, suf
 def test_a_text_of_another_name_is_read_and_names_count_in_the_identity_only_if_given(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"body": "a", "text": "b"}\n')
     (tmp_path / "x.txt").write_text("a")
-    assert texts_of(tmp_path / "x.jsonl", map="text=body")[0] == texts_of(tmp_path / "x.txt", map="text=body")[0] == ["a"]
+    assert texts_of(tmp_path / "x.jsonl", map="text=body")[0] == ["a"] and texts_of(tmp_path, map="text=body")[0] == ["a", "a"]
     plain, named = (identify(Source(path=str(tmp_path / "x.jsonl"), map=names), {}) for names in ("", "text=body"))
     assert "map" not in plain and {**plain, "map": {"text": "body"}} == named
     for wrong in ("=", "text", "text,body", "=body", "text=", "text=a,text=b", "text=a,", ","):
@@ -358,3 +358,158 @@ def test_two_columns_of_one_name_are_refused(suffix, tmp_path):
     for column in ("text", ""):
         with pytest.raises(DataError, match=f"x.{suffix}: has several columns 'text'; drop all but one"):
             list(sources.read_records(Source(path=str(tmp_path / f"x.{suffix}"), column=column), Reading()))
+
+
+def write_tree(root, *names):
+    """Write a file of one record, its own name, at each of these places below a folder."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = jsonl(name).encode()
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+
+
+README = """---
+configs:
+- config_name: easy
+  data_files:
+  - {split: train, path: a/*.jsonl}
+  - {split: quiz, path: ["b/one.jsonl", "b/two.jsonl"]}
+- config_name: hard
+  data_dir: c
+---
+"""
+
+
+@pytest.mark.parametrize("names, splits", [
+    (["train.jsonl", "validation.jsonl", "test.jsonl"], {"train": [0], "validation": [1], "test": [2]}),
+    (["train.jsonl.gz", "dev.jsonl.gz"], {"train": [0], "validation": [1]}),
+    (["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/quiz-00000-of-00001.jsonl", "x.jsonl"],
+     {"train": [0, 1], "quiz": [2]}),
+    (["data/train/a.jsonl", "data/test/a.jsonl", "data/more.jsonl"], {"train": [0], "test": [1]}),
+    (["my_train_1.jsonl", "my-train.2.jsonl", "eval.jsonl", "training.txt.jsonl"], {"train": [0, 1, 3], "test": [2]}),
+    (["deep/a/train.jsonl", "deep/b/train.jsonl", "deep/b/val 1.jsonl"], {"train": [0, 1], "validation": [2]}),
+    (["trainer.jsonl", "latest.jsonl", "contest.jsonl"], {}),
+])
+def test_a_folder_is_split_as_datasets_splits_it(tmp_path, names, splits):
+    folder = tmp_path / "my [corpus] #1 50%"
+    write_tree(folder, *names)
+    write_tree(folder, ".hidden/train.jsonl", ".test.jsonl", "__pycache__/train.jsonl")
+    for split in [None, *splits]:
+        expected = splits.get(split or "train", [*range(len(names))])
+        assert texts_of(folder, split=split)[0] == sorted(names[place] for place in expected), split
+    if splits:
+        # The library itself, in a folder whose name it does not take for a glob.
+        plain = folder.rename(tmp_path / "plain")
+        loaded = datasets.load_dataset(str(plain), cache_dir=str(tmp_path / "cache"))
+        assert {split: sorted(rows["text"]) for split, rows in loaded.items()} == {
+            split: sorted(names[place] for place in places) for split, places in splits.items()}
+        with pytest.raises(DataError, match=f"has no split 'nonsense', only {', '.join(splits)}; choose one with --split"):
+            texts_of(plain, split="nonsense")
+    else:
+        with pytest.raises(SettingsError, match="--split train has no effect on .*no splits.*; remove it"):
+            texts_of(folder, split="train")
+
+
+def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
+    write_tree(tmp_path, "a/x.jsonl", "b/one.jsonl", "b/two.jsonl", "c/train.jsonl", "c/test.jsonl", "d.jsonl", "image.png")
+    (tmp_path / "README.md").write_text(README)
+    with pytest.raises(DataError, match="has several configs; choose one with --config-name: easy, hard"):
+        texts_of(tmp_path)
+    with pytest.raises(DataError, match="has no config 'odd'; choose one with --config-name: easy, hard"):
+        texts_of(tmp_path, config="odd")
+    assert texts_of(tmp_path, config="easy")[0] == ["a/x.jsonl"]
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: reading 1 file of split train; not read: 3 in no split (c/test.jsonl, c/train.jsonl, d.jsonl); "
+        "2 of other kinds (README.md, image.png); 2 of split quiz (b/one.jsonl, b/two.jsonl)\n")
+    assert texts_of(tmp_path, config="easy", split="quiz")[0] == ["b/one.jsonl", "b/two.jsonl"]
+    assert texts_of(tmp_path, config="hard", split="test")[0] == ["c/test.jsonl"]
+    (tmp_path / "README.md").write_text("---\nconfigs: 3\n---\n")
+    with pytest.raises(DataError, match="README.md: Expected configs to be a list"):
+        texts_of(tmp_path)
+
+
+def test_one_file_named_test_is_the_only_split_as_for_datasets_and_a_glob_reads_all(tmp_path):
+    for name in ("one.txt", "two.txt", "test.txt"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(DataError, match="has no split 'train', only test; choose .* glob: ") as refused:
+        texts_of(tmp_path)
+    assert texts_of(tmp_path, split="test")[0] == ["test.txt"]
+    assert texts_of(str(refused.value).rpartition(": ")[2].strip("'"))[0] == ["one.txt", "test.txt", "two.txt"]
+
+
+def test_evaluation_items_of_all_splits_are_compared(tmp_path):
+    for split in ("train", "test"):
+        words = " ".join(f"{split}{number}" for number in range(13))
+        (tmp_path / f"{split}.jsonl").write_text(jsonl(words))
+    assert len(filters.EvaluationItems(str(tmp_path)).texts) == 2
+
+
+def test_links_are_followed_and_a_loop_ends(tmp_path, capsys):
+    write_tree(tmp_path / "far", "a.jsonl", "deep/b.jsonl")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "own.jsonl").write_text(jsonl("own"))
+    (folder / "blob.jsonl").symlink_to(tmp_path / "far" / "a.jsonl")
+    (folder / "linked").symlink_to("../far")
+    (folder / "linked too").symlink_to("../far")
+    (tmp_path / "far" / "deep" / "up").symlink_to("../../folder")
+    (tmp_path / "far" / "self").symlink_to(".")
+    expected = ["a.jsonl", "a.jsonl", "deep/b.jsonl", "a.jsonl", "deep/b.jsonl", "own"]
+    assert texts_of(folder)[0] == texts_of(f"{folder}/**")[0] == expected
+    assert "reading 6 files; not read: 4 links back to a folder above (linked too/deep/up, linked too/self, " in capsys.readouterr().err
+    assert texts_of(f"{folder}/*/*.jsonl")[0] == ["a.jsonl", "a.jsonl"] and texts_of(f"{folder}/*.jsonl")[0] == ["a.jsonl", "own"]
+    (folder / "gone.jsonl").symlink_to("missing")
+    with pytest.raises(DataError, match="gone.jsonl: is a link to missing, which does not exist; restore the file, or remove"):
+        texts_of(folder)
+
+
+def test_a_linked_file_is_identified_by_its_content(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.blob").write_text(jsonl(name))
+    link, hashes = tmp_path / "x.jsonl", {}
+    link.symlink_to("one.blob")
+    first = identify(Source(path=str(link)), hashes)
+    link.unlink()
+    link.symlink_to("two.blob")
+    second = identify(Source(path=str(link)), hashes)
+    (tmp_path / "two.jsonl").write_text(jsonl("two"))
+    assert first != second == identify(Source(path=str(tmp_path / "two.jsonl")), {})
+
+
+@pytest.mark.parametrize("name", ["a[1].jsonl", "[x]/a*.jsonl", "what?.jsonl", "a::b.jsonl", "memory:/x.jsonl", "50% #1 ü .jsonl"])
+def test_a_name_that_exists_is_that_file_whatever_it_contains(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path, name, "a1.jsonl", "x/ab.jsonl", "whats.jsonl")
+    assert texts_of(name)[0] == texts_of(tmp_path / name)[0] == [name]
+    folder = os.path.dirname(name)
+    assert not folder or texts_of(folder)[0] == [name]
+    assert texts_of("a[1].jsonl" if name != "a[1].jsonl" else "a[12].jsonl")[0] == ["a1.jsonl"]
+
+
+# The fields of a source, and on which sources each has an effect.
+TRAITS = {"text": {"text"}, "records": {"records"}, "folder": {"text", "records"}, "splits": {"records", "splits"},
+          "configs": {"records", "splits", "configs"}, "hub": {"hub"}, "hub files": {"files"}}
+USED = {"config": {"configs", "hub"}, "split": {"splits", "configs", "hub"}, "revision": {"hub", "hub files"}, "files": {"hub files"},
+        "column": {*TRAITS} - {"text"}, "map": {*TRAITS} - {"text"}, "documents": {*TRAITS}}
+
+
+@pytest.mark.parametrize("flag", sources.EFFECTS)
+@pytest.mark.parametrize("kind", TRAITS)
+def test_a_flag_has_an_effect_or_is_refused(flag, kind):
+    place = {"name": "my/texts", "files": "*.gz" if kind == "hub files" else ""} if kind.startswith("hub") else {"path": "x"}
+    values = {"documents": "blank", "map": "text=body"}
+    source = Source(**{**place, flag: values.get(flag, "x")})
+    if flag == "files" and kind == "hub":
+        return  # that is the other kind
+    if kind in USED[flag]:
+        return sources.check_flags(source, TRAITS[kind])
+    with pytest.raises(SettingsError, match=f"--{'config-name' if flag == 'config' else flag} .* has no effect on .*: .*remove"):
+        sources.check_flags(source, TRAITS[kind])
+
+
+def test_every_field_of_a_source_is_in_the_table():
+    assert {*sources.EFFECTS} == {field.name for field in fields(Source)} - {"path", "name"}
+    for documents in ("whole", "line"):
+        with pytest.raises(SettingsError, match=f"--documents {documents} has no effect .*each row is a document"):
+            sources.check_flags(Source(path="x", documents=documents), {"records"})
