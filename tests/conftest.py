@@ -72,12 +72,12 @@ def no_broken_trackers():
 
 @pytest.fixture
 def no_hang():
-    """Fail a test that blocks for a minute, for example in opening a pipe."""
+    """Fail a test that blocks for minutes, for example in opening a pipe."""
     def out_of_patience(*_):
         raise AssertionError("it hangs")
 
     earlier = signal.signal(signal.SIGALRM, out_of_patience)
-    signal.alarm(60)
+    signal.alarm(240)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, earlier)

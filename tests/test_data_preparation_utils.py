@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from factories import prepare_under_fire, start_preparation, write_jsonl
+from factories import PATIENCE, prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
@@ -310,7 +310,7 @@ def start_long_preparation(tmp_path, tokenizer_path):
 
 
 def assert_no_process_left(group):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(group, 0)
@@ -320,7 +320,7 @@ def assert_no_process_left(group):
 def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path):
     process = start_long_preparation(tmp_path, tokenizer_path)
     os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in error
     assert error.splitlines()[-1] == "Stopped. Run the same command again to continue."
     assert_no_process_left(process.pid)
@@ -329,7 +329,7 @@ def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path)
 def test_kill_9_leaves_no_process(tmp_path, tokenizer_path):
     process = start_long_preparation(tmp_path, tokenizer_path)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert_no_process_left(process.pid)
 
 

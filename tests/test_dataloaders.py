@@ -5,6 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from factories import wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,9 +162,7 @@ def test_the_thread_reads_no_further_than_it_may_and_ends_on_closing():
     calls = []
     with load_steps(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, count_targets, ahead=3) as loader:
         next(loader)
-        deadline = time.monotonic() + 10
-        while len(calls) < 8 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: len(calls) >= 8)
         time.sleep(0.05)
         assert len(calls) == 8  # the returned step and three ahead, of two micro-batches each
         assert read_ahead_threads()

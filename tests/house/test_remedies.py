@@ -33,7 +33,8 @@ from tokenizer import load_tokenizer
 PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"
 CHECK = "train.py --check"
 SFT, DPO = (f"{CHECK} --training-stage {stage} --pretrain-checkpoint model" for stage in ("sft", "dpo"))
-ADVISED = r"\S+ \S*?(scripts/\w+\.py[^;,(]*)"
+SCRIPT = r"(?:'[^']+/python[\d.]*'|\S+/python[\d.]*) "  # a path with a space is quoted
+ADVISED = rf"({SCRIPT}[^;,(]*)"
 
 
 class Remedy(NamedTuple):
@@ -91,7 +92,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      "{0} --output t.model --vocab-size 256 --column prompt y.jsonl",
      f"{PREPARING} y.jsonl --column prompt --output made",
      f"{CHECK} --pretrain-data-path made --total-batch-size 64 --validate-every 0"),
-    ("adapters", nothing, f"{CHECK} --pretrain-checkpoint adapter", r"python \S*?(scripts/\S+ \S+) --output FOLDER",
+    ("adapters", nothing, f"{CHECK} --pretrain-checkpoint adapter", rf"({SCRIPT}.*) --output FOLDER",
      nothing, "{0} --output merged", f"{CHECK} --pretrain-checkpoint merged"),
     ("base", json_of("adapter/adapter_config.json", lambda d: d.update(base_model_name_or_path="gone")), MERGE, "with (--base)",
      nothing, MERGE + " {0} model"),

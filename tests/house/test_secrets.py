@@ -145,7 +145,7 @@ def refusal(command: str, argv: list, monkeypatch, capfd) -> str:
     if command == "train.py":
         code = pytest.raises(SystemExit, train.main, argv).value.code
     elif command == "launch.py":  # which lets signals end it, so not in this process
-        done = subprocess.run([sys.executable, ROOT / "scripts" / command, *argv], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, ROOT / "scripts" / command, *argv], capture_output=True, text=True, timeout=300)
         assert done.returncode == 2, done.stderr
         return done.stdout + done.stderr
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from factories import PATIENCE, wait_until
 from nvml_stub import GIB, Pynvml
 
 from common.heartbeat import HEARTBEAT
@@ -191,7 +192,7 @@ class Meter:
 
     def read(self) -> Sample:
         if self.hangs:
-            self.hangs.wait(60)
+            self.hangs.wait(PATIENCE)
         return Sample(200.0, 200 * (time.monotonic() - self.started) if self.has_counter else None, 80, 2**30, 60, 1000, 0)
 
     def close(self) -> None:
@@ -220,9 +221,7 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
         sampler.mark(time.time(), "data", step)
         count = len(sampler.samples)
         if step in (2, 3):
-            deadline = time.monotonic() + 60
-            while len(sampler.samples) < count + 20 and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_until(lambda least=count + 20: len(sampler.samples) >= least)
         sampler.mark(time.time(), "forward", step)
         sampler.end()
     reading = sampler.read()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import python
-from factories import by_transformers, save_adapter_folder, tiny_model_folder, wait_until
+from factories import PATIENCE, by_transformers, save_adapter_folder, tiny_model_folder, wait_until
 
 import lora
 from checkpoint import huggingface, peft, store
@@ -233,7 +233,7 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     output = tmp_path / "o.jsonl"
     wait_until(lambda: output.exists() and output.stat().st_size)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE)
     lines = [json.loads(line)["line"] for line in output.read_text().splitlines()]
     assert process.returncode == 130 and errors.endswith("Stopped.\n"), errors
     assert 0 < len(lines) < 2000 and lines == sorted(lines)

@@ -73,7 +73,7 @@ def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_fi
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it exceeded its limit of 1 s" and found["good"]["ok"]
     assert found["hangs"]["figures"]["speed"] == 1.5
     stat = Path(f"/proc/{found['hangs']['figures']['child']}/stat")
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", timeout=10)
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 def test_a_part_that_needs_a_failed_one_or_has_no_time_left_is_skipped(suite):

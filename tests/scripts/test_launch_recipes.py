@@ -7,6 +7,7 @@ forwards USR1 to the tasks themselves, kills them at TERM, and exits with their 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from settings.load import load_config
 RECIPES = ROOT / "scripts" / "cluster"
 FATAL = {errors.DataError, errors.NonFiniteError, errors.CheckpointError}
 DATA = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model"}
-SRUN = f"""#!{sys.executable}
+SRUN = """#!/usr/bin/env python3
 import os, signal, subprocess, sys
 option = dict(word.split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
 os.environ["JOB_PID"] = str(os.getppid())
@@ -41,7 +42,7 @@ signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for ta
 signal.signal(signal.SIGTERM, kill)
 for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
     output = option["--output"].replace("%j", os.environ["SLURM_JOB_ID"]).replace("%n", str(node))
-    tasks.append(subprocess.Popen(sys.argv[sys.argv.index("bash"):], env={{**os.environ, "SLURM_NODEID": str(node)}},
+    tasks.append(subprocess.Popen(sys.argv[sys.argv.index("bash"):], env={**os.environ, "SLURM_NODEID": str(node)},
                                   stdout=open(output, "a"), stderr=subprocess.STDOUT))
 sys.exit(max(task.wait() for task in tasks))
 """
@@ -104,7 +105,7 @@ class Job:
 
 
 WAITS = ("trap 'echo node $NODE_RANK saves; sleep 0.3; exit 143' USR1; trap 'sleep 0.1; exit 143' TERM; "
-         "echo node $NODE_RANK; for i in {1..1000}; do sleep 0.05; done")
+         "echo node $NODE_RANK; for i in {1..6000}; do sleep 0.05; done")
 
 
 @pytest.mark.parametrize(("python", "environ", "code", "requeued"), [
@@ -141,7 +142,7 @@ def test_a_cancelled_job_does_not_come_back(tmp_path):
 
 
 def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(monkeypatch, tmp_path):
-    tell = f"""exec {sys.executable} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
+    tell = f"""exec {shlex.quote(sys.executable)} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
     job = Job(tmp_path, "--preset", "llama3-8b,production", python=tell)
     assert job.wait() == 0, job.text()
     for node in range(2):

@@ -1,6 +1,7 @@
 """What a command recommends works in a shell in which nothing is activated; without the packages, it is how to get them."""
 
 import re
+import shlex
 import subprocess
 import sys
 import venv
@@ -62,7 +63,7 @@ def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_pat
     assert command("scripts/merge_lora.py", ROOT / "a b") == "./paddock export --to merged 'a b'"
     assert command("scripts/soak.py").endswith("python scripts/soak.py"), "which ./paddock does not know"
     monkeypatch.chdir(tmp_path)
-    by_path = f"{sys.executable} {ROOT}/scripts/generate.py"
+    by_path = shlex.join([sys.executable, str(ROOT / "scripts" / "generate.py")])
     assert command("scripts/generate.py") == by_path, "a run in another folder reads its .env and data there"
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
@@ -80,8 +81,8 @@ def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_pat
 def empty(tmp_path_factory) -> Path:
     """A copy of the code without an environment, and in `bare` a Python without packages."""
     folder = tmp_path_factory.mktemp("clone")
-    subprocess.run(f"git -C {ROOT} ls-files -z -co --exclude-standard | tar -C {ROOT} --null -T - -c | tar -x -C {folder}", shell=True,
-                   check=True)
+    subprocess.run(f"git ls-files -z -co --exclude-standard | tar --null -T - -c | tar -x -C {shlex.quote(str(folder))}", shell=True,
+                   cwd=ROOT, check=True)
     venv.create(folder / "bare", with_pip=False)
     return folder
 

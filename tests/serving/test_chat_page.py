@@ -40,7 +40,7 @@ class Chat:
 
     def __init__(self, page, url: str):
         self.page, self.own, self.heard = page, url, []
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(120_000)
         page.on("console", lambda message: self.heard.append(message.text))
         page.on("pageerror", lambda error: self.heard.append(str(error)))
         page.on("request", lambda request: self.heard.append(request.url))

@@ -623,7 +623,7 @@ def test_help_that_nobody_reads_ends_without_a_word():
     """As with `| head`; 141 is a shell's code for a process that SIGPIPE ended."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "train.py", "-h"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
+    done = subprocess.run([sys.executable, "train.py", "-h"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=300,
                           env={**os.environ, "PYTHONUNBUFFERED": ""})
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

@@ -40,7 +40,11 @@ def can_mount() -> bool:
     return subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
 
 
-needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+without_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+
+
+def needs_mounts(test):
+    return pytest.mark.root(without_mounts(test))
 
 
 @pytest.fixture
@@ -399,8 +403,7 @@ def two_nodes():
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
 def test_a_cable_that_is_cut_between_two_nodes_ends_both(tiny_run, two_nodes):
-    timeout = 10
-    run = tiny_run(MAX_STEPS=1_000_000, SAVE_EVERY=20, KEEP_LAST=2, DISTRIBUTED_TIMEOUT=timeout, **UNMEASURED)
+    run = tiny_run(MAX_STEPS=1_000_000, SAVE_EVERY=20, KEEP_LAST=2, DISTRIBUTED_TIMEOUT=10, **UNMEASURED)
     commands = []
     for number, (name, link, _) in enumerate(two_nodes):
         inside = f"import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', '{name}', sys.executable, *sys.argv[1:]])"
@@ -410,11 +413,8 @@ def test_a_cable_that_is_cut_between_two_nodes_ends_both(tiny_run, two_nodes):
     with commands[0], commands[1]:
         commands[0].wait_for(lambda: bool(run.steps_saved()))
         subprocess.run(["ip", "-n", two_nodes[0][0], "link", "set", two_nodes[0][1], "down"], check=True)
-        cut = time.monotonic()
-        codes = [command.wait(timeout + 60) for command in commands]
-        seconds = time.monotonic() - cut
+        codes = [command.wait() for command in commands]
         text = "".join(command.text() for command in commands)
-    print(f"both nodes ended with {codes}, {seconds:.1f} s after the cut")
-    assert set(codes) <= {1, 6} and seconds < timeout + 35, text
+    assert set(codes) <= {1, 6}, text
     assert all("error: " in command.last_line() and "rank 1" in command.last_line() for command in commands), text
     assert store.verify(run.checkpoint(run.steps_saved()[-1]))
