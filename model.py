@@ -8,7 +8,6 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,7 +19,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig, padded
-from fused.attention import SHARED_PREFIX, VARLEN, attend, choose_kernel, compute_cu_seqlens, document_spans
+from fused.attention import (
+    SHARED_PREFIX,
+    VARLEN,
+    Spans,
+    attend,
+    choose_kernel,
+    compute_spans,
+    document_spans,
+)
 from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 from fused.norm import Normalized
@@ -54,7 +61,7 @@ class AttentionMeta(NamedTuple):
     cos_BT1H: Tensor  # cosine of each pair's angle, repeated for both elements; B is 1 if all rows share it
     sin_BT1H: Tensor  # sine, negative for the first element of each pair
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
-    cu_seqlens: Optional[Tensor] = None  # see `compute_cu_seqlens`, for varlen kernels
+    spans: Optional[Spans] = None  # for varlen kernels, instead of a mask
     rotation_BT1H: Optional[Tensor] = None  # cosine + i sine of each pair; on a CPU
 
     def rotate(self, x_BTNH: Tensor) -> Tensor:
@@ -159,7 +166,7 @@ class Attention(nn.Module):
         if store is not None:
             k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
         heads = (upcast_for_matmul(heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
-        attended_BTNH = attend(meta.kernel, *heads, meta.mask_B1TS, meta.cu_seqlens)
+        attended_BTNH = attend(meta.kernel, *heads, meta.mask_B1TS, meta.spans)
         return self.wo(attended_BTNH.flatten(-2).to(x_BTD.dtype))
 
 
@@ -270,7 +277,8 @@ class Transformer(nn.Module):
         """Return each layer's AttentionMeta. Document ids on the CPU avoid waiting for the GPU."""
         config, device, queries = self.config, tokens_BT.device, tokens_BT.shape[1]
         choose = partial(choose_kernel, config=config, device=device, dtype=self.compute_dtype)
-        mask = window = cu_seqlens = None
+        mask = window = spans = None
+        host_ids, has_prefix = document_ids, False
         if cache is not None:
             cos, sin, mask, window = cache.begin(queries)
             # On a GPU, kernels for causal attention plan every new length.
@@ -282,25 +290,27 @@ class Transformer(nn.Module):
             has_prefix = int(document_ids.min()) == SHARED_PREFIX
             kernel = choose("mask" if has_prefix and not blocks_pay else "documents")
             if kernel in VARLEN:
-                cu_seqlens = compute_cu_seqlens(document_ids)
-                if device.type == "cuda":
-                    cu_seqlens = cu_seqlens.pin_memory()  # a copy from unpinned memory waits for the device
-                cu_seqlens = cu_seqlens.to(device, non_blocking=True)
-                if "torch._dynamo" in sys.modules:  # one compilation for any number of documents
-                    torch._dynamo.maybe_mark_dynamic(cu_seqlens, cu_seqlens.ndim - 1)
+                spans = compute_spans(document_ids).to(device)
             document_ids = document_ids.to(device, non_blocking=device.type == "cuda")
             positions = position_ids(document_ids)
-            mask = attention_mask(document_ids) if cu_seqlens is None else None
+            mask = attention_mask(document_ids) if spans is None else None
         if cache is None:
             cos, sin = precompute_freqs(config, positions)
-            if config.sliding_window is not None and queries > config.sliding_window:
+        rotation = torch.complex(cos[..., ::2], sin[..., 1::2]) if device.type == "cpu" else None
+        full = windowed = AttentionMeta(kernel, cos, sin, mask, spans, rotation)
+        if window is not None:
+            windowed = full._replace(kernel=choose("mask"), mask_B1TS=window, spans=None)
+        elif cache is None and config.sliding_window is not None and queries > config.sliding_window:
+            kernel = choose("mask" if has_prefix else "window")
+            if kernel in VARLEN:
+                rows = torch.ones(tokens_BT.shape, dtype=torch.int32) if host_ids is None else host_ids
+                spans = compute_spans(rows, config.sliding_window).to(device)
+                windowed = full._replace(kernel=kernel, mask_B1TS=None, spans=spans)
+            else:
                 window = window_mask(config, positions, positions)
                 if document_ids is not None:
                     window &= attention_mask(document_ids) if mask is None else mask
-        rotation = torch.complex(cos[..., ::2], sin[..., 1::2]) if device.type == "cpu" else None
-        full = windowed = AttentionMeta(kernel, cos, sin, mask, cu_seqlens, rotation)
-        if window is not None:
-            windowed = full._replace(kernel=choose("mask"), mask_B1TS=window, cu_seqlens=None)
+                windowed = full._replace(kernel=kernel, mask_B1TS=window, spans=None)
         metas = [windowed if config.slides(layer) else full for layer in range(config.n_layers)]
         # Ones and zeros rotate nothing, and leave one compilation for all blocks.
         return [meta if config.rotates(layer) else

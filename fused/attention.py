@@ -5,6 +5,7 @@ differ by a factor of two in speed. Which can run depends on device, dtype, head
 """
 
 import inspect
+import sys
 from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple, Optional
@@ -43,7 +44,10 @@ KERNELS = {
     "blocks": Kernel(half_only=False),  # fused.blocks, on a CPU
     "folded": Kernel(half_only=False),  # attend_folded, on a CPU
 }
-VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as cu_seqlens, without a mask
+VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as Spans, without a mask
+# With a mask, torch may choose cuDNN, whose backward gives NaN at some lengths (pytorch issue 196678), and
+# whose forward is wrong for few key/value heads on a B200 (193893).
+SAFE_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
 SHARED_PREFIX = 0  # id of a document that later ones of its row attend to, up to the next with this id
@@ -60,6 +64,8 @@ ORDERS = {
     "documents": {10: ("flash-2", "varlen", "efficient", "math"),
                   9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
                   8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
+    "window": {9: ("flash-3", "flash-2", "varlen", "efficient", "math"),
+               8: ("flash-2", "varlen", "efficient", "math"), 0: ("efficient", "math")},
     "mask": {0: ("efficient", "math")},  # shared prefixes on a GPU, and prompts with a cache
 }
 NAMED = {"cudnn": ("cudnn", "cudnn-expanded"), "math": ("math",), "sdpa": ("sdpa",)}
@@ -70,19 +76,20 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     """Return the kernels to try, best first; none if ATTENTION_BACKEND does not support the purpose.
 
     Args:
-        purpose: "causal", "documents" (attention within documents) or "mask" (any other).
+        purpose: "causal", "documents" (attention within documents), "window" (the same, limited to
+            SLIDING_WINDOW) or "mask" (any other).
         capability: compute capability; None = a CPU.
-        backend: ATTENTION_BACKEND; for masks, flash and cudnn mean auto.
+        backend: ATTENTION_BACKEND; for windows and masks, flash and cudnn mean auto.
     """
-    is_half = dtype in (torch.bfloat16, torch.float16)
+    is_half, is_masked = dtype in (torch.bfloat16, torch.float16), purpose in ("window", "mask")
     if capability is None:
         # In float32, blocks pay only where they skip other documents.
         auto = "blocks" if purpose == "documents" or (purpose == "causal" and is_half) else "sdpa"
-        auto = "folded" if purpose == "mask" else auto
+        auto = "folded" if is_masked else auto
         order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
-    elif backend in ("auto", "flash") or (purpose == "mask" and backend == "cudnn"):
+    elif backend in ("auto", "flash") or (is_masked and backend == "cudnn"):
         order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
-        if backend == "flash" and purpose != "mask":
+        if backend == "flash" and not is_masked:
             order = tuple(name for name in order if name == "flash" or name in VARLEN)
     else:
         order = NAMED[backend]
@@ -92,22 +99,42 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
                  and (KERNELS[name].deterministic or not deterministic))
 
 
+class Spans(NamedTuple):
+    """The keys that each token attends to, for VARLEN kernels."""
+
+    cu_seqlens: Tensor  # see `compute_spans`
+    longest: Tensor  # (tokens of the longest document, 0); as a size, it can vary within one compilation
+    window: int = 0  # number of keys up to the query, SLIDING_WINDOW; 0 = the whole document
+
+    def to(self, device: torch.device) -> "Spans":
+        """Copy `cu_seqlens` to a device without waiting for it, for one compilation of all sizes."""
+        cu_seqlens, longest, window = self
+        if device.type == "cuda":
+            cu_seqlens = cu_seqlens.pin_memory()  # a copy from unpinned memory waits for the device
+        cu_seqlens = cu_seqlens.to(device, non_blocking=True)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, cu_seqlens.ndim - 1)
+            torch._dynamo.maybe_mark_dynamic(longest, 0)
+        return Spans(cu_seqlens, longest, window)
+
+
 def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor] = None,
-           cu_seqlens: Optional[Tensor] = None) -> Tensor:
+           spans: Optional[Spans] = None) -> Tensor:
     """Compute (B, T, N, H) attention with one of KERNELS.
 
-    It is limited by the mask, or causal: within each row, or within documents given by `cu_seqlens`
-    (VARLEN). Without a mask, a single query attends to all keys.
+    It is limited by the mask, or causal: within each row, or within `spans` (VARLEN). Without a mask, a
+    single query attends to all keys.
     """
     if kernel == "blocks":
-        return attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, cu_seqlens)
+        return attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
     if kernel == "folded" and q_BTNH.shape[1] <= FOLDED_QUERIES:
         return attend_folded(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
     if k_BSKH.stride(-1) != 1:
         k_BSKH = k_BSKH.contiguous()
-    if cu_seqlens is not None:
+    if spans is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
-        return varlen_function(kernel)(*flat, cu_seqlens, q_BTNH.shape[1]).view_as(q_BTNH)
+        attended = varlen_function(kernel)(*flat, spans.cu_seqlens, spans.longest.shape[0], spans.window)
+        return attended.view_as(q_BTNH)
     queries, group = q_BTNH.shape[1], q_BTNH.shape[2] // k_BSKH.shape[2]
     if group > 1 and not KERNELS[kernel].grouped:
         k_BSKH, v_BSKH = (heads.repeat_interleave(group, dim=2) for heads in (k_BSKH, v_BSKH))
@@ -115,6 +142,8 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     if queries == 1:  # a branch: torch takes no symbolic flag from the compiler
         is_causal = False
     backend = KERNELS[kernel].backend
+    if kernel == "sdpa" and mask_B1TS is not None and q_BTNH.is_cuda:
+        backend = SAFE_WITH_MASK
     with nullcontext() if backend is None else sdpa_kernel(backend):
         attended_BNTH = F.scaled_dot_product_attention(
             *(heads.transpose(1, 2) for heads in (q_BTNH, k_BSKH, v_BSKH)), attn_mask=mask_B1TS,
@@ -152,8 +181,8 @@ def document_spans(document_ids_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return start_BT, prefix_BT, torch.where(is_prefix_BT, prefix_BT, end_BT)
 
 
-def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
-    """Return the int32 offsets of the documents in the flattened batch and its end, for varlen kernels.
+def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
+    """Return the spans of documents; `cu_seqlens` has their int32 offsets in the flattened batch and its end.
 
     The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
     shapes. With shared prefixes, which only "blocks" can compute, two lines more: the first key that each
@@ -163,28 +192,32 @@ def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
     index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
     is_start_BT = start_BT == index_BT - index_BT[:, :1]
     offsets = index_BT[is_start_BT]
+    longest = int(F.pad(offsets, (0, 1), value=document_ids_BT.numel()).diff().max())
     if int(document_ids_BT.min()) == SHARED_PREFIX:
         lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
         offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
     size = -(-(offsets.shape[-1] + 1) // 64) * 64
-    return F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).to(torch.int32)
+    cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel())
+    # A compiler takes a size of 1 for a constant.
+    return Spans(cu_seqlens.to(torch.int32), torch.empty(max(2, longest), 0), window)
 
 
 @cache
 def varlen_function(kernel: str):
-    """Return a function of flat q, k, v, cu_seqlens and the maximum length: attention within documents."""
+    """Return a function of flat q, k, v and the values of Spans, with a number for `longest`."""
     if kernel == "flash-2":
         from flash_attn import flash_attn_varlen_func
 
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return lambda q, k, v, cu_seqlens, longest: flash_attn_varlen_func(
-            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, deterministic=deterministic)
+        return lambda q, k, v, cu_seqlens, longest, window: flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, window_size=(window - 1, 0),
+            deterministic=deterministic)  # -1 = unlimited
     from torch.nn.attention.varlen import varlen_attn
 
     # Required for grouped queries since torch 2.12.
     grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return lambda q, k, v, cu_seqlens, longest: varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(-1, 0), **grouped)
+    return lambda q, k, v, cu_seqlens, longest, window: varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, window_size=(window - 1, 0), **grouped)
 
 
 def activate_flash_3(on: bool) -> None:
@@ -207,10 +240,12 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     mask_TS = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     if purpose != "causal":
         mask_TS[border:, :border] = False
-    mask = None if purpose == "causal" else mask_TS[None, None]
-    cu_seqlens = None
-    if purpose == "documents" and kernel in VARLEN:  # padded with empty documents, as in a run
-        cu_seqlens = torch.tensor([0, border, *[length] * 62], dtype=torch.int32, device=device)
+    window = border // 2 if purpose == "window" else 0
+    if window:
+        mask_TS.triu_(1 - window)
+    mask, spans = None if purpose == "causal" else mask_TS[None, None], None
+    if purpose in ("documents", "window") and kernel in VARLEN:
+        mask, spans = None, compute_spans((torch.arange(length)[None] >= border).int() + 1, window).to(device)
 
     def output_and_gradients(name: str, dtype: torch.dtype, *masks) -> list[Tensor]:
         inputs = [heads.to(dtype).requires_grad_() for heads in (q, k, v)]
@@ -222,7 +257,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
     try:
         if is_new_flash_3:
             activate_flash_3(True)
-        actual = output_and_gradients(kernel, dtype, mask if cu_seqlens is None else None, cu_seqlens)
+        actual = output_and_gradients(kernel, dtype, mask, spans)
         expected = output_and_gradients("math", torch.float32, mask_TS[None, None])
         off = max(float((ours.float() - exact).norm() / exact.norm())
                   for ours, exact in zip(actual, expected, strict=True))

@@ -12,7 +12,7 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
 from fused import matmul
-from fused.attention import compute_cu_seqlens
+from fused.attention import compute_spans
 from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
@@ -161,11 +161,13 @@ def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
 
 def test_borders_are_where_documents_begin_in_the_flattened_batch():
     documents = torch.tensor([[1, 1, 2, 2], [2, 2, 3, 3], [1, 1, 1, 1]], dtype=torch.int32)
-    borders = compute_cu_seqlens(documents)
+    borders, longest, _ = compute_spans(documents)
+    assert len(longest) == 4
     assert borders.dtype == torch.int32 and len(borders) == 64
     assert borders[:6].tolist() == [0, 2, 4, 6, 8, 12], "a row's begin is a border even where the number goes on"
     assert (borders[5:] == 12).all()
-    single = compute_cu_seqlens(torch.arange(1, 65, dtype=torch.int32)[None])
+    single, longest, _ = compute_spans(torch.arange(1, 65, dtype=torch.int32)[None])
+    assert len(longest) == 2, "a size of 1 would be a constant for the compiler"
     assert single.tolist() == [*range(65)] + [64] * 63
 
 

@@ -86,11 +86,14 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
             for n in (n_heads, n_kv_heads, n_kv_heads)]
 
 
-def make_cu_seqlens(rows: int, length: int, documents: int, empty: int, device: str) -> Tensor:
-    """Return the int32 boundaries of documents of nearly equal length in each row, then of empty ones."""
+def make_spans(rows: int, length: int, documents: int, empty: int, device: str):
+    """Return the spans of documents of nearly equal length in each row, then of empty ones."""
+    from fused.attention import Spans
+
     starts = [row * length + document * length // documents
               for row in range(rows) for document in range(documents)]
-    return torch.tensor(starts + [rows * length] * (1 + empty), dtype=torch.int32, device=device)
+    borders = torch.tensor(starts + [rows * length] * (1 + empty), dtype=torch.int32)
+    return Spans(borders, torch.empty(int(borders.diff().max()), 0)).to(torch.device(device))
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
@@ -148,8 +151,8 @@ def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: in
 
     name = f"{kernel}, {name_of(dtype)}, {count} documents a row, {empty} empty"
     with task.attempt(name):
-        cu_seqlens = make_cu_seqlens(rows, length, count, empty, task.device)
-        actual = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, cu_seqlens))
+        spans = make_spans(rows, length, count, empty, task.device)
+        actual = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, spans))
         number_T = torch.zeros(length, dtype=torch.int64)
         for document in range(count):
             number_T[document * length // count:] = document
@@ -174,11 +177,12 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             continue
         rates: dict[str, float] = {}
         for count in DOCUMENTS:
-            cu_seqlens = make_cu_seqlens(rows, length, count, 63, task.device)
-            flops = 3.5 * 4 * n_heads * width * float(cu_seqlens.diff().double().square().sum()) / 2
-            with task.attempt(f"{kernel}, {count} documents"):
-                attend = partial(kernels.attend, kernel, cu_seqlens=cu_seqlens)
-                rates[str(count)] = tflops(task, attend, inputs, flops)
+            spans = make_spans(rows, length, count, 63, task.device)
+            flops = 3.5 * 4 * n_heads * width * float(spans.cu_seqlens.diff().double().square().sum()) / 2
+            whole_row = spans._replace(longest=torch.empty(length, 0))  # a grid that is larger than necessary
+            for name, each in ((str(count), spans), (f"{count}, grid of {length}", whole_row)):
+                with task.attempt(f"{kernel}, {name} documents"):
+                    rates[name] = tflops(task, partial(kernels.attend, kernel, spans=each), inputs, flops)
         task.figure(f"documents {label} {kernel}, TFLOP/s by documents per row", rates)
         if kernel == "flash-3":
             kernels.activate_flash_3(False)

@@ -1,12 +1,14 @@
 """Attention computes the same by every kernel, and on each architecture the best one that works is taken."""
 
 import sys
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import new_model
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import lora
@@ -17,6 +19,7 @@ from fused import attention, blocks
 from fused.attention import (
     KERNELS,
     ORDERS,
+    Spans,
     attend,
     choose_kernel,
     kernel_order,
@@ -31,12 +34,14 @@ AMPERE, TURING, HOPPER, BLACKWELL = (8, 0), (7, 5), (9, 0), (10, 0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
-    """What a kernel for documents of unequal length computes, one document after another."""
+def by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, left: int = -1) -> Tensor:
+    """What a kernel for documents of unequal length computes, one document after another; -1 = all keys to the left."""
     out = torch.empty_like(q)
     for begin, end in zip(borders.tolist(), borders.tolist()[1:]):
         heads = (x[begin:end].transpose(0, 1) for x in (q, k, v))
-        out[begin:end] = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
+        mask = torch.ones(end - begin, end - begin, dtype=torch.bool).tril()
+        mask = mask if left < 0 else mask.triu(-left)
+        out[begin:end] = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True).transpose(0, 1)
     return out
 
 
@@ -44,19 +49,20 @@ def by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
                            causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
                            return_attn_probs=False, block_table=None):
-    assert causal and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
-    return by_document(q, k, v, cu_seqlens_q)
+    assert causal and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32 and window_size[1] == 0
+    assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max(), "more launches blocks that have nothing to do"
+    return by_document(q, k, v, cu_seqlens_q, window_size[0])
 
 
 def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    assert window_size == (-1, 0)
-    return by_document(query, key, value, cu_seq_q)
+    assert window_size[1] == 0 and max_q == max_k == cu_seq_q.diff().max()
+    return by_document(query, key, value, cu_seq_q, window_size[0])
 
 
 def varlen_attn_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
                      enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
-    assert window_size == (-1, 0) and (enable_gqa or query.shape[1] == key.shape[1])
-    return by_document(query, key, value, cu_seq_q)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +103,8 @@ def tiny(**settings) -> Config:
     ("documents", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
     ("documents", TURING, FP16, 64, ("efficient", "math")),
     ("mask", HOPPER, BF16, 64, ("efficient", "math")),
+    ("window", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
+    ("window", None, FP32, 64, ("folded",)),
     ("causal", None, FP32, 64, ("sdpa",)),
     ("causal", None, BF16, 64, ("blocks",)),
     ("documents", None, FP32, 64, ("blocks",)),
@@ -156,6 +164,7 @@ def test_what_works_passes_its_trial(kernel, heads, purpose):
 def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch):
     kernel = install(monkeypatch, name)
     assert trial(kernel, "documents", (4, 2, 8), CPU, FP32) is None
+    assert trial(kernel, "window", (4, 2, 8), CPU, FP32) is None
 
 
 @pytest.mark.parametrize("kernel", ["flash-3", "flash-2", "varlen"])
@@ -179,11 +188,11 @@ def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
 @pytest.mark.parametrize("works_for", ["documents", "causal"])
 def test_what_a_purpose_has_chosen_stays_switched_on_or_off(works_for, monkeypatch):
     """FlashAttention-3 is one switch for the whole process, and may fail for one purpose only."""
-    def attended(kernel, q, k, v, mask=None, cu_seqlens=None):
-        purpose = "causal" if mask is None and cu_seqlens is None else "documents"
+    def attended(kernel, q, k, v, mask=None, spans=None):
+        purpose = "causal" if mask is None and spans is None else "documents"
         if kernel == "flash-3" and purpose != works_for or kernel in ("cudnn", "cudnn-expanded", "flash-2"):
             raise RuntimeError("no kernel image")
-        mask = document_mask if cu_seqlens is not None else mask
+        mask = document_mask if spans is not None else mask
         return attend("math", q, k, v, mask)
 
     switch, original = [False], attention.trial
@@ -229,26 +238,45 @@ def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypa
     assert groups == [(6, 6, False)]
 
 
+def test_cudnn_never_gets_a_mask(monkeypatch):
+    """Its backward may give NaN, and its forward wrong values; other kernels are named, whatever torch would prefer."""
+    backends = []
+    monkeypatch.setattr(attention, "sdpa_kernel", lambda chosen: backends.append(chosen) or nullcontext())
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(1, 9, heads, 8, device="cuda", dtype=BF16) for heads in (4, 2, 2))
+        mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda")
+        with suppress(Exception):  # which kernel runs is decided before
+            attend("sdpa", q, k, v, mask)
+    assert len(backends) == 1 and attention.SDPBackend.CUDNN_ATTENTION not in backends[0]
+
+
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.12"])
-def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, monkeypatch):
-    model, generator = new_model(tiny(), 128), torch.Generator().manual_seed(1)
+def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, window, monkeypatch):
+    config = tiny(**({"model_type": "mistral", "sliding_window": window} if window else {}))
+    model, generator = new_model(config, 128), torch.Generator().manual_seed(1)
     tokens, targets = torch.randint(0, 128, (2, 2, 40), generator=generator)
     documents = torch.tensor([[1] * 7 + [2] * 33, [5] * 40], dtype=torch.int32)
 
-    def results():
+    def results(documents=documents):
         total = model(tokens, targets, documents, reduction="sum")
         return [total, *torch.autograd.grad(total, [*model.parameters()])]
 
     expected = results()
     kernel, purposes = install(monkeypatch, name), []
     monkeypatch.setattr(model_module, "choose_kernel",
-                        lambda purpose, **_: purposes.append(purpose) or (kernel if purpose == "documents" else "sdpa"))
+                        lambda purpose, **_: purposes.append(purpose) or (kernel if purpose in ("documents", "window") else "sdpa"))
     for found, wanted in zip(results(), expected):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
     with torch.no_grad():
         model.logits(tokens, shared), model.logits(tokens)
-    assert purposes == ["documents", "mask", "causal"], "a shared prefix cannot be told by borders"
+    seen = [["documents"], ["mask"], ["causal"]]
+    if window:
+        seen = [["documents", "window"], ["mask", "mask"], ["causal", "window"]]
+        monkeypatch.setattr(model_module, "window_mask", None)  # not even computed
+        results(documents), results(None)
+    assert purposes[:len(sum(seen, []))] == sum(seen, []), "a shared prefix cannot be told by borders"
 
 
 @pytest.fixture
@@ -287,7 +315,7 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
     # Opaque to the compiler, as the real ones are.
     operator = torch.library.custom_op("paddock_test::by_document", by_document, mutates_args=())
     operator.register_fake(lambda q, k, v, borders: torch.empty_like(q))
-    monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, _: operator(q, k, v, borders))
+    monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, *_: operator(q, k, v, borders))
     monkeypatch.setattr(model_module, "choose_kernel", lambda *_, **__: kernel)
     model = new_model(tiny(), 128)
     compile_model(model)
@@ -322,7 +350,8 @@ def test_blocks_of_queries_attend_as_one_query_after_another(shape, lengths, com
     expected = by_document(*flat, borders).view(inputs[0].shape)
     cu_seqlens = None if lengths is None else F.pad(borders, (0, 3), value=rows * tokens).to(torch.int32)
     function = torch.compile(attend, backend="aot_eager", fullgraph=True) if compiled else attend
-    actual = function("blocks", *inputs, None, cu_seqlens)
+    spans = None if cu_seqlens is None else Spans(cu_seqlens, torch.empty(max(lengths), 0))
+    actual = function("blocks", *inputs, None, spans)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
     for found, wanted in zip(*(torch.autograd.grad((each * weights).sum(), inputs) for each in (actual, expected))):
