@@ -145,6 +145,7 @@ class Batch:
     target_index_M: torch.Tensor | None = None  # int64 positions of the flattened targets; None = all
     stored: dict[str, torch.Tensor] = field(default_factory=dict)  # precomputed outputs, by row
     padding: int = 0  # tokens that belong to no document
+    host: "Batch | None" = None  # on the CPU, of which this is a copy
 
     @property
     def targets(self) -> int:
@@ -155,7 +156,7 @@ class Batch:
         """Copy the batch to a device without waiting, if it is pinned. The host reads the document ids."""
         on_cuda = device.type == "cuda"  # a copy to mps reads its source later, which may be gone
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=on_cuda))
-        return replace(moved, document_ids_BT=self.document_ids_BT)
+        return replace(moved, document_ids_BT=self.document_ids_BT, host=self)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)

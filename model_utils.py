@@ -29,6 +29,7 @@ from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
 from parallel.exact import ExactGradients, check_alignment
+from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
 
@@ -45,6 +46,9 @@ def choose_device(config: RunConfig) -> str:
     if not seen[device]:
         raise SettingsError(f"DEVICE={device}, but torch sees no such GPU; set it to cpu, or install a torch "
                             f"for {'CUDA or ROCm' if device == 'cuda' else 'Apple silicon'}")
+    if device == "cuda" and (reason := why_no_kernels(torch.cuda.get_device_capability(),
+                                                      torch.cuda.get_arch_list())):
+        raise SettingsError(f"{torch.cuda.get_device_name()}: {reason}")
     return device
 
 
@@ -66,9 +70,10 @@ def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
 
 def device_and_dtype(device: Optional[torch.device],
                      dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on CUDA, else fp32."""
+    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on GPUs that have it."""
     device = device or torch.device(choose_device(RunConfig()))
-    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    has_bf16 = device.type == "cuda" and bf16_is_fast("cuda")
+    return device, dtype or (torch.bfloat16 if has_bf16 else torch.float32)
 
 
 def make_deterministic(config: RunConfig, device_type: str) -> None:
@@ -216,6 +221,9 @@ def compile_model(model: Transformer) -> None:
     """
     # A block is compiled separately for training and evaluation, adapters on and off, a mask or none.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    # For DDP, torch would split each block's graph, which then keeps a third more for the backward. Gradients
+    # are exchanged during the backward anyway, since blocks are compiled one by one.
+    torch._dynamo.config.optimize_ddp = False
     selective = model.config.activation_checkpointing == "selective"
     budget = model.config.activation_memory_budget if selective else 1.0
     torch._functorch.config.activation_memory_budget = budget

@@ -192,14 +192,14 @@ def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
     index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
     is_start_BT = start_BT == index_BT - index_BT[:, :1]
     offsets = index_BT[is_start_BT]
-    longest = int(F.pad(offsets, (0, 1), value=document_ids_BT.numel()).diff().max())
     if int(document_ids_BT.min()) == SHARED_PREFIX:
         lines = torch.where(end_BT > prefix_BT, prefix_BT, start_BT), end_BT
         offsets = torch.stack([offsets, *((line_BT + index_BT[:, :1])[is_start_BT] for line_BT in lines)])
     size = -(-(offsets.shape[-1] + 1) // 64) * 64
-    cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel())
+    cu_seqlens = F.pad(offsets, (0, size - offsets.shape[-1]), value=document_ids_BT.numel()).int()
+    longest = int(torch.atleast_2d(cu_seqlens)[0].diff().max())
     # A compiler takes a size of 1 for a constant.
-    return Spans(cu_seqlens.to(torch.int32), torch.empty(max(2, longest), 0), window)
+    return Spans(cu_seqlens, torch.empty(max(2, longest), 0), window)
 
 
 @cache

@@ -8,7 +8,7 @@ al. 2022, appendix B (arXiv:2204.02311).
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config import LORA_LAYERS, Config, ModelConfig, padded
 
@@ -53,6 +53,16 @@ def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
     from fused.head import chunk_tokens
 
     return config.head_chunk_tokens or chunk_tokens(rows, device_type)
+
+
+def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: Any) -> None:
+    """Set a model's head chunk by `with_head_chunk` if it is on a GPU."""
+    if device.type == "cuda":
+        import torch
+
+        memory = torch.cuda.get_device_properties(device).total_memory
+        chosen = with_head_chunk(config, model.vocab_size, compute_bytes, memory)
+        model.head.positions = chosen.head_chunk_tokens
 
 
 def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:

@@ -296,23 +296,26 @@ class KTO(PairwiseObjective):
 
     def side(self, batch) -> Tensor:
         """Return (B, T), on the CPU: 1 for tokens of a record's own answer, -1 of the other, 0 of padding."""
-        document_BT = batch.document_ids_BT.long() - 1
-        label_BT = F.pad(batch.stored["label_BP"].cpu(), (0, 1)).gather(1, document_BT // 2)
+        document_BT, label_BP = batch.document_ids_BT.long() - 1, (batch.host or batch).stored["label_BP"]
+        label_BT = F.pad(label_BP, (0, 1)).gather(1, document_BT // 2)
         return torch.where(document_BT % 2 == 0, label_BT, -label_BT)
 
     def only(self, batch, side: int):
         """Return a batch of the tokens of one side, in shorter rows unless a compiler wants equal shapes."""
-        is_kept_BT, last = self.side(batch) == side, int(batch.document_ids_BT.max())
+        host = batch.host or batch  # the device is not asked, which would wait for it
+        is_kept_BT, last = self.side(host) == side, int(host.document_ids_BT.max())
         length = is_kept_BT.shape[1] if self.config.compile else int(is_kept_BT.sum(dim=1).max()) + 1
         order_BT = (~is_kept_BT).int().argsort(dim=1, stable=True)[:, :length]
         is_kept_BT = is_kept_BT.gather(1, order_BT)
         # The odd number after the last pair is that of padding.
-        document_ids_BT = batch.document_ids_BT.gather(1, order_BT).where(is_kept_BT, last // 2 * 2 + 1)
-        order_BT, kept_BT = order_BT.to(batch.tokens_BT.device), is_kept_BT.to(batch.tokens_BT.device)
-        targets_BT = batch.targets_BT.gather(1, order_BT).where(kept_BT, IGNORE_INDEX)
-        return replace(batch, tokens_BT=batch.tokens_BT.gather(1, order_BT) * kept_BT, targets_BT=targets_BT,
+        document_ids_BT = host.document_ids_BT.gather(1, order_BT).where(is_kept_BT, last // 2 * 2 + 1)
+        targets_BT = host.targets_BT.gather(1, order_BT).where(is_kept_BT, IGNORE_INDEX)
+        kept = replace(host, tokens_BT=host.tokens_BT.gather(1, order_BT) * is_kept_BT, targets_BT=targets_BT,
                        document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
                        target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
+        if host is not batch:
+            kept = (kept.pin_memory() if batch.tokens_BT.is_cuda else kept).to(batch.tokens_BT.device)
+        return replace(kept, stored=batch.stored)
 
     def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:
         """Return the (B, P, 2) log-probabilities of the own and the other answer, and their gains over the
@@ -505,7 +508,7 @@ class Distillation(NextToken):
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
         def loss(logits_MV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-            """Return a chunk's loss, and its gradient, which overwrites the logits block by block."""
+            """Return a chunk's loss, and its gradient, which on a CPU overwrites the logits."""
             if self.teacher is not None:
                 taught = (logits_of(chunk),)
             else:
@@ -514,14 +517,18 @@ class Distillation(NextToken):
             total = torch.zeros_like(sums["divergence"])
             if logits_MV.device.type == "cpu":
                 rows = CACHE_BYTES // (4 * logits_MV.shape[1])
+            gradient_MV = logits_MV
             for block in slices(len(logits_MV), max(1, rows)):
                 mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
                                         tuple(tensor[block] for tensor in taught), weight, settings)
-                logits_MV[block] = mixed.gradient_MV
+                if rows < len(logits_MV):
+                    logits_MV[block] = mixed.gradient_MV
+                else:
+                    gradient_MV = mixed.gradient_MV  # a copy would take time
                 sums["divergence"] += mixed.divergence
                 sums["cross_entropy"] += mixed.cross_entropy
                 total += weight * mixed.divergence + (1 - weight) * mixed.cross_entropy
-            return total, logits_MV
+            return total, gradient_MV
 
         total = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=target_index_M,
                       reduction=loss)

@@ -297,6 +297,24 @@ def choose_gpus(wanted: GpuRequest) -> list[int]:
     return [*wanted.numbers] or idle[:wanted.count]
 
 
+def why_no_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> Optional[str]:
+    """Return why a torch built for these `architectures` cannot use a GPU, or None if it can.
+
+    Code (sm_86) runs on later minor versions of its major version, with the suffix "a" on no other, and PTX
+    (compute_90) on all later versions. Source: CUDA C++ Programming Guide, "Application Compatibility".
+    """
+    found = [re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each) for each in architectures]
+    for kind, major, minor, suffix in (match.groups() for match in found if match):
+        built = int(major), int(minor)
+        is_related = built[0] == capability[0] and suffix != "a" or kind == "compute" and not suffix
+        if built == capability or built <= capability and is_related:
+            return None
+    if not any(found):  # unknown, or a torch for ROCm
+        return None
+    return (f"this torch has no kernels for its compute capability {capability[0]}.{capability[1]}, only for "
+            f"{' '.join(architectures)}; install a torch built for it, or set DEVICE=cpu")
+
+
 def take_gpus(wanted: GpuRequest) -> None:
     numbers = ",".join(map(str, choose_gpus(wanted)))
     os.environ |= {VISIBLE: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's order

@@ -26,7 +26,7 @@ from common.heartbeat import HEARTBEAT
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
 from hellaswag_utils import read_choice_set
 from learn import objectives
-from learn.cost import with_head_chunk
+from learn.cost import choose_head_chunk
 from learn.grpo import GRPO
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference, with_teacher
@@ -507,10 +507,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
     if reason := model_utils.compile_where_possible(model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
-    if ranks.device.type == "cuda":
-        memory = torch.cuda.get_device_properties(ranks.device).total_memory
-        chosen = with_head_chunk(config, inputs.tokenizer.vocab_size, dtype.itemsize, memory)
-        model.head.positions = chosen.head_chunk_tokens
+    choose_head_chunk(model, config, dtype.itemsize, ranks.device)
     return run
 
 

@@ -25,6 +25,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.files import free_bytes, why_not_writable  # noqa: E402
 from common.text import last_line, show  # noqa: E402
+from parallel.process import why_no_kernels  # noqa: E402
 
 OK, LIMITS, FAIL = "ok", "-", "FAIL"
 SET_UP = "run: bash scripts/setup.sh"
@@ -39,6 +40,8 @@ print("cuda", torch.version.cuda or torch.version.hip or "")
 for number in range(torch.cuda.device_count()):
     gpu = torch.cuda.get_device_properties(number)
     print("gpu", f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)")
+    print("capability", gpu.major, gpu.minor)
+print("architectures", *torch.cuda.get_arch_list())
 if torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available():
     print("nccl", ".".join(map(str, torch.cuda.nccl.version())))
 """
@@ -123,6 +126,11 @@ def check_torch() -> Iterator[Finding]:
     yield Finding(OK, "torch", f"{torch}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
     if gpus:
         yield Finding(OK, "GPU", f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}")
+        architectures = properties.get("architectures", [""])[0].split()
+        for gpu, capability in dict(zip(gpus, properties.get("capability", []))).items():
+            major, minor = map(int, capability.split())
+            if reason := why_no_kernels((major, minor), architectures):
+                yield Finding(FAIL, "GPU", f"{gpu}: {reason}")
     elif not has_driver():
         yield Finding(LIMITS, "GPU", "no NVIDIA driver found; training runs on the CPU")
     elif not cuda:

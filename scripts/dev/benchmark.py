@@ -190,6 +190,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     import torch
 
     from config import Config
+    from learn.cost import choose_head_chunk
     from learn.optim import Optimizer
     from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
     from observe.profile import peak_memory_bytes
@@ -206,6 +207,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
                     compile=not eager, micro_batch_size=args.rows, max_seq_len=work.seq_len,
                     total_batch_size=work.rows * work.seq_len)
     model = build_model(config, work.vocab, Ranks(device=device), dtype)
+    choose_head_chunk(model, config, dtype.itemsize, device)
     generator = torch.Generator().manual_seed(7)
     shape = work.rows, work.seq_len + 1
     batches = [torch.randint(0, work.vocab, shape, generator=generator) for _ in range(4)]

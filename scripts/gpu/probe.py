@@ -224,7 +224,7 @@ def memory(task) -> None:
 def measure_layout(task, layout: str) -> None:
     """Record the forecast for one layout, and the memory that torch and NVML report for two steps."""
     from config import Config
-    from learn.cost import estimate_memory
+    from learn.cost import estimate_memory, with_head_chunk
     from model_utils import choose_dtype
 
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)
@@ -235,6 +235,9 @@ def measure_layout(task, layout: str) -> None:
                                "document_mask": False} | FORECAST[layout])
     before = used_memory() if task.cuda else {}  # used by the driver and others: CUDA has not started yet
     dtype = choose_dtype(config, task.device)
+    if task.cuda:  # as a run does
+        total = torch.cuda.get_device_properties(0).total_memory
+        config = with_head_chunk(config, vocab, dtype.itemsize, total)
     forecast = estimate_memory(config, vocab, dtype.itemsize, task.device).total
     figures = {"forecast GiB": forecast / GIB}
     try:

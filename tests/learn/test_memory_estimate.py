@@ -1,6 +1,7 @@
 """The memory forecast is what autograd, the compiler and the optimizer really keep."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,11 +195,16 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
 @pytest.mark.parametrize("changes, gigabytes, factor", [
     ({}, 80, 4), ({}, 18, 2), ({}, 15, None), ({"reproducible": True, "micro_batch_size": 8}, 80, None), ({"head_chunk_tokens": 100}, 80, None),
     ({"training_stage": "dpo"}, 80, None)])
-def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor):
+def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor, monkeypatch):
     config = Config(**{"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "max_seq_len": 2048,
                        "micro_batch_size": 8, "total_batch_size": 2**17} | changes)
     chosen = cost.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
     assert chosen.head_chunk_tokens == (factor * (2**31 // 4 // LARGE) if factor else config.head_chunk_tokens)
+    # A run and the benchmarks set a model's chunk by the same rule, on a GPU.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gigabytes * 10**9))
+    model = SimpleNamespace(vocab_size=LARGE, head=SimpleNamespace(positions=config.head_chunk_tokens))
+    cost.choose_head_chunk(model, config, 2, torch.device("cuda"))
+    assert model.head.positions == chosen.head_chunk_tokens
     assert factor is None or estimate_memory(chosen, LARGE, 2).total < gigabytes * 10**9
 
 

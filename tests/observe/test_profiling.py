@@ -185,3 +185,23 @@ def test_peak_memory_on_a_cpu_is_resident_and_never_shrinks():
     assert peak_memory_bytes(torch.device("cpu")) >= max(before, held.nbytes)
     del held
     assert peak_memory_bytes(torch.device("cpu")) > before > 2**20
+
+
+def test_flops_of_matmuls_with_an_output_or_in_place_are_counted():
+    """As the head's on a GPU: bf16 factors, float32 output."""
+    added, one, other = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (
+        ((4, 5), torch.float32), ((4, 3), torch.bfloat16), ((3, 5), torch.bfloat16)))
+    flops = profile.count_flops(lambda: torch.addmm(added, one, other, out_dtype=torch.float32, out=added))
+    assert flops == {"aten.addmm": 2 * 4 * 3 * 5}
+    assert profile.count_flops(lambda: added.addmm_(one.float(), other.float())) == {"aten.addmm_": 2 * 4 * 3 * 5}
+
+
+def test_a_counter_that_fails_is_a_line_of_the_profile(tiny_run, monkeypatch):
+    def fail(compute):
+        raise TypeError("unexpected keyword argument")
+
+    monkeypatch.setattr(profile, "count_flops", fail)
+    run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:2")
+    assert run.train() == 0
+    assert "Not counted by torch: TypeError: unexpected keyword argument" in (
+        run.folder / "profile" / "rank-0-steps-2-2.txt").read_text()

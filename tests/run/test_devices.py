@@ -18,6 +18,7 @@ from fused import matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients
 from learn.optim import Optimizer
+from parallel.process import why_no_kernels
 from parallel.ranks import widened
 from run.start import prepare_device
 
@@ -29,10 +30,41 @@ MPS = torch.device("mps")
 def test_auto_takes_cuda_then_mps_then_the_cpu(seen, chosen, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in seen)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: "mps" in seen)
+    monkeypatch.setattr(model_utils, "why_no_kernels", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert model_utils.choose_device(RunConfig()) == chosen
     if "mps" not in seen:
         with pytest.raises(SettingsError, match="DEVICE=mps, but torch sees no such GPU"):
             model_utils.choose_device(RunConfig(device="mps"))
+
+
+@pytest.mark.parametrize(("card", "capability", "runs"), [
+    ("V100", (7, 0), False), ("T4", (7, 5), True), ("A100", (8, 0), True), ("RTX 4090", (8, 9), True), ("H100", (9, 0), True),
+    ("B200", (10, 0), True), ("RTX 5090", (12, 0), True)])
+def test_a_card_that_torch_has_no_kernels_for_is_an_error(card, capability, runs, monkeypatch):
+    """The architectures of torch 2.13's wheels for CUDA 13; a 4090 runs the code of sm_86."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: card)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"])
+    if runs:
+        assert model_utils.choose_device(RunConfig()) == "cuda"
+    else:
+        with pytest.raises(SettingsError, match=f"{card}: this torch has no kernels for .* 7.0, only for sm_75 .*DEVICE=cpu"):
+            model_utils.choose_device(RunConfig())
+
+
+@pytest.mark.parametrize(("built", "capability", "runs"), [
+    ("sm_90", (10, 0), False), ("compute_90", (10, 0), True), ("sm_90a", (9, 0), True), ("sm_100a", (10, 3), False),
+    ("sm_100f", (10, 3), True), ("sm_80", (8, 9), True), ("sm_89", (8, 0), False), ("gfx942", (9, 4), True), ("", (9, 0), True)])
+def test_code_runs_on_later_minor_versions_and_ptx_on_all_later_ones(built, capability, runs):
+    assert (why_no_kernels(capability, built.split()) is None) == runs
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_card_without_bf16_generates_in_float32(has_bf16, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert model_utils.device_and_dtype(torch.device("cuda"), None)[1] == dtype
 
 
 def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):

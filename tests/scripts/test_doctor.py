@@ -31,6 +31,8 @@ def of(findings) -> dict[str, tuple[str, str]]:
     (ON_CPU, "", True, "GPU", "FAIL", "pip uninstall torch, then bash scripts/setup.sh"),
     ({**GPU, "gpu": [], "nccl": []}, "", True, "GPU", "FAIL", "CUDA 13.0"),
     ({**GPU, "gpu": ["A", "A"], "nccl": []}, "", True, "NCCL", "FAIL", "CUDA build"),
+    ({**GPU, "gpu": ["V100 (32 GiB)"], "capability": ["7 0"], "architectures": ["sm_75 sm_90"]}, "", True, "GPU", "FAIL",
+     "V100 (32 GiB): this torch has no kernels for its compute capability 7.0, only for sm_75 sm_90"),
     ({}, "OSError: libcudart.so", True, "torch", "FAIL", "libcudart.so); run: bash scripts/setup.sh"),
 ])
 def test_torch_and_gpus(found, failure, driver, subject, state, said, doctor, monkeypatch):
