@@ -1,16 +1,17 @@
 """Command-line parsing shared by all scripts: --version, and --help in 80 columns."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, takewhile
 from math import inf
 from pathlib import Path
+from typing import Optional
 
 from common import __version__
 
@@ -40,6 +41,55 @@ class HelpFormatter(argparse.HelpFormatter):
         return "\n".join(indent + line for line in lines)
 
 
+# Names of commands and of scripts' flags elsewhere.
+SYNONYMS = {"max_tokens": "max_new_tokens", "num_predict": "max_new_tokens", "n_predict": "max_new_tokens",
+            "temp": "temperature", "evaluate": "eval", "convert": "export", "tokenize": "prepare",
+            "infer": "generate", "finetune": "train", "plot": "report"}
+
+
+def suggestion(name: str, known: Iterable[str], same: Mapping[str, str] = {}) -> Optional[str]:
+    """Return the known name that a user probably meant, or None.
+
+    It is the name that another one in `same` stands for, or one from which it differs by at most two typos.
+    """
+    candidates = {ours: ours for ours in known}
+    candidates |= {theirs: ours for theirs, ours in same.items() if ours in candidates}
+    best = min(candidates, key=partial(count_typos, name[:60]), default="")
+    return candidates[best] if count_typos(name[:60], best) <= 2 else None
+
+
+def count_typos(one: str, other: str) -> float:
+    """Return the number of letters to insert, delete, change or swap in the words of a name; inf if unlike.
+
+    Words of another length than a typo makes, other numbers, and short words in which a letter differs have
+    another meaning: dora and lora, fp8 and fp16, top_k and top_p.
+    """
+    words, others = (re.split("[-_.]+", text.lower().strip("-")) for text in (one, other))
+    if "".join(words) == "".join(others):
+        return words != others
+    numbers, others_numbers = (re.findall(r"\d+", text) for text in (one, other))
+    if len(words) != len(others) or words[0][:1] != others[0][:1] or numbers != others_numbers:
+        return inf
+    total = 0.0
+    for word, its in zip(words, others):
+        count, (shorter, longer) = edits(word, its), sorted((len(word), len(its)))
+        is_changed = shorter == longer < 5 and sorted(word) != sorted(its)
+        total += count if count <= (longer > 2) + (shorter > 6) and not is_changed else inf
+    return total
+
+
+def edits(one: str, other: str) -> int:
+    """Return the number of letters to insert, delete, change, or swap with their neighbor."""
+    older, old, new = [], [], [*range(len(other) + 1)]
+    for i, letter in enumerate(one, 1):
+        older, old, new = old, new, [i]
+        for j, its in enumerate(other, 1):
+            new.append(min(old[j] + 1, new[j - 1] + 1, old[j - 1] + (letter != its)))
+            if min(i, j) > 1 and letter == other[j - 2] and its == one[i - 2]:
+                new[j] = min(new[j], older[j - 2] + 1)
+    return new[-1]
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser for a script's flags, with --version; --help starts with the script's docstring."""
 
@@ -58,8 +108,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str):
         unknown = re.match("unrecognized arguments: (--[^ =]+)", message)
-        guess = difflib.get_close_matches(unknown[1], self._option_string_actions, 1) if unknown else []
-        super().error(message + "".join(f"; did you mean {flag}?" for flag in guess))
+        names = [flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions]
+        guess = suggestion(unknown[1], names, SYNONYMS) if unknown else None
+        super().error(message + (f"; did you mean --{guess.replace('_', '-')}?" if guess else ""))
 
 
 def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -98,7 +98,8 @@ def main() -> None:
     to_prepare = preparing.source or preparing.mix or path and is_source(kind, path)
     try:
         load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
-                    os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}))
+                    os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),
+                    own_flags=(*vars(launching), *vars(preparing)))
     except SettingsError as error:
         exit_with(error)
     unused = [name for name, value in vars(preparing).items() if value != parser.get_default(name)]

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_o
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 
-from common.command_line import VERSION, filled
+from common.command_line import VERSION, filled, suggestion
 from common.errors import SettingsError, run_script
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
@@ -25,7 +25,7 @@ from config import SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resu
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
 from settings.derived import PRESETS_DIR
-from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag, validate
+from settings.names import SWITCHES, misspelt, shortened, unknown, unknown_flag, validate
 
 # Settings with several values, and their separator. In JSON they may be lists.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
@@ -180,8 +180,8 @@ def read_preset(names: str, where: str) -> Layer:
             values.update(layer.values)
             problems += layer.problems
         else:
-            guess = nearest(name, known)
-            advice = f"did you mean {guess}? " if guess in known else ""
+            guess = suggestion(name, known)
+            advice = f"did you mean {guess}? " if guess else ""
             problems.append(f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
     return Layer(values, problems)
 

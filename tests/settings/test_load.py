@@ -40,7 +40,7 @@ from settings.load import (
     peek,
     read_env_file,
 )
-from settings.names import FOREIGN_NAMES, misspelt, nearest
+from settings.names import FOREIGN_NAMES, OTHER_WAYS, advice, misspelt, unknown_flag, validate
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_A_CPU = {"THP_MEM_ALLOC_ENABLE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
@@ -331,23 +331,83 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
     assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
-        ".env:1: unknown setting QUUX_VISIBLE_THINGS; --help lists every setting",
-        "command line: unknown flag --xyzzy; --help lists every setting"]
+        ".env:1: unknown setting QUUX_VISIBLE_THINGS; there is no such setting (--help lists all)",
+        "command line: unknown flag --xyzzy; there is no such setting (--help lists all)"]
 
 
-@pytest.mark.parametrize("name, meant", [
-    # nanoGPT, Hugging Face's Trainer, torchtitan, litgpt, TRL
-    ("block_size", "max_seq_len"), ("n_embd", "dim"), ("per_device_train_batch_size", "micro_batch_size"),
-    ("gradient_accumulation_steps", "total_batch_size"), ("num_epochs", "epochs"), ("model_size", "preset"),
-    ("model_name_or_path", "pretrain_checkpoint"), ("flash_attention", "attention_backend"), ("load_in_4bit", "lora_base_quantization"),
-    ("lr_warmup_steps", "warmup_steps"), ("num_gpus", "world_size"),
-    # in no table
-    ("log_stepz", "log_every"), ("logs_every", "log_every"), ("save_step", "save_every"), ("patience", "early_stopping_patience"),
-    ("kv_heads", "n_kv_heads"), ("top_p", "sample_top_p"), ("dop_beta", "dpo_beta"), ("max_stepz", "max_steps"),
-    ("bananas", None)])
-def test_a_whole_word_says_more_of_what_is_meant_than_letters(name, meant):
-    assert nearest(name) == meant
-    assert set(FOREIGN_NAMES.values()) <= set(Config.model_fields) and not set(FOREIGN_NAMES) & set(Config.model_fields)
+# Flags of transformers' Trainer, TRL, axolotl, LLaMA-Factory, nanochat, litgpt, torchtitan, nanoGPT and Megatron, and typos:
+# what is meant,
+MEANT = """
+    lr:learning_rate max_lr:learning_rate min_lr:min_learning_rate block_size:max_seq_len sequence_len:max_seq_len cutoff_len:max_seq_len
+    max_length:max_seq_len n_embd:dim hidden-size:dim n_layer:n_layers num-attention-heads:n_heads num-query-groups:n_kv_heads
+    head_dim:head_width kv_heads:n_kv_heads per_device_train_batch_size:micro_batch_size device_batch_size:micro_batch_size
+    training.local_batch_size:micro_batch_size max_iters:max_steps train-iters:max_steps training.steps:max_steps num_epochs:epochs
+    train.epochs:epochs lr_warmup_steps:warmup_steps warmup_iters:warmup_steps lr_scheduler_type:lr_schedule warmdown_ratio:decay_fraction
+    grad_clip:max_grad_norm training.max_norm:max_grad_norm clip-grad:max_grad_norm adam_epsilon:adam_eps beta2:adam_beta2 optim:optimizer
+    optimizer.name:optimizer optimizer.lr:learning_rate dtype:precision torch_compile:compile compile.enable:compile ddp_timeout:distributed_timeout
+    eval_interval:validate_every eval.interval:validate_every validation.freq:validate_every validation.steps:validate_every eval_steps:validate_every
+    val_size:validation_fraction save_steps:save_every checkpoint.interval:save_every save_total_limit:keep_last checkpoint.keep_latest_k:keep_last
+    logging_steps:log_every metrics.log_freq:log_every out_dir:output_dir job.dump_folder:output_dir wandb_run_name:run_name
+    resume_from_checkpoint:resume model_name_or_path:pretrain_checkpoint base_model:pretrain_checkpoint init_from:pretrain_checkpoint
+    stage:training_stage model.flavor:preset rotary-base:rope_theta lora_r:lora_rank lora_target:lora_target_modules use_rslora:lora_rslora
+    use_peft:lora_enabled enable_lora:lora_enabled beta:dpo_beta pref_beta:dpo_beta rpo_alpha:dpo_sft_weight num_generations:grpo_group
+    max_completion_length:grpo_max_tokens reward_funcs:reward use_wandb:wandb_enabled wandb_log:wandb_enabled metrics.enable_wandb:wandb_enabled
+    dataset_num_proc:preparation_workers training.enable_cpu_offload:cpu_offload patience:early_stopping_patience use_tf32:tf32
+    log_stepz:log_every logs_every:log_every save_step:save_every dop_beta:dpo_beta max_stepz:max_steps learningrate:learning_rate
+    reset-optimzer:reset_optimizer warm_up_steps:warmup_steps epoch:epochs seeds:seed
+"""
+# the setting or command in the sentence that says what does it here,
+SAID = """
+    gradient_accumulation_steps:TOTAL_BATCH_SIZE global-batch-size:TOTAL_BATCH_SIZE num_iterations:GRPO_UPDATES max_tokens:TOTAL_BATCH_SIZE
+    warmup_ratio:WARMUP_STEPS lr_decay_iters:DECAY_FRACTION decay_lr:LR_SCHEDULE=constant bf16:PRECISION=bf16 use_amp:PRECISION=bf16
+    fp16:PRECISION=fp16 use_fp8:fp8 num_workers:PREFETCH_STEPS dataloader_num_workers:PREFETCH_STEPS use_fused_optimizer:always_fused
+    num_nodes:--nnodes num_gpus:--nproc-per-node devices:--nproc-per-node num_processes:--nproc-per-node enable_fsdp:SHARDING=full
+    use_fsdp:SHARDING=full fsdp:SHARDING=full deepspeed:SHARDING=full parallelism.data_parallel_shard_degree:SHARDING=full
+    tensor_parallel_degree:SHARDING ddp_backend:DDP gradient_checkpointing:ACTIVATION_CHECKPOINTING=block
+    activation_checkpoint.mode:ACTIVATION_CHECKPOINTING=block flash_attention:ATTENTION_BACKEND=flash use_profiler:PROFILE_STEPS=3:7
+    profiling.enable_profiling:PROFILE_STEPS=3:7 sample_packing:DOCUMENT_MASK packing:DOCUMENT_MASK train_on_inputs:only_the_answers
+    chat_template:TOKENIZER_PATH vocab_size:TOKENIZER_PATH dataset:SFT_DATA_PATH training.dataset:SFT_DATA_PATH eval_iters:VALIDATION_ROWS
+    eval_strategy:VALIDATE_EVERY save_strategy:SAVE_EVERY load_best_model_at_end:KEEP_BEST overwrite_output_dir:RESUME=never
+    report_to:WANDB_ENABLED push_to_hub:export adapter:LORA_ENABLED=true load_in_4bit:LORA_BASE_QUANTIZATION=nf4
+    lora_modules_to_save:LORA_TRAIN_HEAD use_dora:LORA_RSLORA loss_type:DPO_LOSS rl:PREFERENCE_OBJECTIVE epsilon:GRPO_CLIP_LOW
+    temperature:SAMPLE_TEMPERATURE dropout:LORA_DROPOUT use_liger_kernel:HEAD_CHUNK_TOKENS freeze_layers:TRAIN_ONLY
+    gradient_accumulation_step:TOTAL_BATCH_SIZE
+"""
+# and what is not known and resembles no setting, or another one by its letters alone.
+UNKNOWN = """
+    matrix_lr embedding_lr neftune_noise_alpha trust_remote_code top_k min_p mode reset reset_optim reuse_optimizer preset_optimizer
+    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path gspo_updates fp4 adam_beta3 eval.max_iters bias eval_only
+    activation_offloading lora_query scale_rewards swiglu bananas dropouts ipo_beta keep_list checkpoint.enable_checkpoint
+"""
+
+
+@pytest.mark.parametrize("name, words", [
+    *((name, f"did you mean --{ours.replace('_', '-')}?") for name, ours in (pair.split(":") for pair in MEANT.split())),
+    *(pair.split(":", 1) for pair in SAID.split()), *((name, "there is no such setting") for name in UNKNOWN.split())])
+def test_a_suggestion_means_the_same_or_is_a_typo_away(name, words):
+    message = unknown_flag(f"--{name}", [*Config.model_fields])
+    assert words.replace("_", " ") in message.replace("_", " ")
+    assert "did you mean" not in message or words.startswith("did you mean")
+
+
+def test_the_tables_of_other_trainers_names_fit_the_settings():
+    ours, foreign = {*Config.model_fields}, [*FOREIGN_NAMES, *OTHER_WAYS]
+    assert {*FOREIGN_NAMES.values()} <= ours and not {*foreign} & ours and len({*foreign}) == len(foreign)
+    named = {name for sentence in OTHER_WAYS.values() for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", sentence)}
+    assert named - {"WANDB_ENTITY"} <= {name.upper() for name in ours}
+    # What a sentence advises to set can be set.
+    assigned = {pair for sentence in OTHER_WAYS.values() for pair in re.findall(r"\b([A-Z_]+=\S+?)(?:[;,]|\s|$)", sentence)}
+    assert len(assigned) > 15
+    for name, value in (pair.split("=") for pair in assigned):
+        assert not validate({name.lower(): (value, "")})[1], (name, value)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--precision", "bfloat16"), "or 'fp32'; did you mean bf16?"), (("--optimizer", "adamw_torch"), "did you mean adamw?"),
+    (("--training-stage", "stf"), "did you mean sft?"), (("--sharding", "FULL"), "did you mean full?"),
+    (("--attention-backend", "flahs"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
+def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
+    assert problems(*flags)[0].endswith(words)
 
 
 def test_attention_kernels_have_transformers_names_too():
@@ -360,8 +420,8 @@ def test_attention_kernels_have_transformers_names_too():
 def test_a_typo_in_any_setting_leads_to_it():
     for name in (name for name in Config.model_fields if len(name) > 4):
         middle = len(name) // 2
-        for typo in {name[:middle] + name[middle + 1:], name[:middle] + "x" + name[middle:]} - FOREIGN_NAMES.keys():
-            assert nearest(typo) == name
+        for typo in {name[:middle] + name[middle + 1:], name[:middle] + "x" + name[middle:]} - FOREIGN_NAMES.keys() - OTHER_WAYS.keys():
+            assert advice(typo) == f"did you mean {name.upper()}?"
 
 
 def test_an_unknown_preset_gets_its_nearest_neighbour():
