@@ -2,7 +2,8 @@
 
 A message is {"role", "content"}, with the roles system, user, assistant and tool. A chat is an optional
 system message, followed by alternating messages of user and assistant; the last one is the assistant's. After
-an assistant's message with `tool_calls`, the results follow as messages of the tool, and the next answer.
+an assistant's message with `tool_calls`, the results follow as messages of the tool, and the next answer. An
+answer with `train` = False is context, not a target.
 
 The tokens of an example are divided into segments. A segment is a uint32 in a second stream beside the
 tokens: its length, whether it ends the example, and whether it is a target. The segments of a chat alternate
@@ -12,12 +13,14 @@ own answer is good. A prompt has two: its tokens, and as a "target" its whole re
 ASCII, one byte per id.
 """
 
+import datetime
+import decimal
 import hashlib
 import json
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +34,15 @@ from common.errors import DataError
 from common.text import command
 from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records, type_name
-from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, load_chat_format
+from data_pipeline.templates import (
+    ChatFormat,
+    Messages,
+    Segments,
+    as_answer,
+    is_said,
+    is_target,
+    load_chat_format,
+)
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
 SHORTCUTS = {
@@ -42,15 +53,38 @@ SHORTCUTS = {
               "hh-rlhf": Source(name="Anthropic/hh-rlhf")},
     "prompts": {"gsm8k": Source(name="openai/gsm8k", config="main")},
 }
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-         "model": "assistant", "tool": "tool"}
+CALL_ROLES = ("function_call", "tool_call")  # an assistant's message whose content is calls, as JSON
+ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user",
+         **dict.fromkeys(("assistant", "gpt", "model", *CALL_ROLES), "assistant"),
+         **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool")}
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
 TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
+# Marks of a turn, and whether a true one says that the turn is a target.
+MARKS = {**dict.fromkeys(("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "trainable",
+                          "training", "train_on_turn", "learn"), True), "masked": False}
+OTHER_MARK = re.compile("(?<![a-z])(loss|train|mask|weight)")  # a message with such a field is refused
+# Columns with the request, best first; and formats of chats by request and answer, best first.
+REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
+CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
+         ("prompt", "completion"))
+# The fields that are used of records (any, by request, by answer), messages (by role) and what is in them.
+# All others are dropped and counted by name; null means missing. Marks are used in messages, and in records
+# as a list. Of texts, one column is used; prompts keep the whole record for rewards.
+FIELDS: dict[str, frozenset[str]] = {place: frozenset(names) for place, names in {
+    "record": ("system", "chat_template_kwargs", *TOOLS), "messages": ("messages",),
+    "conversations": ("conversations",), "prompt": ("prompt", "history"), "question": ("question", "history"),
+    "instruction": ("instruction", "input", "history"), "": (), "output": ("output",),
+    "instances": ("instances",), "completion": ("completion",), "chosen": ("chosen", "rejected"),
+    "instances[]": ("input", "output"), "system": ("name",), "user": ("name",),
+    "assistant": ("name", "tool_calls", "function_call", *REASONING), "tool": ("name", "tool_call_id"),
+    "content[]": ("type", "text"), "tool_calls[]": ("id", "type", "function"),
+    "tool_calls[].function": ("name", "arguments", "parameters")}.items()}
+Drop = Callable[[str], Any]  # is called with the name of a field that is dropped
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens, segments or split of a record change.
-EXAMPLES_VERSION = 2
+EXAMPLES_VERSION = 3
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
@@ -60,15 +94,15 @@ class Example(NamedTuple):
 
     where: str
     messages: Messages
-    answers: tuple[str, ...] = ()  # the preferred one first
+    answers: tuple[str | dict[str, Any], ...] = ()  # the preferred one first; a message if it has reasoning
     record: str = ""  # JSON in ASCII
     label: bool | None = None  # of an unpaired answer: whether it is good
     options: Mapping[str, Any] = {}  # variables of the chat template, such as `tools`
 
     @property
     def texts(self) -> list[str]:
-        return [text for message in self.messages for text in (
-            message.get("reasoning_content"), message["content"]) if text is not None] + [*self.answers]
+        return [text for message in (*self.messages, *map(as_answer, self.answers)) for text in (
+            message.get("reasoning_content"), message["content"]) if text is not None]
 
     @property
     def text(self) -> str:
@@ -95,154 +129,251 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Collectio
                   ) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
-    `fields` are those that the chat format writes besides role and content. Other tools and reasoning are
+    `fields` are those that the chat format writes besides role and content. All fields that are not used are
     dropped and counted.
     """
+    mapped = source.renamed.keys()
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
+        dropped: list[str] = []
         try:
             if kind == "chats":
-                examples = chats_of(where, record)
+                examples = chats_of(where, record, dropped.append, mapped)
             else:
-                examples = [pair_of(where, record) if kind == "pairs" else prompt_of(where, record)]
-            options = options_in(record)
-            if "tools" not in fields and options.pop("tools", None):
-                reading.dropped["tools"] += 1
-            for message in (message for example in examples for message in example.messages):
+                read = pair_of if kind == "pairs" else prompt_of
+                examples = [read(where, record, dropped.append, mapped)]
+            options = options_in(record, fields, dropped.append)
+            for message in (message for example in examples for message in (
+                    *example.messages, *(each for each in example.answers if isinstance(each, dict)))):
                 if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
                                     "chat_template.jinja with tool_calls beside tokenizer.json")
-                if "reasoning_content" not in fields and message.pop("reasoning_content", None):
-                    reading.dropped["reasoning_content"] += 1
+                for name in ("name", "reasoning_content"):
+                    if name not in fields and message["role"] != "tool" and message.pop(name, None):
+                        dropped.append(f"messages[].{name}")
         except DataError as error:
             reading.refuse(where, str(error))
             continue
+        reading.drop(dropped)
         yield from (example._replace(options=options) for example in examples)
 
 
-def options_in(record: Mapping[str, Any]) -> dict[str, Any]:
+def _ignore(field: str) -> None:
+    """The default of `drop`."""
+
+
+def drop_others(values: Mapping[str, Any], used: Collection[str], drop: Drop, prefix: str = "") -> None:
+    for name, value in values.items():
+        if value is not None and name not in used:
+            drop(prefix + name)
+
+
+def options_in(record: Mapping[str, Any], fields: Collection[str], drop: Drop = _ignore) -> dict[str, Any]:
     """Return the variables of the chat template in a record: its tools, and its chat_template_kwargs."""
-    tools = json_in("tools", next((record[name] for name in TOOLS if record.get(name)), []), list)
+    columns = [name for name in TOOLS if record.get(name) not in (None, "", "[]", [])]
+    tools = json_in(columns[0], record[columns[0]], list) if columns else []
     variables = json_in("chat_template_kwargs", record.get("chat_template_kwargs") or {}, dict)
-    return {**({"tools": tools} if tools else {}),
-            **{name: value for name, value in variables.items() if value is not None}}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    if "tools" not in fields or "tools" in variables:
+        tools = []
+    for name in columns[bool(tools):]:
+        if record[name] != tools:
+            drop(name)
+    drop_others(variables, fields, drop, "chat_template_kwargs.")
+    if tools:
+        variables["tools"] = [json_in(f"tools[{number}]", tool, dict) for number, tool in enumerate(tools)]
+    return variables
 
 
-def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
+def chats_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
+             ) -> list[Example]:
     """Return the chats in a record: one, or one per instance of an instruction."""
+    columns = _best_of(CHATS, record, mapped)
+    if not columns:
+        if _is_filled(record, "chosen", "rejected"):
+            raise DataError("is a preference, not a chat; prepare it with "
+                            f"{command('scripts/load_dpo_dataset.py')}")
+        raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
+                        "instruction and output, or prompt and completion (--map gives columns other names)")
+    if _is_filled(record, "label") and ("completion" in record or isinstance(record["label"], bool)):
+        raise DataError("is an answer with a label, not a chat; prepare it with "
+                        f"{command('scripts/load_dpo_dataset.py')}, or leave out the label")
+    dialogs = _dialogs_in(record, columns, drop)
+    examples = [Example(where, check_turns(dialog, "assistant")) for dialog in dialogs]
+    if not all(any(map(is_target, example.messages)) for example in examples):
+        raise DataError("has no target: all its answers are excluded from training by their marks "
+                        f"({', '.join(MARKS)}); leave it out")
+    return examples
+
+
+def _is_filled(record: Mapping[str, Any], *names: str) -> bool:
     # Tables have the columns of all records, so a null column counts as missing.
-    filled = {name for name, value in record.items() if value is not None}
-    if "messages" in filled:
-        dialogs = [messages_in("messages", record["messages"])]
-    elif "conversations" in filled:
-        dialogs = [messages_in("conversations", record["conversations"])]
-    elif "instruction" in filled and filled & {"instances", "output"}:  # Alpaca's, and its seed tasks
-        instances = record["instances"] if "instances" in filled else [{}]
+    return all(record.get(name) is not None for name in names)
+
+
+def _best_of(formats: Iterable[tuple[str, ...]], record: Mapping[str, Any], mapped: Collection[str]
+             ) -> tuple[str, ...]:
+    """Return the first format whose columns a record has; those that --map names come first."""
+    complete = [columns for columns in formats if _is_filled(record, *filter(None, columns))]
+    return max(complete, key=lambda columns: len({*columns}.intersection(mapped)), default=())
+
+
+def _dialogs_in(record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop,
+                also_used: Collection[str] = ()) -> list[Messages]:
+    """Return the dialogs in a record that has columns of CHATS."""
+    request, answer = columns
+    marks = [name for name in MARKS if isinstance(record.get(name), list)]
+    used = FIELDS["record"].union(FIELDS[request], FIELDS[answer], marks, also_used)
+    merged = [record]
+    if answer == "instances":  # of Alpaca's seed tasks
+        instances = record["instances"]
         if not isinstance(instances, list) or not instances or not all(
                 isinstance(instance, Mapping) for instance in instances):
             raise DataError('instances is not a list of {"input", "output"}')
-        merged = [{**record, **instance} for instance in instances]
-        dialogs = [[_request_in(one), {"role": "assistant", "content": text_in("output", one.get("output"))}]
-                   for one in merged]
-    elif {"prompt", "completion"} <= filled:
-        if "label" in filled:
-            raise DataError("is an answer with a label, not a chat; prepare it with "
-                            f"{command('scripts/load_dpo_dataset.py')}, or leave out the label")
-        dialogs = [[*messages_in("prompt", record["prompt"], "user"),
-                    *messages_in("completion", record["completion"], "assistant")]]
-    elif {"chosen", "rejected"} <= filled:
-        raise DataError("is a preference, not a chat; prepare it with "
-                        f"{command('scripts/load_dpo_dataset.py')}")
-    else:
-        raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
-                        "instruction and output, or prompt and completion (--map gives columns other names)")
-    return [Example(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
-            for dialog in dialogs]
+        for instance in instances:
+            drop_others(instance, FIELDS["instances[]"], drop, "instances[].")
+        used -= {"input"} if all("input" in instance for instance in instances) else set()
+        merged = [{**record, "output": None, **instance} for instance in instances]
+    drop_others(record, used, drop)
+    dialogs = []
+    for one in merged:
+        dialog = _request_in(request, one, drop)
+        if request == "instruction":
+            dialog.append({"role": "assistant", "content": text_in("output", one.get("output"))})
+        elif answer:
+            dialog += messages_in(answer, one[answer], "assistant", drop)
+        for name in marks:
+            if len(one[name]) != len(dialog):
+                raise DataError(f"{name} has {len(one[name])} entries for {len(dialog)} messages, expected "
+                                "one for each message")
+            dialog = [message if mark is None else _marked(f"message {number}", message, {name: mark})
+                      for number, (message, mark) in enumerate(zip(dialog, one[name]), 1)]
+        dialogs.append(_with_column(dialog, one, drop))
+    return dialogs
 
 
-def pair_of(where: str, record: Mapping[str, Any]) -> Example:
+def pair_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
+            ) -> Example:
     """Return the preference in a record."""
-    missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
-    if missing and {"completion", "label"} <= set(record):
-        return unpaired_of(where, record)
+    missing = [name for name in ("chosen", "rejected") if not _is_filled(record, name)]
+    if len(missing) == 2 and _is_filled(record, "label") and (columns := _best_of(CHATS, record, mapped)):
+        return unpaired_of(where, record, columns, drop)
     if missing:
         raise DataError(f"has no {' and no '.join(missing)}: it has {contents_of(record)}, expected "
                         "chosen and rejected, with or without a prompt, or prompt, completion and label "
                         "(--map gives columns other names)")
-    prompt = _prompt_in(record)
+    request = "".join(_best_of(zip(REQUESTS), record, mapped))
+    drop_others(record, FIELDS["record"] | FIELDS[request] | FIELDS["chosen"], drop)
+    prompt = _unmarked(_request_in(request, record, drop)) if request else []
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same kind")
 
     # The common prefix is the prompt, or part of it.
     if not isinstance(chosen, str):
-        ours, theirs = messages_in("chosen", chosen), messages_in("rejected", rejected)
+        ours, theirs = messages_in("chosen", chosen, drop=drop), messages_in("rejected", rejected, drop=drop)
         if not ours or not theirs:
             raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
-        if ours[:-1] != theirs[:-1]:
-            raise DataError("chosen and rejected have no common prompt: they differ before the last message")
         if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
             raise DataError("chosen and rejected must end in an assistant's message")
         if ours[-1].get("tool_calls") or theirs[-1].get("tool_calls"):
             raise DataError("chosen or rejected ends in a tool call; pairs compare answers in words")
-        if prompt and ours[:-1] and prompt[-1] not in ours[:-1]:
-            raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
-        prompt, chosen, rejected = ours[:-1] or prompt, ours[-1]["content"], theirs[-1]["content"]
-    elif prompt is None:
-        shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
-        prompt = [{"role": "user", "content": shared}]
-
-    # Both answers must be valid and different.
-    prompt = check_turns(with_system(prompt or [], record.get("system")), "user")
-    if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
+        if not (is_target(ours[-1]) and is_target(theirs[-1])):
+            raise DataError("chosen or rejected is excluded from training by a mark; leave out the pair")
+        ours, theirs = _unmarked(ours), _unmarked(theirs)
+        if ours[:-1] != theirs[:-1]:
+            raise DataError("chosen and rejected have no common prompt: they differ before the last message")
+        if request in ("messages", "conversations") and ours[:-1] and prompt[-1:] in (ours[-1:], theirs[-1:]):
+            drop(request)  # the whole chosen dialog, as in UltraFeedback
+            prompt = []
+        prompt, chosen, rejected = _joined(prompt, ours[:-1]), *(
+            each if len(each) > 2 else each["content"] for each in (ours[-1], theirs[-1]))
+    else:
+        if not prompt:
+            shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
+            prompt = [{"role": "user", "content": shared}]
+        if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
+            raise DataError("chosen and rejected are equal")
+    if chosen == rejected:
         raise DataError("chosen and rejected are equal")
-    return Example(where, prompt, (chosen, rejected))
+    return Example(where, check_turns(_with_column(prompt, record, drop), "user"), (chosen, rejected))
 
 
-def unpaired_of(where: str, record: Mapping[str, Any]) -> Example:
+def _joined(prompt: Messages, context: Messages) -> Messages:
+    """Return the prompt of a pair, given its column and the beginning of both dialogs, which may overlap."""
+    if not prompt or not context or prompt[-len(context):] == context:
+        return prompt or context
+    system = prompt[:1] if prompt[0]["role"] == "system" != context[0]["role"] else []
+    rest = prompt[len(system):]
+    if rest not in [context[start:start + len(rest)] for start in range(len(context))]:
+        raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
+    return [*system, *context]
+
+
+def unpaired_of(where: str, record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop) -> Example:
     """Return the answer in a record, and whether its label calls it good."""
     if record["label"] not in (True, False):
         raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
-    messages = [*(_prompt_in(record) or []), *messages_in("completion", record["completion"], "assistant")]
-    *prompt, answer = check_turns(with_system(messages, record.get("system")), "assistant")
+    dialogs = _dialogs_in(record, columns, drop, ("label",))
+    if len(dialogs) > 1:
+        raise DataError("has several instances, but one label")
+    *prompt, answer = check_turns(dialogs[0], "assistant")
     if answer.get("tool_calls"):
         raise DataError("its completion is a tool call; only answers in words can have a label")
-    return Example(where, check_turns(prompt, "user"), (answer["content"],), label=bool(record["label"]))
+    if not is_target(answer):
+        raise DataError("its answer is excluded from training by a mark; leave it out")
+    answer = answer if len(answer) > 2 else answer["content"]
+    return Example(where, check_turns(_unmarked(prompt), "user"), (answer,), label=bool(record["label"]))
 
 
-def prompt_of(where: str, record: Mapping[str, Any]) -> Example:
+def prompt_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
+              ) -> Example:
     """Return the prompt of a record, which may end before the answer, and the whole record."""
-    prompt = _prompt_in(record)
-    if prompt is None and record.get("messages") is not None:
-        prompt = messages_in("messages", record["messages"])
-    if prompt is None:
-        raise DataError(f"has no prompt: it has {contents_of(record)}, expected prompt, question, "
-                        "instruction or messages (--map gives columns other names)")
-    try:
-        text = json.dumps(record)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"cannot be passed to a reward as JSON: {error}") from error
-    return Example(where, check_turns(with_system(prompt, record.get("system")), "user"), record=text)
+    request = "".join(_best_of(zip(REQUESTS), record, mapped))
+    if not request:
+        raise DataError(f"has no prompt: it has {contents_of(record)}, expected {', '.join(REQUESTS[:-1])} "
+                        f"or {REQUESTS[-1]} (--map gives columns other names)")
+    prompt = _with_column(_unmarked(_request_in(request, record, drop)), record, drop)
+    kept, others = {}, [name for name in REQUESTS if name != request and _is_filled(record, name)]
+    for name, value in record.items():
+        try:
+            kept[name] = json.dumps(value, default=_plain)
+        except (TypeError, ValueError, RecursionError):
+            others.append(name)
+    for name in others:
+        drop(name)
+    text = "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in kept.items()) + "}"
+    return Example(where, check_turns(prompt, "user"), record=text)
 
 
-def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
-    """Return the messages before both answers, or None if the record has no such column."""
-    if record.get("prompt") is not None:
-        prompt = _spoken_turns(record["prompt"])
-        if prompt != record["prompt"] and not prompt[-1]["content"].strip():
-            prompt = prompt[:-1]  # the line `Assistant:`, after which the answer follows
-        return messages_in("prompt", prompt, "user")
-    if record.get("instruction") is not None:
-        return [_request_in(record)]
-    return None if record.get("question") is None else messages_in("question", record["question"], "user")
+def _plain(value: Any) -> str:
+    """Return a date, time or decimal as text, for JSON."""
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (datetime.timedelta, decimal.Decimal)):
+        return str(value)
+    raise TypeError(f"{type_name(value)} cannot be written as JSON")
 
 
-def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return Alpaca's instruction and input, if any, as the user's message."""
-    content, more = text_in("instruction", record["instruction"]), record.get("input")
-    if not _is_blank(more):
-        content += "\n\n" + text_in("input", more)
-    return {"role": "user", "content": content}
+def _request_in(column: str, record: Mapping[str, Any], drop: Drop) -> Messages:
+    """Return the messages in one of the columns REQUESTS, after those in `history`."""
+    value = record[column]
+    if column in ("messages", "conversations"):
+        return messages_in(column, value, drop=drop)
+    history, turns = json_in("history", record.get("history") or [], list), []
+    for number, turn in enumerate(history):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise DataError(f"history[{number}] is {type_name(turn)}, expected [question, answer]")
+        turns += [{"role": role, "content": text_in(f"history[{number}]", text)}
+                  for role, text in zip(("user", "assistant"), turn)]
+    if column == "instruction":  # Alpaca's
+        content, more = text_in(column, value), record.get("input")
+        content += "" if _is_blank(more) else "\n\n" + text_in("input", more)
+        return [*turns, {"role": "user", "content": content}]
+    spoken = _spoken_turns(value)
+    if spoken is not value and not spoken[-1]["content"].strip():
+        spoken = spoken[:-1]  # the line `Assistant:`, after which the answer follows
+    return [*turns, *messages_in(column, spoken, "user", drop)]
 
 
 def _spoken_turns(value: Any) -> Any:
@@ -265,7 +396,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     raise DataError("has no prompt, and chosen and rejected have no common beginning; name the column prompt")
 
 
-def messages_in(name: str, value: Any, role: str = "") -> Messages:
+def messages_in(name: str, value: Any, role: str = "", drop: Drop = _ignore, may_be_blank: bool = False
+                ) -> Messages:
     """Return the messages in a column. With a `role`, the column may also be a text, one message of it."""
     if isinstance(value, str) and role:
         return [{"role": role, "content": text_in(name, value)}]
@@ -274,52 +406,104 @@ def messages_in(name: str, value: Any, role: str = "") -> Messages:
     if not isinstance(value, list):
         expected = "a list of messages" + (" or text" if role else "")
         raise DataError(f"{name} is {type_name(value)}, expected {expected}")
-    return [_message_in(f"{name}[{number}]", message) for number, message in enumerate(value)]
+    return [_message_in(f"{name}[{number}]", message, lambda field: drop(f"{name}[].{field}"), may_be_blank)
+            for number, message in enumerate(value)]
 
 
-def _message_in(name: str, message: Any) -> dict[str, str]:
+def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{name} is {type_name(message)}, expected a message")
-    role_name, content_name = ("from", "value") if "from" in message else ("role", "content")
-    calls = calls_in(f"{name}.tool_calls", message.get("tool_calls") or [])
-    absent = [key for key in (role_name, content_name) if key not in message]
-    if absent and not (calls and absent == [content_name]):
-        raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
-    role, content = message[role_name], message.get(content_name)
-    if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
-    if message.get("function_call"):
-        raise DataError(f"{name} calls a tool by function_call; write it as tool_calls")
-    if message.get("weight", 1) == 0 or message.get("train", True) is False:
-        raise DataError(f"{name} is excluded from training (weight, train), which is not supported")
-    name = f"{name}.{content_name}"
-    if isinstance(content, list):  # content parts in OpenAI's format
-        for number, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind not in TEXT_PARTS:
-                raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text can be "
-                                f"trained on ({', '.join(TEXT_PARTS)})")
-            if flaw := flaw_of(part.get("text")):
-                raise DataError(f"{name}[{number}].text {flaw}")
-        content = "".join(part["text"] for part in content)
-    may_be_blank = calls or ROLES[role] in ("system", "tool")
-    content = "" if may_be_blank and _is_blank(content) else text_in(name, content)
-    reasoning = next((text for key in REASONING if isinstance(text := message.get(key), str)), "")
-    more = {"reasoning_content": reasoning.strip() and reasoning, "tool_calls": calls}
-    if ROLES[role] != "assistant":
-        more = {key: message.get(key) for key in ("name", "tool_call_id") if ROLES[role] == "tool"}
-    return {"role": ROLES[role], "content": content} | {key: value for key, value in more.items() if value}
+    role_name, content_name = ("from", "value") if _is_filled(message, "from") else ("role", "content")
+    if role_name not in message:
+        raise DataError(f"{name} has no {role_name!r}; it has {columns_of(message)}")
+    written, content, read = message[role_name], message.get(content_name), {}
+    role = ROLES.get(written) if isinstance(written, str) else None
+    if role is None:
+        raise DataError(f"{name} has the role {written!r:.40}; known are {', '.join(ROLES)}")
+    others = [key for key in message if key not in (role_name, content_name) and key not in FIELDS[role]
+              and message[key] is not None]
+    marks = {key: message[key] for key in others if key in MARKS}
+    for key in (key for key in others if key not in MARKS):
+        if OTHER_MARK.search(key):
+            raise DataError(f"{name}.{key} seems to say what is trained on; use {', '.join(MARKS)} with true "
+                            "or false for the whole message, or leave it out")
+        drop(key)
+    if role == "assistant":
+        # Of several fields with calls or reasoning, the first one is used.
+        columns = [content_name] if written in CALL_ROLES else []
+        columns += [key for key in ("tool_calls", "function_call") if message.get(key)]
+        if columns:
+            calls = message[columns[0]]
+            with suppress(ValueError):
+                calls = json.loads(calls) if isinstance(calls, str) else calls
+            calls = [calls] if isinstance(calls, Mapping) else calls
+            read["tool_calls"] = calls_in(f"{name}.{columns[0]}", calls, drop)
+        content = None if written in CALL_ROLES else content
+        thoughts = {key: message[key] for key in REASONING if not _is_blank(message.get(key))}
+        reasoning = next((value for value in thoughts.values() if isinstance(value, str)), "")
+        read["reasoning_content"] = reasoning
+        for key in (*columns[1:], *(key for key, value in thoughts.items() if value != reasoning)):
+            drop(key)
+    is_optional = read.get("tool_calls") or role in ("system", "tool")
+    if content_name not in message and not is_optional:
+        raise DataError(f"{name} has no {content_name!r}; it has {columns_of(message)}")
+    name_of_content = f"{name}.{content_name}"
+    content = join_parts(name_of_content, content, drop)
+    content = "" if is_optional and _is_blank(content) else text_in(name_of_content, content, may_be_blank)
+    read |= {key: message.get(key) for key in ("name", "tool_call_id") if key in FIELDS[role]}
+    read = {"role": role, "content": content} | {key: value for key, value in read.items() if value}
+    return _marked(name, read, marks) if marks else read
 
 
-def calls_in(name: str, calls: Any) -> list[dict[str, Any]]:
+def join_parts(name: str, content: Any, drop: Drop) -> Any:
+    """Return the text of content parts in OpenAI's format, as templates that read them write it."""
+    if not isinstance(content, list):
+        return content
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in TEXT_PARTS:
+            raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text is supported "
+                            f"({', '.join(TEXT_PARTS)})")
+        text_in(f"{name}[{number}].text", part.get("text"), may_be_blank=True)
+        drop_others(part, FIELDS["content[]"], drop, "content[].")
+    return "".join(part["text"] for part in content)
+
+
+def _marked(name: str, message: dict[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its marks, which must be true or false, as `train` = False or nothing."""
+    for mark, value in marks.items():
+        if isinstance(value, str) or value not in (0, 1):
+            raise DataError(f"{name} has {mark} = {value!r:.40}, expected true or false (1 or 0), since "
+                            "a turn is a target or not")
+    train = {bool(value) == MARKS[mark] for mark, value in marks.items()}
+    if len(train) > 1:
+        raise DataError(f"{name} has marks that contradict each other: {', '.join(marks)}")
+    if train == {True} and message["role"] != "assistant":
+        raise DataError(f"{name} is marked for training ({', '.join(marks)}), but is the "
+                        f"{message['role']}'s; only the assistant's can be: remove the mark")
+    return message | ({"train": False} if train == {False} and message["role"] == "assistant" else {})
+
+
+def _unmarked(messages: Messages) -> Messages:
+    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+
+
+def calls_in(name: str, calls: Any, drop: Drop = _ignore) -> list[dict[str, Any]]:
     """Return tool calls, {"type", "function": {"name", "arguments"}}, with arguments parsed from JSON."""
     read = []
     for number, call in enumerate(json_in(name, calls, list)):
         where = f"{name}[{number}]"
-        function = json_in(where, json_in(where, call, dict).get("function") or call, dict)
+        call = json_in(where, call, dict)
+        function, used = json_in(where, call.get("function") or call, dict), FIELDS["tool_calls[].function"]
+        if function is call:
+            used |= FIELDS["tool_calls[]"]
+        else:
+            drop_others(call, FIELDS["tool_calls[]"], drop, "tool_calls[].")
+        drop_others(function, used, drop, "tool_calls[].function.")
+        arguments = function.get("arguments") or function.get("parameters") or {}
         read.append({**({"id": str(call["id"])} if call.get("id") else {}), "type": "function", "function": {
             "name": text_in(f"{where}.name", function.get("name")),
-            "arguments": json_in(f"{where}.arguments", function.get("arguments") or {}, dict)}})
+            "arguments": json_in(f"{where}.arguments", arguments, dict)}})
     return read
 
 
@@ -333,9 +517,9 @@ def json_in(name: str, value: Any, expected: type) -> Any:
     return value
 
 
-def text_in(name: str, value: Any) -> str:
+def text_in(name: str, value: Any, may_be_blank: bool = False) -> str:
     """Return a value, after checking that it is valid text and not blank."""
-    flaw = flaw_of(value) or ("" if value.strip() else "is empty")
+    flaw = flaw_of(value) or ("" if may_be_blank or value.strip() else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
     return value
@@ -354,6 +538,15 @@ def with_system(messages: Messages, system_prompt: Any) -> Messages:
     if _is_blank(system_prompt):
         return messages
     return [{"role": "system", "content": text_in("system", system_prompt)}, *messages]
+
+
+def _with_column(messages: Messages, record: Mapping[str, Any], drop: Drop) -> Messages:
+    """Prepend the system message of a record, unless the messages have another one."""
+    system = record.get("system")
+    messages = with_system(messages, system)
+    if not _is_blank(system) and messages[0]["content"] != system:
+        drop("system")
+    return messages
 
 
 def check_turns(messages: Messages, last: str) -> Messages:
@@ -448,8 +641,7 @@ def _label_fault(example: Example, segments: Segments,
     control token.
     """
     tokenizer, is_marked = chat_format.tokenizer, chat_format.is_marked and not example.answers
-    answers = [{"content": answer} for answer in example.answers] or [
-        message for message in example.messages if message["role"] == "assistant"]
+    answers = [*map(as_answer, example.answers)] or [*filter(is_target, example.messages)]
     # There must be as many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):

@@ -56,7 +56,7 @@ LOCK_POLL_SECONDS = 0.2
 # FEW_DOCUMENTS, the last TAIL of each document is held out.
 LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
 FEW_DOCUMENTS, TAIL = 20, 0.1
-SHOWN_LEFT_OUT = 20
+SHOWN_LEFT_OUT, SHOWN_FIELDS = 20, 10
 
 
 class PreparationPlan(NamedTuple):
@@ -392,8 +392,11 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
     if dropped := skipped.get("dropped"):
-        names = ", ".join(f"{name} {count:,} times" for name, count in dropped.items())
-        lines.append(f"Dropped: {names}; training uses the chats without them")
+        names = [f"{name} {counted(count, 'time')}" for name, count in Counter(dropped).most_common()]
+        hidden = len(names) - SHOWN_FIELDS
+        more = f" and {hidden:,} more (see {folder / MANIFEST})" if hidden > 0 else ""
+        lines.append(f"Dropped: {', '.join(names[:SHOWN_FIELDS])}{more}; training uses the {kind or 'text'} "
+                     "without them")
     bad = counted(skipped["bad"], "bad record")
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
     left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],

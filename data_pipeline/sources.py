@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "p
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, also compressed as {' '.join(COMPRESSIONS)}"
-LISTED_BAD_RECORDS, LISTED_COLUMNS = 1000, 20
+LISTED_BAD_RECORDS, LISTED_COLUMNS, LISTED_DROPPED = 1000, 20, 1000
 MAX_LINE_BYTES = 1 << 30  # lines are held in memory, and compressed files may unpack to much more
 SNIFF_BYTES = 8192  # read first, to distinguish text from binary, and JSON lines from an array
 BLOCK_CHARACTERS = 1 << 16  # read from a JSON array at once
@@ -72,7 +72,7 @@ class Source:
     revision: str = ""
     files: str = ""  # a pattern for files of a hub repository without a config
     column: str | None = None  # None = text; "" = all columns
-    map: str = ""  # new names of columns, "prompt=problem,completion=solution"; others are not read
+    map: str = ""  # new names of columns, "prompt=problem,completion=solution"; others keep their names
     documents: str = ""  # splits text into documents: one of SPLITTERS, or a separator line; "" = whole
 
     @property
@@ -136,7 +136,8 @@ class Reading:
     separators: int = 0  # lines that separated documents
     bytes_done: int = 0
     bytes_total: int = 0  # 0 = unknown
-    dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields of chats
+    dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
+    unread: Sequence[str] = ()  # columns of the current table that are not read
     advance: Callable[[], Any] = lambda: None  # called regularly while reading
     start: Place = Place()  # the first record to read
     place: Place = Place()  # the record that was read last
@@ -150,6 +151,12 @@ class Reading:
     @property
     def fraction(self) -> float | None:
         return self.bytes_done / self.bytes_total if self.bytes_total else None
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Count unused fields."""
+        for name in names:
+            is_listed = name in self.dropped or len(self.dropped) < LISTED_DROPPED
+            self.dropped[name if is_listed else "others"] += 1
 
     def refuse(self, where: str, reason: str) -> None:
         """Count and list an unusable record, or raise DataError."""
@@ -600,6 +607,49 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
             at, expected = at + 1, "" if sign == "]" else "item"
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """The value of a cell that Python cannot hold. A row is refused only if it is used."""
+
+    reason: str
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
+def _cell_reader(arrow_type: Any, is_parsed: bool = False) -> Callable[[Any], Any] | None:
+    """Return a function that corrects values of a type from Arrow; None if there is nothing to correct.
+
+    Parses JSON, as `datasets` stores its type Json, and removes the nulls with which Arrow gives the structs
+    of a column the same keys.
+    """
+    import pyarrow as pa
+
+    if getattr(arrow_type, "extension_name", "") == "arrow.json":
+        return None if is_parsed else lambda value: json.loads(value) if isinstance(value, str) else value
+    if pa.types.is_struct(arrow_type):
+        readers = {arrow_type.field(place).name: _cell_reader(arrow_type.field(place).type, is_parsed)
+                   for place in range(arrow_type.num_fields)}
+        return lambda value: value and {
+            name: readers[name](each) if readers[name] else each
+            for name, each in value.items() if each is not None}
+    read = _cell_reader(arrow_type.value_type, is_parsed) if hasattr(arrow_type, "value_type") else None
+    return read and (lambda value: [*map(read, value)] if isinstance(value, list) else read(value))
+
+
+def _cell(value: Any, read: Callable[[Any], Any] | None) -> Any:
+    try:
+        value = value.as_py()
+        return read(value) if read else value
+    except UnicodeDecodeError as error:
+        return Unreadable(f"byte {error.start + 1} of the text is not UTF-8")
+    except Exception as error:  # dates before year 1, a time zone or a package that is missing, invalid JSON
+        return Unreadable(remote.first_line(error))
+
+
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the rows of a Parquet or Arrow file, with these columns if the file has them, else with all."""
     is_parquet, before, place, row = file.kind == "parquet", reading.bytes_done, reading.place, 0
@@ -619,10 +669,13 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
             table = pa.ipc.open_file(raw)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
-            batches = pa.ipc.open_stream(raw)
+            batches = table = pa.ipc.open_stream(raw)
+        all_names = (table.schema_arrow if is_parquet else table.schema).names
         for batch in batches:
             if columns and all(batch.schema.names.count(name) == 1 for name in columns):
                 batch = batch.select(list(columns))
+            reading.unread = [name for name in all_names if name not in batch.schema.names]
+            read = [*map(_cell_reader, batch.schema.types)]
             names = batch.schema.names
             if twice := [name for name, count in Counter(names).items() if count > 1]:
                 raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; drop all but one")
@@ -630,12 +683,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
                 if number <= place.record:
                     continue
                 where, reading.place = f"{file.url}: row {number}", Place(place.file, number - 1)
-                try:
-                    record = dict(zip(names, (cell.as_py() for cell in cells)))
-                except UnicodeDecodeError as error:
-                    reading.refuse(where, f"byte {error.start + 1} of the text is not UTF-8")
-                    continue
-                yield where, record
+                yield where, dict(zip(names, map(_cell, cells, read)))
             row += batch.num_rows
             reading.bytes_done = before + (int(file.size * row / table.metadata.num_rows) if is_parquet else
                                            raw.tell())
@@ -662,6 +710,8 @@ def contents_of(record: Mapping[str, Any]) -> str:
 
 
 def type_name(value: Any) -> str:
+    if isinstance(value, Unreadable):
+        return f"unreadable ({value.reason})"
     return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
@@ -687,7 +737,9 @@ def read_records(source: Source, reading: Reading) -> Records:
 def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
     """Yield (kind, records) for each file of a source, or once for a hub dataset."""
     renamed = source.renamed
-    columns = [*renamed.values()] or [source.text_column] * bool(source.text_column)
+    # Only text has a column. Of its tables, no others are read.
+    column = renamed.get(source.text_column, source.text_column)
+    columns = [*dict.fromkeys([column, *renamed.values()])] if column else []
     if source.name:
         yield "hub", _rename_columns(_read_hub(source, columns, reading), renamed, reading)
         return
@@ -702,12 +754,16 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
 
 
 def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Reading) -> Records:
-    """Yield the records with only the columns of --map under their new names, or unchanged without it."""
+    """Yield the records with the columns of --map under their new names, in place of any of these names."""
     for where, record in records:
-        if missing := [old for old in renamed.values() if old not in record]:
+        if not renamed:
+            yield where, record
+        elif missing := [old for old in renamed.values() if old not in record]:
             reading.refuse(where, f"has no column {missing[0]!r}; it has {columns_of(record)} (--map)")
         else:
-            yield where, {new: record[old] for new, old in renamed.items()} if renamed else record
+            others = {name: value for name, value in record.items() if name not in renamed.values()}
+            reading.drop(name for name in others if name in renamed and others[name] is not None)
+            yield where, {**others, **{new: record[old] for new, old in renamed.items()}}
 
 
 def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Records:
@@ -733,7 +789,12 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
         state = reading.start.state
         if state:
             rows.load_state_dict(state)
+        types = rows.features.arrow_schema if rows.features else ()
+        read = {field.name: _cell_reader(field.type, is_parsed=True) for field in types}
         for number, record in enumerate(rows, reading.start.record + 1):
+            # A null column counts as missing. Without types, all structs lose their nulls.
+            record = {name: (read.get(name, _without_nulls) or (lambda value: value))(value)
+                      for name, value in record.items()}
             reading.place = Place(record=number - 1, state=state)
             yield f"{source.name}[{split}] row {number}", record
             state = rows.state_dict()
@@ -766,6 +827,9 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
             reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")
             continue
         text = record[column]
+        if len(record) > 1 or reading.unread:
+            reading.drop([*(name for name in record if name != column and record[name] is not None),
+                          *reading.unread])
         if flaw := flaw_of(text):
             reading.refuse(where, f"column {column!r} {flaw}")
             continue

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, Optional
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -53,7 +53,8 @@ class ChatFormat:
         content = json.dumps([template, control_tokens, TEMPLATE_VERSION])
         content = "Llama 3" if template == CHAT_TEMPLATE else content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
-        self.fields = frozenset(name for name in FIELDS if re.search(rf"\b{name}\b", template))
+        # These, all other variables of the template, and `name` if it writes the names of speakers.
+        self.fields = {name for name in FIELDS if re.search(rf"\b{name}\b", template)}
         self.is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
 
         # Compile the template.
@@ -63,6 +64,8 @@ class ChatFormat:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=TODAY.strftime)
         try:
             self._template = environment.from_string(template)
+            self.fields |= meta.find_undeclared_variables(environment.parse(template)) - {
+                "messages", "add_generation_prompt"}
         except Exception as error:  # any, since jinja2 evaluates constants here
             reason = str(error) or type(error).__name__
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct it") from error
@@ -83,6 +86,9 @@ class ChatFormat:
         # Find the control token that ends the assistant's turns in the trial chat.
         self.end_of_turn_id = None
         try:
+            named = [{**message, "name": "someone"} for message in TRIAL]
+            if self._render(named, False, None) != self._render(TRIAL, False, None):
+                self.fields.add("name")
             controls = frozenset(tokenizer.special_ids.values())
             targets = [ids for ids, is_target in self.encode_chat(TRIAL) if is_target]
             ends = {next((token for token in reversed(ids) if token in controls), None) for ids in targets}
@@ -102,13 +108,19 @@ class ChatFormat:
     def encode_chat(self, messages: Messages, options: Options = None) -> Segments:
         """Return the segments of a dialog up to its last target; every second is a target.
 
-        Targets are what the template marks with `{% generation %}`, or else the answers with their ends.
+        Targets are what the template marks with `{% generation %}`, or else the answers with their ends. Both
+        without the answers that are excluded from training.
         """
         messages, options, mark, marks = self._hide_literals(messages, options)
         rendered, cuts = self._render_words(messages, False, options, marks)
         if not self.is_marked:
-            cuts = [cut for index, message in enumerate(messages) if message["role"] == "assistant"
+            cuts = [cut for index, message in enumerate(messages) if is_target(message)
                     for cut in self._find_answer(rendered, messages, index, options)]
+        elif not all(used := [is_target(message) for message in messages if message["role"] == "assistant"]):
+            if len(cuts) != 2 * len(used):
+                raise DataError(f"the chat template marks {len(cuts) // 2} of {len(used)} answers, so that "
+                                "those excluded from training cannot be found; use another template")
+            cuts = [cut for number, cut in enumerate(cuts) if used[number // 2]]
         segments = self._encode_segments(rendered[:cuts[-1]] if cuts else "", cuts, mark)
         return [(ids, number % 2 == 1) for number, ids in enumerate(segments[:-1])]
 
@@ -116,8 +128,8 @@ class ChatFormat:
         messages, options, mark, _ = self._hide_literals(messages, options)
         return self._encode_segments(self._render_words(messages, True, options)[0], [], mark)[0]
 
-    def encode_answer(self, messages: Messages, answer: str, options: Options = None) -> list[int]:
-        chat = [*messages, {"role": "assistant", "content": answer}]
+    def encode_answer(self, messages: Messages, answer: Any, options: Options = None) -> list[int]:
+        chat = [*messages, as_answer(answer)]
         chat, options, mark, _ = self._hide_literals(chat, options)
         rendered, _ = self._render_words(chat, False, options)
         cuts = self._find_answer(rendered, chat, len(messages), options)
@@ -235,6 +247,16 @@ class GenerationTag(Extension):
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         first, last = (nodes.Output([nodes.Name(name, "load")]) for name in MARK_NAMES)
         return nodes.Scope([first, *body, last]).set_lineno(line)
+
+
+def as_answer(answer: Any) -> dict[str, Any]:
+    """Return the message of an answer, which is a text, or a message if it has reasoning."""
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+
+
+def is_target(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that is not excluded from training."""
+    return message["role"] == "assistant" and message.get("train", True)
 
 
 def map_texts(value: Any, change: Callable[[str], str], change_key: Callable[[str], str] = str) -> Any:

@@ -240,7 +240,8 @@ class Rollouts:
                 raise DataError(f"DISTILLATION_LAMBDA={self.config.distillation_lambda} needs an answer in "
                                 f"each record ({', '.join(ANSWER_COLUMNS)}), but {text[:SHOWN_RECORD]} "
                                 "has none")
-            messages, options = prompt_of("", record).messages, options_in(record)
+            messages, options = prompt_of("", record).messages, options_in(
+                record, self.chat_format.fields)
             ids = self.chat_format.encode_answer(messages, str(answer), options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
         return answers

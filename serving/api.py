@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
-from data_pipeline.chats import calls_in
+from data_pipeline.chats import messages_in, with_system
 from inference.engine import Request, Sampling
 from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
@@ -50,31 +50,10 @@ class Strict(BaseModel):
         return {name: value for name, value in content.items() if value is not None}
 
 
-def as_text(content: Any) -> Any:
-    """Join a list of text parts into one string; return any other value unchanged."""
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-        raise ValueError('only parts {"type": "text", "text": ...} are supported')
-    return "\n".join(texts)
-
-
-class Message(Strict):
-    """A chat message."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(as_text)]
-    name: Optional[str] = None
-    reasoning_content: Optional[str] = None
-    tool_calls: list[dict[str, Any]] = []
-    tool_call_id: Optional[str] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _content_beside_calls(cls, message: Any) -> Any:
-        is_call = isinstance(message, dict) and message.get("tool_calls")
-        return {**message, "content": message.get("content") or ""} if is_call else message
+def refuse_field(field: str) -> None:
+    """Refuse an unknown field of a message. Those of its calls and content parts are ignored."""
+    if field.count("[]") == 1:
+        raise DataError(f"{field} is not supported")
 
 
 class StreamOptions(Strict):
@@ -119,7 +98,7 @@ class ResponseFormat(Strict):
 class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
@@ -346,10 +325,8 @@ class Api:
                                 "known form; leave them out, or use a model whose template has them", "tools")
         field, grammar, wanted = "messages", None, body.response_format
         try:
-            messages = [message.model_dump(exclude_unset=True) for message in body.messages]
-            for message in messages:
-                if message.get("tool_calls"):
-                    message["tool_calls"] = calls_in("tool_calls", message["tool_calls"])
+            messages = messages_in("messages", body.messages, drop=refuse_field, may_be_blank=True)
+            messages = with_system(messages, "")
             options = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
             if body.tool_choice not in ("auto", "none"):

@@ -1,13 +1,17 @@
 """Every shape of chat and preference comes to the same messages, and what is none is refused by file and line."""
 
+import datetime
+import decimal
+import json
+
 import numpy as np
 import pytest
 from factories import write_jsonl
 
 from common.errors import DataError
-from data_pipeline.chats import read_examples
+from data_pipeline.chats import MARKS, read_examples
 from data_pipeline.shards import TokenizerInfo
-from data_pipeline.sources import Reading, Source
+from data_pipeline.sources import Reading, Source, read_texts
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_example_set
 from tokenizer import load_tokenizer
@@ -75,7 +79,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"messages": [ASK, {**SAY, "content": "a\0"}]}, "contains a NUL at character 2"),
     ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}]}, "calls a tool"),
     ({"messages": [{**ASK, "content": [{"type": "text", "text": "Why?"}, {"type": "image_url", "image_url": {}}]}, SAY]},
-     r"messages\[0\].content\[1\] is not text, its type is 'image_url'; only text can be trained on"),
+     r"messages\[0\].content\[1\] is not text, its type is 'image_url'; only text is supported"),
     ({"messages": [{**ASK, "content": ["Why?"]}, SAY]}, r"content\[0\] is not text, its type is None"),
     ({"messages": [{**ASK, "content": [{"type": "text", "text": None}]}, SAY]}, r"content\[0\].text is null"),
     ({"data": [{"prompt": "Why?"}]}, "it has 'data' .if 'data' is the list of records"),
@@ -86,7 +90,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"instruction": "Why?", "instances": []}, "instances is not a list"),
     ({"instruction": "Why?", "instances": [{"input": ""}]}, "output is null"),
     ({"prompt": "Why?", "completion": "So.", "label": True}, "is an answer with a label, not a chat"),
-    *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is excluded from training") for mark in (
+    *(({"messages": [ASK, {**SAY, **mark}]}, "has no target: all its answers are excluded from training by their marks") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
 ])
@@ -159,7 +163,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
 @pytest.mark.parametrize("record, reason", [
     ({}, "has no chosen and no rejected: it has no columns"),
     ({"prompt": "Why?", "completion": SO, "label": "bad"}, "has the label 'bad', expected true or false"),
-    ({"completion": SO, "label": True}, "message 1 is the assistant's"),
+    ({"completion": SO, "label": True}, "has no chosen and no rejected: .* or prompt, completion and label"),
     ({"prompt": [ASK, SAY], "completion": SO, "label": True}, "expected the user's"),
     ({"prompt": "Why?", "chosen": SO, "rejected": SO + " "}, "chosen and rejected are equal"),
     ({"prompt": "Why?", "chosen": "", "rejected": NO}, "chosen is empty"),
@@ -195,3 +199,165 @@ def test_lines_of_text_are_no_chats(tmp_path):
     (tmp_path / "x.txt").write_text("Why?\n")
     with pytest.raises(DataError, match="x.txt:1: is not a chat"):
         list(read_examples("chats", Source(path=str(tmp_path / "x.txt")), Reading()))
+
+
+def targets_of(messages):
+    return [message.get("train", True) for message in messages if message["role"] == "assistant"]
+
+
+TWO = [ASK, SAY, *AGAIN]
+
+
+@pytest.mark.parametrize("mark", [*({name: value} for name, others in MARKS.items() for value in (not others, int(not others))), {"weight": 0.0}],
+                         ids=str)
+def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path, mark):
+    name, excluded = next(iter(mark.items()))
+    included = {name: not excluded}
+    marked = [{**ASK, name: None}, {**SAY, **mark}, AGAIN[0], {**AGAIN[1], **included}]
+    (chat,), _ = read("chats", tmp_path, {"messages": marked})
+    assert targets_of(chat.messages) == [False, True]
+    shared = [{"from": {"user": "human", "assistant": "gpt"}[each.pop("role")], "value": each.pop("content"), **each} for each in map(dict, marked)]
+    assert read("chats", tmp_path, {"conversations": shared})[0][0].messages == chat.messages
+    (chat,), _ = read("chats", tmp_path, {"messages": TWO, name: [None, excluded, None, not excluded]})
+    assert targets_of(chat.messages) == [False, True]
+    (pair,), _ = read("pairs", tmp_path, {"chosen": marked, "rejected": [*marked[:3], SAY]})
+    (prompt,), _ = read("prompts", tmp_path, {"messages": marked[:3]})
+    assert pair.messages == prompt.messages == TWO[:3]
+    (answer,), _ = read("pairs", tmp_path, {"messages": marked, "label": True})
+    assert (answer.messages, answer.answers, answer.label) == (TWO[:3], ("No.",), True)
+    for kind, record, reason in (
+            ("chats", {"messages": [ASK, {**SAY, **mark}]}, "has no target"),
+            ("chats", {"messages": [{**ASK, **included}, SAY]}, rf"messages\[0\] is marked for training \({name}\), but is the user's"),
+            ("chats", {"messages": [ASK, {**SAY, name: 0.5}]}, rf"messages\[1\] has {name} = 0.5, expected true or false"),
+            ("chats", {"messages": [ASK, {**SAY, name: "no"}]}, rf"messages\[1\] has {name} = 'no', expected true or false"),
+            ("chats", {"messages": TWO, name: [excluded]}, f"{name} has 1 entries for 4 messages, expected one for each"),
+            ("pairs", {"chosen": [ASK, {**SAY, **mark}], "rejected": [ASK, AGAIN[1]]}, "excluded from training by a mark"),
+            ("pairs", {"messages": [ASK, {**SAY, **mark}], "label": False}, "excluded from training by a mark")):
+        with pytest.raises(DataError, match=reason):
+            read(kind, tmp_path, record)
+
+
+@pytest.mark.parametrize("marks, reason", [
+    ({"weight": 0, "train": True}, "contradict each other: weight, train"), ({"train_detail": []}, "train_detail seems to say what is trained on"),
+    ({"mask": True}, "mask seems"), ({"lossScale": 2}, "lossScale seems")])
+def test_a_mark_whose_meaning_is_not_certain_is_refused(tmp_path, marks, reason):
+    with pytest.raises(DataError, match=reason):
+        read("chats", tmp_path, {"messages": [ASK, {**SAY, **marks}]})
+    assert read("chats", tmp_path, {"messages": [ASK, {**SAY, "constraints": 1}]})[1].dropped == {"messages[].constraints": 1}
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "1"}, SAY]
+
+
+@pytest.mark.parametrize("kind, record, messages, dropped", [
+    ("chats", {"messages": [ASK, SAY], "prompt": "Why?", "prompt_id": "1", "score": None, "chosen": []}, [ASK, SAY], {"prompt", "prompt_id", "chosen"}),
+    ("chats", {"messages": [ASK, SAY], "conversations": [], "weight": 0.5, "input": ""}, [ASK, SAY], {"conversations", "weight", "input"}),
+    ("chats", {"messages": [SYSTEM, ASK, SAY], "system": "Be brief."}, [SYSTEM, ASK, SAY], {"system"}),
+    ("chats", {"messages": [SYSTEM, ASK, SAY], "system": "Be kind."}, [SYSTEM, ASK, SAY], set()),
+    ("chats", {"messages": [{**ASK, "name": "Ann", "id": 1, "reasoning": "x"}, {**SAY, "refusal": "n", "audio": {}, "function_call": None}]}, [ASK, SAY],
+     {f"messages[].{name}" for name in ("name", "id", "reasoning", "refusal", "audio")}),
+    ("chats", {"messages": [ASK, {**SAY, "thinking": "Hm.", "reasoning": "Ha."}]}, [ASK, SAY],
+     {"messages[].thinking", "messages[].reasoning_content"}),
+    ("chats", {"messages": [{**ASK, "content": [{"type": "text", "text": "Why?", "cache_control": {}}]}, SAY]}, [ASK, SAY],
+     {"messages[].content[].cache_control"}),
+    ("chats", {"conversations": [*share(("human", "Why?")), {"from": "gpt", "value": "So.", "content": "x"}]}, [ASK, SAY], {"conversations[].content"}),
+    ("chats", {"messages": [ASK, {**SAY, "content": None, "tool_calls": [{**CALL, "index": 0, "function": {**CALL["function"], "strict": True}}]},
+                            *CALLING[2:]]}, CALLING, {"messages[].tool_calls[].index", "messages[].tool_calls[].function.strict"}),
+    ("chats", {"messages": [ASK, SAY], "tools": [{"name": "f"}], "functions": [{}], "chat_template_kwargs": {"x": 1, "y": None}}, [ASK, SAY],
+     {"tools", "functions", "chat_template_kwargs.x"}),
+    ("chats", {"instruction": "Why?", "instances": [{"input": "", "output": "So.", "constraints": "None"}], "output": "x", "input": "y", "name": "z"},
+     [ASK, SAY], {"instances[].constraints", "output", "input", "name"}),
+    ("chats", {"instruction": "And now?", "output": "No.", "history": [["Why?", "So."]], "text": "all"}, TWO, {"text"}),
+    ("chats", {"prompt": "And now?", "completion": "No.", "history": [["Why?", "So."]], "score": 1}, TWO, {"score"}),
+    ("pairs", {"instruction": "And now?", "chosen": "x", "rejected": "y", "history": [["Why?", "So."]]}, TWO[:3], set()),
+    ("pairs", {"prompt": "Why?", "chosen": [ASK, SAY], "rejected": [ASK, AGAIN[1]], "messages": [ASK, SAY], "score_chosen": 8.5, "margin": 1}, [ASK],
+     {"messages", "score_chosen", "margin"}),
+    ("pairs", {"prompt": [SYSTEM, ASK], "chosen": [ASK, SAY], "rejected": [ASK, AGAIN[1]]}, [SYSTEM, ASK], set()),
+    ("pairs", {"prompt": [SYSTEM, *TWO[:3]], "chosen": [AGAIN[0], SAY], "rejected": [AGAIN[0], AGAIN[1]]}, [SYSTEM, *TWO[:3]], set()),
+    ("pairs", {"messages": [ASK, SAY], "chosen": [ASK, SAY], "rejected": [ASK, AGAIN[1]]}, [ASK], {"messages"}),
+    ("pairs", {"messages": [SYSTEM, ASK], "chosen": SAY, "rejected": AGAIN[1], "question": None}, [SYSTEM, ASK], set()),
+    ("pairs", {"conversations": share(("human", "Why?")), "chosen": share(("gpt", "So."))[0], "rejected": share(("gpt", "No."))[0]}, [ASK], set()),
+    ("pairs", {"chosen": [ASK, {**SAY, "reasoning": "Hm."}], "rejected": [ASK, AGAIN[1]]}, [ASK], {"messages[].reasoning_content"}),
+    ("pairs", {"instruction": "Why?", "output": "So.", "label": False, "id": 1}, [ASK], {"id"}),
+    ("prompts", {"question": "Why?", "messages": [SAY], "answer": "So."}, [ASK], {"messages"}),
+    ("prompts", {"instruction": "And now?", "history": [["Why?", "So."]], "system": "Be kind."}, [SYSTEM, *TWO[:3]], set()),
+    ("prompts", {"messages": [{**ASK, "id": 3}]}, [ASK], {"messages[].id"}),
+])
+def test_every_field_is_used_or_counted_by_name(tmp_path, kind, record, messages, dropped):
+    fields = {"tool_calls"} if messages is CALLING else ()
+    path = write_jsonl(tmp_path / "x.jsonl", [record])
+    reading = Reading()
+    (example,) = read_examples(kind, Source(path=path), reading, fields)
+    assert example.messages == messages and reading.dropped == dict.fromkeys(dropped, 1)
+    if kind == "prompts":
+        assert json.loads(example.record) == record
+
+
+@pytest.mark.parametrize("turn", [
+    {"role": "assistant", "function_call": {"name": "f", "arguments": "{\"x\": null}"}},
+    {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": null}}"},
+    {"role": "tool_call", "content": [{"name": "f", "parameters": {"x": None}}]}, {**CALLING[1], "tool_calls": json.dumps([CALL])}], ids=str)
+def test_calls_and_results_are_read_however_they_are_named(tmp_path, turn):
+    for role in ("tool", "function", "observation", "ipython", "tool_response"):
+        record = {"messages": [{"role": "developer", "content": "Be kind."}, ASK, turn, {"role": role, "content": "1"}, SAY]}
+        (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [record])), Reading(), {"tool_calls"})
+        assert chat.messages == [SYSTEM, *CALLING]
+
+
+def test_columns_of_map_come_before_others_and_all_others_stay(tmp_path):
+    record = {"conversation": [ASK, SAY], "messages": [SAY], "system": "Be kind.", "chat_template_kwargs": {"x": 1}, "id": 1}
+    reading = Reading()
+    (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [record]), map="messages=conversation"), reading, {"x"})
+    assert (chat.messages, chat.options, reading.dropped) == ([SYSTEM, ASK, SAY], {"x": 1}, {"messages": 1, "id": 1})
+    reading = Reading()
+    (prompt,) = read_examples("prompts", Source(path=write_jsonl(tmp_path / "x.jsonl", [{"problem": "Why?", "prompt": "x", "answer": "1", "id": 1}]),
+                                                map="question=problem"), reading)
+    assert json.loads(prompt.record) == {"prompt": "x", "answer": "1", "id": 1, "question": "Why?"}
+    assert (prompt.messages, reading.dropped) == ([ASK], {"prompt": 1})
+
+
+def test_nulls_that_a_table_invents_are_no_keys_and_its_json_is_read(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tools = [[{"name": "f", "parameters": {"properties": {"x": {"type": "string", "enum": ["a", None]}}}}], [{"name": "g", "parameters": {}}]]
+    calls = [{"name": "f", "arguments": {"x": "a"}}, {"name": "g", "arguments": {"y": {"z": [{"v": 1}, {"w": 2}]}}}]
+    chats = [[ASK, {"role": "assistant", "tool_calls": [{"function": call}]}] for call in calls]
+    json_type = pyarrow.json_()
+    as_json = pyarrow.ExtensionArray.from_storage(json_type, pyarrow.array([json.dumps({"x": None, "y": 1}), "5"]))
+    nested = pyarrow.StructArray.from_arrays([as_json], ["deep"])
+    table = pyarrow.table({"messages": chats, "tools": tools, "chat_template_kwargs": nested})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "x.arrow", table.schema) as stream:
+        stream.write_table(table)
+    for suffix in ("parquet", "arrow"):
+        found = [*read_examples("chats", Source(path=str(tmp_path / f"x.{suffix}")), Reading(), {"tools", "tool_calls", "deep"})]
+        assert [example.options for example in found] == [{"tools": tools[0], "deep": {"x": None, "y": 1}}, {"tools": tools[1], "deep": 5}]
+        assert [example.messages[1]["tool_calls"][0]["function"] for example in found] == calls
+    stated = {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}
+    (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [stated])), Reading(), {"tool_calls"})
+    assert chat.messages[1]["tool_calls"] == [CALL]
+
+
+def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"date": pyarrow.array([datetime.date(2026, 1, 2)]), "time": pyarrow.array([datetime.datetime(2026, 1, 2, 3)]),
+               "price": pyarrow.array([decimal.Decimal("1.50")]), "took": pyarrow.array([datetime.timedelta(seconds=90)]),
+               "image": pyarrow.array([b"\xff"]), "early": pyarrow.array([-10**15], pyarrow.timestamp("s")),
+               "latin": pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, *(pyarrow.py_buffer(part) for part in (b"\0\0\0\0\1\0\0\0", b"\xe9"))])}
+    table = pyarrow.table({"prompt": ["Why?"], "completion": ["So."], "chosen": ["So."], "rejected": ["No."], **columns})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    source = Source(path=str(tmp_path / "x.parquet"))
+    for kind, answers in (("chats", {"chosen", "rejected"}), ("pairs", {"completion"})):
+        reading = Reading()
+        (example,) = read_examples(kind, source, reading)
+        assert example.messages[0] == ASK and reading.dropped == dict.fromkeys(answers | columns.keys(), 1)
+    reading = Reading()
+    (prompt,) = read_examples("prompts", source, reading)
+    assert json.loads(prompt.record) == {"prompt": "Why?", "completion": "So.", "chosen": "So.", "rejected": "No.", "date": "2026-01-02",
+                                         "time": "2026-01-02T03:00:00", "price": "1.50", "took": "0:01:30"}
+    assert reading.dropped == {"image": 1, "early": 1, "latin": 1}
+    with pytest.raises(DataError, match=r"prompt is unreadable \(byte 1 of the text is not UTF-8\)"):
+        list(read_examples("prompts", Source(path=source.path, map="prompt=latin"), Reading()))
+    reading = Reading()
+    assert [document.text for document in read_texts(Source(path=source.path, column="completion"), reading)] == ["So."]
+    assert reading.dropped == dict.fromkeys({"prompt", "chosen", "rejected"} | columns.keys(), 1)

@@ -307,5 +307,5 @@ def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_pa
     folders = [prepare("chats", write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name)
                for name, records in (("plain", plain), ("thoughtful", thoughtful))]
     assert "Dropped" not in "\n".join(describe(folders[0]))
-    assert "Dropped: tools 1 times, reasoning_content 39 times; training uses the chats without them" in "\n".join(describe(folders[1]))
+    assert "Dropped: messages[].reasoning_content 39 times, tools 1 time; training uses the chats without them" in "\n".join(describe(folders[1]))
     assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]
