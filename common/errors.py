@@ -1,8 +1,9 @@
 """Errors that users can fix, with exit codes for launchers."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Optional
 
@@ -66,9 +67,21 @@ class HangError(PaddockError):
 
 @contextmanager
 def requires_package(package: str, feature: str) -> Iterator[None]:
-    """A `with` block that imports a package; if it is missing, SettingsError contains the pip command."""
+    """A `with` block that imports a package; if it is missing, SettingsError contains the pip command.
+
+    So it does if an older version is installed than `package` names, such as "gguf>=0.18".
+    """
+    name, _, least = package.partition(">=")
     try:
         yield
+        if not least:
+            return
+        from importlib import metadata  # takes 20 ms
+
+        with suppress(metadata.PackageNotFoundError):  # not installed by pip
+            installed = metadata.version(name)
+            if [*map(int, re.findall(r"\d+", installed)[:2])] < [*map(int, re.findall(r"\d+", least))]:
+                raise ImportError(f"{installed} is installed")
     except ImportError as error:
         message = f"{feature} needs the package {package}: {pip_install(package)} ({error})"
         raise SettingsError(message) from error

@@ -85,7 +85,7 @@ class Source(NamedTuple):
 
 
 def import_gguf() -> Any:
-    with requires_package("gguf", "--to gguf"):
+    with requires_package("gguf>=0.18", "--to gguf"):
         import gguf
     return gguf
 
@@ -206,7 +206,7 @@ def differs(what: str) -> CheckpointError:
 
 def quantize(source: Path, output: Path) -> None:
     """Quantize an f32 file to q4_k_m with llama.cpp."""
-    with requires_package("llama_cpp", "--type q4_k_m"):
+    with requires_package("llama-cpp-python", "--type q4_k_m"):
         llama_cpp = import_module("llama_cpp")
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M

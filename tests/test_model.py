@@ -16,7 +16,7 @@ from fused.attention import compute_spans
 from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
-from model import SHARED_PREFIX, Transformer, padded
+from model import SHARED_PREFIX, RMSNorm, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -222,6 +222,16 @@ def test_a_cache_changes_nothing(steps):
         some = torch.tensor([3, 11, 0])
         torch.testing.assert_close(model.logits(tokens, only_B=some), expected[range(3), some], atol=1e-4, rtol=0)
     assert cache.used == [sum(steps)] * 3
+
+
+def test_a_compiled_norm_has_the_bits_of_an_eager_one(monkeypatch):
+    """Which is computed in float32 and rounded once; the compiler would fuse the autograd function less well."""
+    norm = RMSNorm(48, 1e-5)
+    norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
+    x = 30 * torch.randn(64, 48, generator=torch.Generator().manual_seed(1)).bfloat16()
+    eager, exact = norm(x), F.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5).bfloat16()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(norm(x), eager) and torch.equal(eager, exact)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum"])

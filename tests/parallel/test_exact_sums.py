@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from checkpoint.tensors import read_all
 from common.errors import SettingsError
 from config import Config
 from fused.head import IGNORE_INDEX
-from learn.objectives import NextToken
+from learn.objectives import LossSum, NextToken
+from model_utils import seed_step
 from parallel.exact import (
     HEADROOM_BITS,
     ExactGradients,
@@ -26,6 +28,7 @@ from parallel.exact import (
     share,
 )
 from parallel.ranks import Ranks
+from train import accumulate_gradients
 
 GRADIENTS = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)) * 10.0**torch.arange(-3, 3)[:, None, None]
 UNITS = torch.tensor(37.0, dtype=torch.float64)
@@ -51,6 +54,26 @@ def test_a_sum_of_micro_batches_has_the_same_bits_in_any_order(small, monkeypatc
     for seed in range(20):
         order = np.random.default_rng(seed).permutation(len(GRADIENTS))
         assert torch.equal(summed(GRADIENTS[order])[0], expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_the_rank(ranks):
+    """Of four micro-batches, so that three ranks have unequal numbers of them."""
+    config, drawn = Config(reproducible=True, micro_batch_size=1, max_seq_len=8, total_batch_size=32), []
+    dropout = nn.Dropout(0.5)
+
+    def loss_sum(model, batch):
+        drawn.append(dropout(torch.ones(64)))
+        return LossSum(model(torch.zeros(7)).sum(), {})
+
+    for rank in range(ranks):
+        run = SimpleNamespace(config=config, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
+                              objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None))
+        accumulate_gradients(run, nn.Linear(7, 5), [None] * len(share(4, rank, ranks)), 1.0)
+    for index, each in enumerate(drawn):
+        seed_step(config.seed, 3, index)
+        assert torch.equal(each, dropout(torch.ones(64)))
+    assert len(drawn) == 4 and not torch.equal(drawn[0], drawn[1])
 
 
 def test_a_sum_is_the_exact_one_rounded_once():

@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,31 @@ def fill_the_disk() -> None:
 def test_all_ranks_end_with_the_error_of_the_rank_that_writes(tiny_run):
     text = tiny_run().ends([5, 5], fill_the_disk)
     assert text.count("error: ") == 1 and "No space left on device" in text, text
+
+
+@pytest.mark.parametrize("shards, world_size", [(1, 3), (2, 4), (3, 6), (2, 2)])
+def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, world_size, tmp_path, monkeypatch):
+    """With several copies of a sharded model, ranks that follow each other do not write rows that do."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size))
+    state = {"a": torch.arange(96.0 * 4).reshape(96, 4), "b": torch.arange(70.0), "c": torch.tensor(3.0)}
+    parts, savings = [], []
+    for rank in range(world_size):
+        ranks = SimpleNamespace(rank=rank, world_size=world_size, is_rank0=rank == 0, device=torch.device("cpu"), broadcast=lambda value: value,
+                                all_gather_json=lambda _: parts, on_rank0=lambda make: make(), raise_on_all=lambda make: make())
+        share = saving.Share(ranks, shards, 2)
+        files = {"model.safetensors": TensorFile(share.use({name: (rows, rows, len(rows) if rows.ndim else 1) for name, rows in state.items()}),
+                                                 block_multiple=2)}
+        savings.append(saving.Saving(1, 0.0, share, files, lambda folder: None, {"step": 1}, temporary=tmp_path / "tmp-1"))
+    (tmp_path / "tmp-1").mkdir()
+    savings[0].files["model.safetensors"].create(tmp_path / "tmp-1" / "model.safetensors")
+    for each in savings:
+        each.share.copy(*state)
+        parts.append([each.share.part, each.write(tmp_path / "step-1")])
+    assert sorted(part for part, _ in parts) == [*range(world_size)]
+    monkeypatch.setattr(saving.Saving, "begin", lambda *_: None)
+    monkeypatch.setattr(saving.Saving, "write", lambda *_: parts[0][1])
+    savings[0].complete(tmp_path / "step-1", print)
+    store.verify(tmp_path / "step-1")
 
 
 def save_and_look(argv: list[str]) -> None:

@@ -1,19 +1,22 @@
 """convert_to_gguf.py: what a GGUF file contains is the model, as transformers and, if it is installed, llama.cpp read it."""
 
 import json
+import math
+import sys
+from collections import defaultdict
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import new_model
 
 from checkpoint import huggingface
-from common.errors import CheckpointError
+from common.errors import CheckpointError, SettingsError
 from config import ModelConfig
+from run.adapters import load_model
 from scripts import convert_to_gguf as script
 from tokenizer import Tokenizer
-
-gguf = pytest.importorskip("gguf", reason="GGUF files need the package: pip install -r requirements-extras.txt")
-transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 
 MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_factor": 8.0, "rope_original_max_len": 64, "rope_theta": 10_000.0},
           "linear": {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}, "narrow": {"dim": 48, "head_width": 12},
@@ -22,6 +25,28 @@ MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_f
                    "rope_original_max_len": 64}, "mistral": {"model_type": "mistral", "sliding_window": 100},
           "smollm3": {"model_type": "smollm3", "n_layers": 4, "no_rope_every": 4}}
 TEXT = "The cat saw the dog, and I'll say 12345 times: Straße 你好 🚀.\n" * 20
+
+
+@pytest.fixture
+def gguf():
+    return pytest.importorskip("gguf", reason="GGUF files need the package: pip install -r requirements-extras.txt")
+
+
+class Written(dict):
+    """A stand-in for gguf and its writer, which keeps the fields that are added, and reads nothing."""
+
+    TokenType = SimpleNamespace(UNUSED="unused", NORMAL="normal", CONTROL="control", USER_DEFINED="user-defined")
+    LlamaFileType, GGMLQuantizationType, GGML_QUANT_VERSION, RopeScalingType = defaultdict(int), defaultdict(int), 2, str
+    quants = SimpleNamespace(quantize=lambda values, kind: values)
+
+    def GGUFWriter(self, path, architecture):
+        return self
+
+    def quant_shape_to_byte_shape(self, shape, kind):
+        return shape
+
+    def __getattr__(self, name):
+        return lambda *values, **_: self.update({name.removeprefix("add_"): values[0] if values else None})
 
 
 def save(folder, **settings):
@@ -40,8 +65,9 @@ def save(folder, **settings):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_type_is_the_model(name, tmp_path):
+def test_every_type_is_the_model(name, gguf, tmp_path):
     """transformers reads the architecture and the settings from the file; it ignores scaling, and Qwen 3's head width."""
+    transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
     folder = save(tmp_path / "model", **MODELS[name])
     for kind in ("f32", "bf16", "q8_0"):
         results = script.convert(folder, tmp_path / f"{kind}.gguf", kind, TEXT, script.MAX_KL[kind])
@@ -63,7 +89,7 @@ def test_every_type_is_the_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ("a tensor", "a type"))
-def test_a_file_that_differs_is_not_exported(damage, tmp_path, monkeypatch):
+def test_a_file_that_differs_is_not_exported(damage, gguf, tmp_path, monkeypatch):
     folder, output = save(tmp_path / "model"), tmp_path / "out.gguf"
     if damage == "a tensor":
         quantize = gguf.quants.quantize
@@ -73,7 +99,54 @@ def test_a_file_that_differs_is_not_exported(damage, tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == [folder]
 
 
-def test_what_llama_cpp_cannot_run_is_refused(tmp_path):
+def test_llama_cpp_divides_the_frequencies_of_pairs_by_the_factors(tmp_path):
+    """Llama 3.1's factors: 1 for pairs that rotate often, the scaling's for those that rotate rarely, and between them a mixture."""
+    folder = save(tmp_path / "model", **MODELS["llama3 scaling"])
+    model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
+    factors = script.read_source(folder, "model", model.config, tokenizer).tensors["rope_freqs.weight"].whole().tolist()
+    rotations = [64 / (2 * math.pi) * 10_000.0 ** (-pair / 8) for pair in range(8)]
+    shares = [min(1.0, max(0.0, (each - 1) / (4 - 1))) for each in rotations]
+    assert factors == pytest.approx([1 / ((1 - share) / 8 + share) for share in shares], rel=1e-4)
+    assert (factors[0], factors[-1]) == pytest.approx((1, 8)) and 1 < factors[2] < 8
+
+
+def test_the_fields_of_a_file_say_how_to_rotate_and_which_tokens_control(tmp_path, monkeypatch):
+    """What a comparison by Paddock alone does not see, since Paddock does not read it."""
+    folder, written = save(tmp_path / "model", **MODELS["yarn"]), Written()
+    content = json.loads((folder / "tokenizer.json").read_text())
+    token = next(each for each in content["added_tokens"] if "reserved" in each["content"])
+    token |= {"content": "<mark>", "special": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    monkeypatch.setattr(script, "import_gguf", lambda: written)
+    model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
+    script.write_gguf(tmp_path / "out.gguf", script.read_source(folder, "model", model.config, tokenizer), "f32")
+    assert (written["rope_scaling_type"], written["rope_scaling_factor"], written["rope_scaling_orig_ctx_len"]) == ("yarn", 4.0, 64)
+    assert (written["rope_scaling_yarn_beta_slow"], written["rope_scaling_yarn_beta_fast"]) == (1.0, 32.0)
+    kinds = dict(zip(written["token_list"], written["token_types"]))
+    assert kinds["a"] == "normal" and kinds["<mark>"] == "user-defined" and kinds["<|eot_id|>"] == "control"
+    assert all(kind == "unused" for token, kind in kinds.items() if token.startswith("[PAD"))
+    ids = {role: written["token_list"][written[f"{role}_token_id"]] for role in ("bos", "eos", "eot")}
+    assert ids == {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "eot": "<|eot_id|>"}
+
+
+@pytest.mark.parametrize("version, refused", [("0.17.1", True), ("0.9", True), ("0.18.0", False), ("0.100.dev1", False), (None, False)])
+def test_a_gguf_that_is_too_old_is_refused_with_the_command_that_upgrades_it(version, refused, monkeypatch):
+    """One that pip has not installed, such as that of a clone of llama.cpp, has no version."""
+    def found(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setitem(sys.modules, "gguf", stub := SimpleNamespace())
+    monkeypatch.setattr(metadata, "version", found)
+    if not refused:
+        assert script.import_gguf() is stub
+        return
+    with pytest.raises(SettingsError, match=rf"--to gguf needs the package gguf>=0\.18: .*install 'gguf>=0\.18' \({version} is installed\)"):
+        script.import_gguf()
+
+
+def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path):
     for number, (settings, message) in enumerate((({"model_type": "smollm3", "no_rope_every": 2}, "NO_ROPE_EVERY=4, and this model has 2"),
                                                   ({}, "splits text like"), ({}, "has no merges"))):
         folder = save(tmp_path / str(number), **settings)

@@ -43,6 +43,8 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path, capsys
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
         there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].whole()
         assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.whole())
+    new = [tensor.whole() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
+    assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past, not that of another"
     by_setting = {"PRETRAIN_CHECKPOINT": base.checkpoint(4), "GROW_LAYERS": "2:4", "GROW_FFN_DIM": f"{width}:128"}
     run, parted = (TinyRun(prepared, tmp_path / name, **settings, **growth) for name, growth in (
         ("whole", {"PRETRAIN_CHECKPOINT": tmp_path / "grown"}), ("parted", by_setting)))

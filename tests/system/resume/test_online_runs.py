@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from commands import during
-from factories import TinyRun, assert_same_run, prepare_stages, write_jsonl
+from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
 
+import train
 from common.errors import SettingsError
 from config import Config
 from data_pipeline.shards import TokenizerInfo
@@ -20,6 +21,7 @@ from debug.replay import read_settings
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.grpo import advantages
+from learn.optim import Optimizer
 from report.page import Report
 from run import rollouts
 from run.rollouts import Rewards, training_batch
@@ -116,6 +118,15 @@ def test_the_reference_of_adapters_is_the_model_without_them(stages, tmp_path):
     assert run.train() == 0
     first, second = run.column("kl").values()
     assert first == pytest.approx(0, abs=1e-10) and second > 1e-4
+
+
+def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_path, monkeypatch):
+    """Of two steps with three updates each, the first update of the second step is not finite."""
+    updates, step, norm = [], Optimizer.step, train.gradient_norm
+    monkeypatch.setattr(Optimizer, "step", lambda *arguments: (updates.append(1), step(*arguments))[1])
+    monkeypatch.setattr(train, "gradient_norm", lambda model: norm(model) * (torch.nan if len(updates) >= 3 else 1))
+    run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
+    assert run.train() == 4 and len(updates) == 4
 
 
 def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
