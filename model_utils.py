@@ -184,6 +184,8 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
             import triton  # noqa: F401
         except ImportError:
             return "triton is not installed"
+    elif " " in (folder := os.path.dirname(torch.__file__)):  # torch does not quote it for the compiler
+        return f"the C++ compiler cannot read {folder}, because its path has a space (move the environment)"
     if not any(compiler and shutil.which(compiler) for compiler in compilers):
         return f"no {language} compiler was found (install gcc or set COMPILE=false)"
     return why_no_kernel(device_type) if device_type == "cuda" else None

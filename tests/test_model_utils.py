@@ -94,6 +94,13 @@ def test_a_workspace_of_the_users_own_is_kept_or_refused(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == workspace
 
 
+def test_an_environment_whose_path_has_a_space_trains_without_the_compiler(monkeypatch):
+    monkeypatch.setattr(model_utils.shutil, "which", lambda name: name)
+    assert model_utils.why_not_compile(Config(), "cpu") is None or " " in torch.__file__
+    monkeypatch.setattr(torch, "__file__", "/my clone/.venv/torch/__init__.py")
+    assert "/my clone/.venv/torch, because its path has a space" in model_utils.why_not_compile(Config(), "cpu")
+
+
 def compiler_that(raises: Exception | None = None, adds: float = 0.0):
     def compile(function):
         def compiled(numbers):

@@ -119,7 +119,7 @@ def test_ci_clones_into_a_folder_with_a_space_and_leaves_root(user, tmp_path):
                           env={**os.environ, "PATH": f"{binaries}:{os.environ['PATH']}", "TMPDIR": str(tmp_path / "temporary")})
     assert done.returncode == 7 and "without the changes that are not committed" in done.stdout, done
     place = rf"{re.escape(str(tmp_path))}/temporary/[^/]+"
-    environment = f"{tmp_path}/an environment" if user == 0 else f"{checkout}/.venv"
+    environment = f"{tmp_path}/environment" if user == 0 else f"{checkout}/.venv"
     environment = re.escape(environment)
     told = rf"{place}/a clone/paddock: --set-up {environment}\n(.*\n)*{place}/a clone/paddock: {environment}\n"
     assert re.search(told, done.stdout), done.stdout
