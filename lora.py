@@ -5,6 +5,7 @@ Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732)
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Optional
@@ -165,7 +166,8 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
             raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is not a control token of the "
                                 f"tokenizer; use names such as {some} ..., auto or none")
         return sorted({special_ids[name] for name in names})
-    reserved = sorted({number for name, number in special_ids.items() if "reserved" in name} - {*used_ids})
+    reserved = sorted({number for name, number in special_ids.items()
+                       if re.search("(?<![a-z])reserved", name)} - {*used_ids})
     rows_VD = weight_VD.detach().float()
     centre_D, limit = torch.zeros_like(rows_VD[0]), 0.01 * rows_VD.norm(dim=1).median()
     if reserved:

@@ -256,12 +256,15 @@ class Transformer(nn.Module):
         """
         config, wv = self.config, torch.empty(0)  # of the same block
         for name, parameter in self.named_parameters():
-            residual = name.endswith(("wo.weight", "w2.weight"))
+            path, _, _ = name.rpartition(".")
+            layer = path.rpartition(".")[2]
+            residual = layer in ("wo", "w2")
             scale = 1 / math.sqrt(2 * config.n_layers) if residual else 1.0
             with whole(parameter) as weight:
                 if weight.ndim == 1:
-                    weight.fill_(0.0 if ".b" in name else 1.0)  # biases are called bq, bk, bv
-                elif config.init_copy and name.endswith("wo.weight"):
+                    is_bias = isinstance(self.get_submodule(path), Bias) or name.endswith(".bias")
+                    weight.fill_(0.0 if is_bias else 1.0)
+                elif config.init_copy and layer == "wo":
                     heads_KHD = wv.unflatten(0, (config.n_kv_heads, -1))
                     heads_NHD = heads_KHD.repeat_interleave(config.n_heads // config.n_kv_heads, dim=0)
                     weight.copy_(scale * heads_NHD.flatten(0, 1).T)
@@ -269,7 +272,7 @@ class Transformer(nn.Module):
                     weight.normal_(0.0, scale * config.init_std, generator=generator)
                 if name in ("tok_embeddings.weight", "output.weight"):
                     weight[self.vocab_size:] = 0
-                if name.endswith("wv.weight"):
+                if layer == "wv":
                     wv = weight
 
     def attention_metas(self, tokens_BT: Tensor, document_ids: Optional[Tensor],

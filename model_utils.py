@@ -327,7 +327,7 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
 
 def is_vocabulary(name: str) -> bool:
     """Return whether a parameter, or its optimizer state, has one row per token id."""
-    return name.startswith(huggingface.VOCABULARY)
+    return f"{name}.".startswith(tuple(f"{matrix}." for matrix in huggingface.VOCABULARY))
 
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:

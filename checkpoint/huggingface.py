@@ -181,7 +181,7 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     theirs = {huggingface_name(name): name for name in shapes}
     missing = [name for name in theirs if name not in tensors]
     unknown = [name for name in tensors if name not in (*theirs, "lm_head.weight")
-               and not name.endswith("inv_freq")]  # a buffer in old files
+               and not name.endswith(".inv_freq")]  # a buffer in old files
     if unknown or missing:
         problem = f"lack {missing[0]}" if missing else f"contain {unknown[0]}, which this model does not have"
         raise CheckpointError(f"the weights {problem} ({len(missing)} missing, {len(unknown)} unknown); set "
@@ -287,7 +287,7 @@ def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
     digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
     for name, tensor in sorted(tensors.items()):
         is_tied_head = name == "lm_head.weight" and embedding is not None and tensor.equals(embedding)
-        if is_tied_head or name.endswith("inv_freq"):
+        if is_tied_head or name.endswith(".inv_freq"):
             continue
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         for span in tensor.spans():

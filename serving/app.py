@@ -13,7 +13,6 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -105,10 +104,10 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlett
               Route("/v1/models/{name:path}", api.model),
               Route("/v1/chat/completions", api.chat, methods=["POST"]),
               Route("/v1/completions", api.complete, methods=["POST"])]
-    # On loopback, reject other host names (DNS rebinding). Elsewhere, the API key protects the server.
-    hosts = ["localhost", "127.0.0.1", "[::1]", options.host] if is_loopback(options.host) else ["*"]
-    middleware = [Middleware(Guard, options.api_key),
-                  Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)]
+    # Without an API key, reject other names than this machine's (DNS rebinding).
+    is_open = not options.api_key and is_loopback(options.host)
+    hosts = {"localhost", "127.0.0.1", "[::1]", options.host} if is_open else None
+    middleware = [Middleware(Guard, options.api_key, hosts)]
     app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan,
                     exception_handlers={ApiError: refuse, HTTPException: refuse, Exception: refuse})
     app.router.redirect_slashes = False

@@ -1,14 +1,15 @@
 """Errors in OpenAI's format, and the checks before a request is read."""
 
 import hmac
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Optional
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.http_server import HEADERS
+from common.http_server import HEADERS, KEY_VARIABLE, is_loopback
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          429: "rate_limit_error"}
@@ -32,11 +33,41 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=HEADERS | self.headers)
 
 
-class Guard:
-    """The outermost middleware: rejects cross-origin requests and requests without the API key."""
+def host_name(host: str) -> Optional[str]:
+    """Return a Host header without its port, in lower case; None if it is not valid."""
+    match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:]+)(:\d+)?", host.lower())
+    return match and match[1]
 
-    def __init__(self, app: ASGIApp, key: Optional[str]):
-        self.app, self.key = app, key
+
+def is_own(origin: str, headers: Headers) -> bool:
+    """Return whether an Origin is this server's own, perhaps behind a proxy that ends TLS.
+
+    Pages of other sites cannot set X-Forwarded-* without a preflight, which fails, and never Sec-Fetch-Site.
+    """
+    scheme, _, place = origin.lower().partition("://")
+    proto, host, forwarded = (headers.get(name, "").partition(",")[0].strip().lower()
+                              for name in ("x-forwarded-proto", "host", "x-forwarded-host"))
+    if not place or scheme not in ("http", "https") or proto not in ("", scheme):
+        return False
+    if scheme == "http":
+        return place in (host, forwarded)
+    if site := headers.get("sec-fetch-site"):
+        return site == "same-origin"
+    # Without a proxy, no page of this machine is served by https.
+    hosts = [forwarded] if not proto and is_loopback(host_name(host) or "") else [host, forwarded]
+    return place.removesuffix(":443") in [each.removesuffix(":443") for each in hosts] or (
+        host_name(place) in hosts)  # some proxies leave out the port
+
+
+class Guard:
+    """The outermost middleware: rejects cross-origin requests and requests without the API key.
+
+    Args:
+        hosts: accepted names in the Host header; None = any.
+    """
+
+    def __init__(self, app: ASGIApp, key: Optional[str], hosts: Optional[Collection[str]] = None):
+        self.app, self.key, self.hosts = app, key, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
@@ -54,9 +85,13 @@ class Guard:
 
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for other origins, a missing key, or a content type that HTML forms can send."""
-        origin = headers.get("origin")
-        if origin is not None and origin.lower() != f"http://{headers.get('host', '').lower()}":
-            raise ApiError(403, f"pages from {origin} may not use this server")
+        origin, host = headers.get("origin"), headers.get("host", "")
+        if self.hosts is not None and host_name(host) not in self.hosts:
+            raise ApiError(400, f"the Host {host!r} is not a name of this machine; behind a proxy, require a "
+                                f"key ({KEY_VARIABLE}), or let the proxy send Host: 127.0.0.1")
+        if origin is not None and not is_own(origin, headers):
+            raise ApiError(403, f"pages from {origin} may not use this server; if a proxy serves this "
+                                "address, let it send Host or X-Forwarded-Host, and X-Forwarded-Proto")
         if self.key and path not in PUBLIC_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_key = hmac.compare_digest(given.strip().encode(), self.key.encode())  # in constant time

@@ -16,7 +16,7 @@ from fused.attention import compute_spans
 from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
-from model import SHARED_PREFIX, RMSNorm, Transformer, padded
+from model import SHARED_PREFIX, Linear, RMSNorm, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -289,6 +289,21 @@ def test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_ro
     expected_VD = gradient_MV.double().T @ hidden_MD.double()
     torch.testing.assert_close(gradients.learned.double(), expected_VD, rtol=0, atol=0.05)  # each chunk's product is rounded to bf16
     assert gradients.learned.dtype == torch.float32
+
+
+def test_parameters_are_initialized_by_their_module_not_by_letters_in_their_names():
+    """Only a Bias begins at 0, and only WO and W2 are scaled by the depth, whatever other layers are called."""
+    model = Transformer(ModelConfig(**{**SMALL, "model_type": "qwen2"}), VOCAB)
+    for block in model.layers:
+        block.attention.beta, block.attention.two = RMSNorm(16, 1e-5), Linear(48, 2000)
+        block.attention.plain = torch.nn.Linear(4, 4)
+        block.raw_w2, block.attention.new_wv = Linear(48, 2000), Linear(48, 48)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for block in model.layers:
+        assert block.attention.beta.weight.eq(1).all() and block.ffn_norm.weight.eq(1).all()
+        assert block.attention.bq.weight.eq(0).all() and block.attention.plain.bias.eq(0).all()
+        for layer in (block.attention.two, block.raw_w2):
+            assert layer.weight.std().item() == pytest.approx(model.config.init_std, rel=0.05)
 
 
 def test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to():

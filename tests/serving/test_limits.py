@@ -13,8 +13,11 @@ from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from serving.api import BODY_BYTES, Api
 from serving.batcher import Batcher
+from serving.app import ServeOptions, make_app
+from serving.guard import ApiError, Guard
 
 httpx = pytest.importorskip("httpx")
+Headers = pytest.importorskip("starlette.datastructures").Headers
 KEY = "key-of-this-test"
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -99,6 +102,38 @@ def test_pages_of_other_origins_are_refused(client, server, origin):
     assert is_free(server[1][0])
     ours = client.post(CHAT, json=asked(), headers={"Origin": f"http://127.0.0.1:{client.base_url.port}"})
     assert ours.status_code == 200 and "access-control-allow-origin" not in ours.headers
+
+
+SITE = {"Origin": "https|chat.example:8443", "Host": "chat.example:8443", "X-Forwarded-Proto": "https"}
+
+
+@pytest.mark.parametrize("changes, is_own", [
+    ({}, True), ({"X-Forwarded-Proto": None}, True), ({"X-Forwarded-Proto": "http"}, False), ({"Host": "chat.example"}, True),
+    ({"Origin": "https|chat.example", "Host": "chat.example:443"}, True), ({"Origin": "https|evil.example:8443"}, False),
+    ({"Host": "chat.example:8000"}, False), ({"Origin": "http|chat.example:8443"}, False), ({"Origin": "null"}, False),
+    # The proxy sends its own name of the server.
+    ({"Host": "127.0.0.1:8000"}, False), ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, True),
+    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443"}, True),
+    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443", "X-Forwarded-Proto": None}, True),
+    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example, inner"}, True),
+    ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-origin", "X-Forwarded-Proto": None}, True),
+    ({"Sec-Fetch-Site": "same-site"}, False), ({"Sec-Fetch-Site": "cross-site", "Origin": "https|evil.example"}, False),
+    ({"Host": "127.0.0.1:8000", "Origin": "https|evil.example", "Sec-Fetch-Site": "cross-site"}, False),
+    ({"Host": "127.0.0.1:8000", "Origin": "https|127.0.0.1:8000", "X-Forwarded-Proto": None}, False)])
+def test_a_page_behind_a_proxy_that_ends_tls_may_use_its_server_and_no_other_page(changes, is_own):
+    headers = Headers({name: value.replace("|", "://") for name, value in {**SITE, **changes}.items() if value is not None})
+    guard = Guard(None, KEY, None)
+    headers = Headers({**headers, "Authorization": f"Bearer {KEY}", **JSON})
+    with contextlib.nullcontext() if is_own else pytest.raises(ApiError, match="X-Forwarded-Host"):
+        guard.check("POST", CHAT, headers)
+
+
+def test_a_key_replaces_the_check_of_names_on_loopback(prepared):
+    guards = [next(each for each in make_app([], ServeOptions(api_key=key)).user_middleware if each.cls is Guard) for key in (None, KEY)]
+    headers = Headers({"Host": "chat.example", "Authorization": f"Bearer {KEY}"})
+    Guard(None, *guards[1].args).check("GET", "/v1/models", headers)
+    with pytest.raises(ApiError, match=r"'chat.example' is not a name of this machine.*PADDOCK_API_KEY.*Host: 127.0.0.1"):
+        Guard(None, *guards[0].args).check("GET", "/", headers)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None,
