@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby
 from pathlib import Path
@@ -75,7 +75,9 @@ KNOWN_NAMES = {
                   "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
 }
 CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
-HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
+GENERATION_FILES = ["config.json", "generation_config.json"]
+GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", *GENERATION_FILES]
 
 # Llama 3's chat format.
 CHAT_TEMPLATE = """\
@@ -99,9 +101,44 @@ class BaseTokenizer:
     other_sha256: frozenset[str]  # hashes of the same tokenizer in other file formats
     tokenizer_json: str  # the content of a tokenizer.json
     control_tokens: dict[str, str]  # by role, such as bos_token
-    special_tokens: list[dict]  # the special ones among a tokenizer.json's added_tokens
+    added_tokens: Sequence[dict] = ()  # of a tokenizer.json
+    special_tokens: list[dict]  # the special ones among them
     special_ids: dict[str, int]
     chat_template: str | None
+    generation: Mapping[str, Any] = {}  # of the model, by `read_generation`
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end a text: the tokenizer's, and those that the model's files name."""
+        named = self.generation.get("eos_token_id", ())
+        return frozenset((self.eos_id, *(token for token in named if token < self.vocab_size)))
+
+    @cached_property
+    def control_pattern(self) -> re.Pattern:
+        """Matches the names of control tokens, with the spaces that they absorb."""
+        longest_first = sorted(self.special_tokens, key=lambda token: -len(token["content"]))
+        return re.compile("|".join(r"\s*" * token["lstrip"] + re.escape(token["content"])
+                                   + r"\s*" * token["rstrip"] for token in longest_first) or "(?!)")
+
+    def control_names(self, text: str) -> list[str]:
+        """Return the names of control tokens in a text, which `encode` encodes as text."""
+        return [*dict.fromkeys(match[0].strip() for match in self.control_pattern.finditer(text))]
+
+    def encode_special(self, text: str) -> list[int]:
+        """Return the ids of a text in which the names of control tokens mean these tokens."""
+        ids, start = [], 0
+        for match in (*self.control_pattern.finditer(text), None):
+            piece = text[start:match.start() if match else None]
+            ids += self.encode(piece, is_first=not start) if piece else []
+            if match:
+                ids.append(self.special_ids[match[0].strip()])
+                start = match.end()
+        return ids
+
+    def with_control_tokens(self, names: Collection[str]) -> "BaseTokenizer":
+        """Return this tokenizer, or a copy in which the added tokens with these names are control tokens."""
+        assert not names
+        return self
 
     def is_same(self, sha256: str) -> bool:
         """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
@@ -245,17 +282,22 @@ class Tokenizer(BaseTokenizer):
 
 
 class HuggingFaceTokenizer(BaseTokenizer):
-    """Any tokenizer.json, with control tokens from the files beside it."""
+    """Any tokenizer.json, with control tokens from the files beside it.
 
-    def __init__(self, file: Path, name: str):
-        def read(path: Path) -> dict:
-            try:
-                return read_json(path)
-            except ValueError as error:
-                raise DataError(f"{setting}: {path} is not a JSON object: {error}; get a new copy") from error
+    Args:
+        control: names of further control tokens.
+    """
 
+    def __init__(self, file: Path, name: str, control: Collection[str] = ()):
         setting = f"TOKENIZER_PATH={name}"
-        self._name, self._document = name, read(file)
+        self._file, self._name, self._document, config = file, name, read_object(file, setting), {}
+        for other in CONFIG_FILES:
+            if os.path.lexists(file.parent / other):
+                config = {**read_object(file.parent / other, setting), **config}
+        self.generation = read_generation(file.parent)
+        self.added_tokens = added_tokens(self._document, config, self.generation, control)
+        if self.added_tokens:
+            self._document["added_tokens"] = self.added_tokens
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
@@ -268,10 +310,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
             '"add_prefix_space": true' not in json.dumps(self._document.get("pre_tokenizer")))
 
         # The control token of each role, from the configuration or by a known name.
-        config, self.control_tokens = {}, {}
-        for other in CONFIG_FILES:
-            if os.path.lexists(file.parent / other):
-                config = {**read(file.parent / other), **config}
+        self.control_tokens = {}
         for role, known in KNOWN_NAMES.items():
             token = config.get(role)
             names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
@@ -301,14 +340,20 @@ class HuggingFaceTokenizer(BaseTokenizer):
             raise DataError(f"{setting}: {file} has no end-of-sequence token with a known name; add it as "
                             "eos_token to a tokenizer_config.json beside it")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._added_tokens = self._document.get("added_tokens") or ()
-        self.special_tokens = [token for token in self._added_tokens if token["special"]]
+        self.special_tokens = [token for token in self.added_tokens if token["special"]]
         self.special_ids = {token["content"]: token["id"] for token in self.special_tokens}
         self.eos_id = ids["eos_token"]
         self.bos_id = ids.get("bos_token") if ids.get("bos_token") != self.eos_id else None
         self.eot_id = ids.get("eot_token", self.eos_id)
         self.pad_id = ids.get("pad_token")
         self.document_start_id = self.eos_id if self.bos_id is None else self.bos_id
+
+    def with_control_tokens(self, names: Collection[str]) -> BaseTokenizer:
+        if not names:
+            return self
+        copy = HuggingFaceTokenizer(self._file, self._name, names)
+        copy.generation = self.generation
+        return copy
 
     @cached_property
     def byte_lengths(self) -> list[int] | None:
@@ -318,7 +363,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
         lengths, alphabet = [0] * self.vocab_size, set(BYTE_TO_CHAR.values())
         for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
             lengths[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
-        for added in self._added_tokens:
+        for added in self.added_tokens:
             lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return lengths
 
@@ -391,6 +436,54 @@ class HuggingFaceTokenizer(BaseTokenizer):
     @cached_property
     def tokenizer_json(self) -> str:
         return json.dumps({**self._document, "truncation": None, "padding": None}, ensure_ascii=False)
+
+
+def read_object(path: Path, setting: str) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except ValueError as error:
+        raise DataError(f"{setting}: {path} is not a JSON object: {error}; get a new copy") from error
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return the content of a model folder's generation_config.json; config.json supplies ids that it lacks.
+
+    `eos_token_id` is a list. The result is empty if the folder has neither file.
+    """
+    settings: dict[str, Any] = {}
+    for name in GENERATION_FILES:
+        if os.path.lexists(folder / name):
+            content = read_object(folder / name, str(folder))
+            names = GENERATION_IDS if name == "config.json" else content
+            settings |= {key: content[key] for key in names if content.get(key) is not None}
+    if "eos_token_id" in settings:
+        ends = settings["eos_token_id"]
+        settings["eos_token_id"] = ends = ends if isinstance(ends, list) else [ends]
+        if not all(type(token) is int for token in ends):
+            raise DataError(f"{folder}: eos_token_id is {ends!r:.60} in its {' or '.join(GENERATION_FILES)}; "
+                            "set it to a token id, or to a list of them")
+    return {key: value for key, value in settings.items() if key not in GENERATION_IDS or value != -1}
+
+
+def added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], generation: Mapping[str, Any],
+                 control: Collection[str]) -> list[dict]:
+    """Return a tokenizer.json's added tokens, special also if another file says so, as in transformers."""
+    more = [config.get(name) or [] for name in ("additional_special_tokens", "extra_special_tokens")]
+    named = [value for key, value in config.items() if key.endswith("_token")]
+    named += [token for each in more for token in (each.values() if isinstance(each, dict) else each)]
+    named += [token for token in (config.get("added_tokens_decoder") or {}).values()
+              if isinstance(token, dict) and token.get("special")]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    names, ends = {*control, *filter(None, texts)}, generation.get("eos_token_id", ())
+    tokens = [{**token, "special": token["special"] or token["content"] in names or token["id"] in ends}
+              for token in document.get("added_tokens") or ()]
+    # Some names are only in the vocabulary.
+    flags = ("single_word", "lstrip", "rstrip", "normalized")
+    vocab = (document.get("model") or {}).get("vocab")
+    vocab = vocab if isinstance(vocab, dict) else {}
+    known = {token["content"] for token in tokens}
+    return tokens + [{"id": vocab[name], "content": name, **dict.fromkeys(flags, False), "special": True}
+                     for name in sorted(vocab.keys() & names - known)]
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:

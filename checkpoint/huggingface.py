@@ -23,12 +23,30 @@ from common import files
 from common.errors import CheckpointError, SettingsError
 from common.files import unreadable
 from common.remote import hub_folder, why_not
+from common.text import command
 from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig, Section, grown_layers
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*"]}
+# Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
+OTHER_FORMATS = {
+    r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
+    r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
+    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
+    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
+                         "and the tokenizer's files to the result",
+    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
+                               "the trainer's own converter",
+    r"[^/]+\.gguf": "{0} is for llama.cpp; name the model that it was made from",
+    r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
+                           "model.safetensors",
+    r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
+                                "transformers' from_pretrained, write another with save_pretrained, and copy "
+                                "the tokenizer's files to it",
+    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
+        "(nanochat?); convert it to transformers' format with that trainer's tools"}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
@@ -299,7 +317,7 @@ def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
 
 
 def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: int, bos: Optional[int],
-                       eos: int, dtype: torch.dtype) -> dict[str, Any]:
+                       eos: int | list[int], dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of config.json, for transformers 4.57 and 5.
 
     Version 5 reads `rope_parameters` and `dtype`, version 4 reads `rope_theta`, `rope_scaling` and
@@ -504,13 +522,16 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
     """Write the other files of a model folder: configurations, the tokenizer and an index of the weights."""
     # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
     tensors = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
+    # Keep what the model's own file says, and add the ends of texts and turns.
+    named = tokenizer.generation.get("eos_token_id", ())
+    ends = [*dict.fromkeys((*named, tokenizer.eos_id, tokenizer.eot_id))]
+    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id, **tokenizer.generation,
+           "eos_token_id": ends}
     config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
-                                tokenizer.eos_id, tensors["model.embed_tokens.weight"].dtype)
-    ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
-    ids = {name: value for name, value in ids.items() if value is not None}
+                                ends if {*named} - {tokenizer.eos_id, tokenizer.eot_id} else tokenizer.eos_id,
+                                tensors["model.embed_tokens.weight"].dtype)
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "generation_config.json", {key: ids[key] for key in ids if ids[key] is not None})
     # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
     shapes = parameter_shapes(model_config, tokenizer.vocab_size)
     weight_map = {name: file_name for file_name, file in files.items() for name in file.tensors}
@@ -518,6 +539,15 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: weight_map[name] for name in map(huggingface_name, shapes)}})
     tokenizer.save_huggingface(folder)
+
+
+def other_format(folder: Path) -> str:
+    """Return the end of a message: what a folder of another tool contains, and what to do."""
+    names = sorted(str(path.relative_to(folder)) for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    for pattern, advice in OTHER_FORMATS.items():
+        if name := next(filter(re.compile(pattern).fullmatch, names), None):
+            return "; " + advice.format(name, command("scripts/import_checkpoint.py", folder))
+    return "; name another folder"
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -528,10 +558,7 @@ def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index):
-        pickles = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
-        pickled = f"has {pickles[0]}, but" if pickles else "has"
-        raise CheckpointError(f"{folder} {pickled} no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not "
-                              "supported: save the model as safetensors first")
+        raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} does not map tensors to files; download it again")

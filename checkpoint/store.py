@@ -19,7 +19,7 @@ from typing import Any, Optional, TypeVar
 
 from torch import Tensor
 
-from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, save_model_folder
+from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, other_format, read_json, save_model_folder
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
@@ -37,7 +37,7 @@ from common.files import (
 )
 from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
-from common.text import command, print_safely, printable
+from common.text import print_safely, printable
 from config import ModelConfig
 
 STATE = "trainer_state.json"
@@ -340,16 +340,17 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
         return folder
     if (folder / "log").is_dir() and (folder / "metrics.jsonl").exists():
         raise CheckpointError(f"the run {folder} has not saved a checkpoint yet")
-    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    if not is_model or (folder / STATE).exists():
+    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "
-                              "model (no config.json); name another folder, or import Meta's files with "
-                              f"{command('scripts/import_checkpoint.py', folder)} FOLDER")
+                              f"model (no config.json){other_format(folder)}")
+    if _has(folder / STATE):
+        raise CheckpointError(f"{folder} is an incomplete copy of a Paddock checkpoint (no {MANIFEST}); copy "
+                              f"it again, or delete {STATE} from the copy to use its weights unverified")
     return folder
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the `schema.State`; empty for an imported model."""
+    """Return the `schema.State`; empty for an imported model, or one of another trainer."""
     path = Path(folder) / STATE
     try:
         return parse(read_plain(path), State, path) if _has(path) else {}
@@ -369,6 +370,8 @@ def _has(path: Path) -> bool:
     if not folder.is_dir() or (not path.exists() and (folder / MANIFEST).exists()
                                and path.name in read_manifest(folder)["files"]):
         raise CheckpointError(f"{path} {GONE}")
+    if path.name == STATE and path.exists() and not (folder / MANIFEST).exists():
+        return "log_history" not in read_json(path)  # which transformers' Trainer writes
     return path.exists()
 
 

@@ -574,6 +574,8 @@ def check_turns(messages: Messages, last: str) -> Messages:
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return the DataKind of chats, pairs or prompts."""
     chat_format = load_chat_format(tokenizer)
+    if kind != "prompts":
+        chat_format.check_training()
     return DataKind(kind, partial(read_examples, kind, fields=chat_format.fields), tokenize_examples,
                     partial(decode_examples, kind),
                     {"kind": kind, "chat_format_sha256": chat_format.sha256, "system_prompt": system_prompt,

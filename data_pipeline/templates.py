@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import Any, Optional
@@ -38,6 +39,10 @@ TODAY = datetime.date(2024, 7, 26)  # the date that Llama 3's templates default 
 # A trial chat for every template; two turns show whether an earlier rendering is a prefix of a later one.
 TRIAL = [{"role": role, "content": f"{role} says {number}"}
          for number in (1, 2) for role in ("user", "assistant")]
+SYSTEM_TRIAL = {"role": "system", "content": "system says"}
+CALL_TRIAL = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]},
+    {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": "tool says"}]
 
 
 class ChatFormat:
@@ -48,11 +53,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: BaseTokenizer, template: str, control_tokens: dict[str, str]):
-        self.tokenizer, self._control_tokens = tokenizer, control_tokens
-        # Everything besides the tokenizer that affects ids.
-        content = json.dumps([template, control_tokens, TEMPLATE_VERSION])
-        content = "Llama 3" if template == CHAT_TEMPLATE else content
-        self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        self._given, self._control_tokens = tokenizer, control_tokens
         # These, all other variables of the template, and `name` if it writes the names of speakers.
         self.fields = {name for name in FIELDS if re.search(rf"\b{name}\b", template)}
         self.is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
@@ -70,40 +71,88 @@ class ChatFormat:
             reason = str(error) or type(error).__name__
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct it") from error
 
-        # Find control tokens, with the spaces that they absorb.
-        longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
-        if not longest_first or len(longest_first[-1]["content"]) < 2:
+        # Find control tokens, and everything besides the tokenizer that affects ids.
+        more = self._added_tokens_around_messages()
+        self.tokenizer = tokenizer = tokenizer.with_control_tokens(more)
+        content = json.dumps([template, control_tokens, TEMPLATE_VERSION, *([sorted(more)] if more else [])])
+        content = "Llama 3" if template == CHAT_TEMPLATE else content
+        self.sha256 = hashlib.sha256(content.encode()).hexdigest()
+        longest_first = sorted(tokenizer.special_ids, key=len, reverse=True)
+        if not longest_first or len(longest_first[-1]) < 2:
             raise DataError("the chat template cannot be used: its tokenizer needs control tokens of two "
                             "characters or more")
-        names = [re.escape(token["content"]) for token in longest_first]
-        self._control = re.compile("|".join(
-            r"\s*" * token["lstrip"] + name + r"\s*" * token["rstrip"]
-            for token, name in zip(longest_first, names)))
+        names, self._control = [*map(re.escape, longest_first)], tokenizer.control_pattern
         self._name = re.compile("|".join(names))
         self._literal_start = re.compile(f"(?=(?:{'|'.join(names)}))(.)", re.DOTALL)
         self._controls_of_neutral_words = lru_cache(maxsize=1024)(self._render_controls)
 
-        # Find the control token that ends the assistant's turns in the trial chat.
-        self.end_of_turn_id = None
-        try:
+        with suppress(DataError):
             named = [{**message, "name": "someone"} for message in TRIAL]
             if self._render(named, False, None) != self._render(TRIAL, False, None):
                 self.fields.add("name")
-            controls = frozenset(tokenizer.special_ids.values())
-            targets = [ids for ids, is_target in self.encode_chat(TRIAL) if is_target]
-            ends = {next((token for token in reversed(ids) if token in controls), None) for ids in targets}
-            if None in ends or not ends:
-                raise DataError("it marks an answer without a control token that ends it")
-            if len(ends) > 1:
-                raise DataError(f"it ends turns in any of {tokenizer.decode(sorted(ends))}")
-            if not ends <= {tokenizer.eot_id, tokenizer.eos_id}:  # the stop tokens of saved folders
-                raise DataError(f"it ends the assistant's turns in {tokenizer.decode(ends)}; name that "
-                                "as eot_token in the tokenizer_config.json beside its tokenizer.json")
+
+        # Find the control token that ends the assistant's turns in the trial chat. Some templates can write
+        # prompts, but no chats to train on.
+        self.end_of_turn_id, self._why_no_training = None, ""
+        try:
+            self.end_of_turn_id = self._end_of_trial()
         except DataError as error:
-            raise DataError(f"the tokenizer's chat template cannot be used for training: {error}; put "
-                            "another chat_template.jinja beside its tokenizer.json") from error
-        self.end_of_turn_id = ends.pop()
-        self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
+            self._why_no_training = str(error)
+            with suppress(DataError):
+                rest = self._render(TRIAL, False, None).rpartition(TRIAL[-1]["content"])[2]
+                end = self._control.search(rest)
+                self.end_of_turn_id = end and tokenizer.special_ids[end[0].strip()]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        end = self.tokenizer.eot_id if self.end_of_turn_id is None else self.end_of_turn_id
+        return self._given.stop_ids | {end}
+
+    def _added_tokens_around_messages(self) -> set[str]:
+        """Return the added tokens that are not special, but that the template writes around messages.
+
+        Tags such as <think> are not among them: models write them, and transformers reads them in answers.
+        """
+        added = {token["content"] for token in self._given.added_tokens}
+        names = {token["content"] for token in self._given.added_tokens if not token["special"]
+                 and not {token["content"].replace("<", "</", 1), token["content"].replace("</", "<", 1)}
+                 - {token["content"]} & added}
+
+        def written(*messages: dict[str, Any]) -> set[str]:
+            with suppress(DataError):
+                text = self._render([*messages], False, None)
+                return {name for name in names if name in text}
+            return set()
+
+        if not names:
+            return names
+        *calls, _ = CALL_TRIAL
+        return written(*TRIAL) | written(SYSTEM_TRIAL, *TRIAL) | (written(*CALL_TRIAL) - written(*calls))
+
+    def _end_of_trial(self) -> int:
+        """Return the token that ends answers. Raises DataError if training cannot use the template."""
+        try:
+            chat = self.encode_chat(TRIAL)
+        except DataError:
+            chat = self.encode_chat([SYSTEM_TRIAL, *TRIAL])  # some require a system message
+        tokenizer, targets = self.tokenizer, [ids for ids, is_target in chat if is_target]
+        controls = frozenset(tokenizer.special_ids.values())
+        ends = {next((token for token in reversed(ids) if token in controls), None) for ids in targets}
+        if None in ends or not ends:
+            raise DataError("it marks an answer without a control token that ends it")
+        if len(ends) > 1:
+            raise DataError(f"it ends turns in any of {tokenizer.decode(sorted(ends))}")
+        if not ends <= {tokenizer.eot_id, *self._given.stop_ids}:  # the stop tokens of saved folders
+            raise DataError(f"it ends the assistant's turns in {tokenizer.decode(ends)}; name that "
+                            "as eot_token in the tokenizer_config.json beside its tokenizer.json")
+        return ends.pop()
+
+    def check_training(self) -> None:
+        """Raise DataError if the template can write prompts, but no chats to train on."""
+        if self._why_no_training:
+            raise DataError("the tokenizer's chat template cannot be used for training on answers: "
+                            f"{self._why_no_training}; put another chat_template.jinja beside its "
+                            "tokenizer.json")
 
     def encode_chat(self, messages: Messages, options: Options = None) -> Segments:
         """Return the segments of a dialog up to its last target; every second is a target.
@@ -111,6 +160,7 @@ class ChatFormat:
         Targets are what the template marks with `{% generation %}`, or else the answers with their ends. Both
         without the answers that are excluded from training.
         """
+        self.check_training()
         messages, options, mark, marks = self._hide_literals(messages, options)
         rendered, cuts = self._render_words(messages, False, options, marks)
         if not self.is_marked:
@@ -129,6 +179,7 @@ class ChatFormat:
         return self._encode_segments(self._render_words(messages, True, options)[0], [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: Any, options: Options = None) -> list[int]:
+        self.check_training()
         chat = [*messages, as_answer(answer)]
         chat, options, mark, _ = self._hide_literals(chat, options)
         rendered, _ = self._render_words(chat, False, options)

@@ -302,7 +302,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
     prompts = config.sample_prompts.split("|")
     if config.training_stage == "pretrain":
         prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
-        stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
+        stop_ids = tokenizer.stop_ids | {tokenizer.document_start_id}
     else:
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -83,9 +83,28 @@ class Prompt(NamedTuple):
     prefix: Sequence[int] = ()  # of a text, the tokens that its completion is decoded after; empty for chats
 
 
-def text_prompt(tokenizer: Any, text: str) -> Prompt:
-    ids = [tokenizer.document_start_id, *tokenizer.encode(text)]
-    return Prompt(ids, frozenset((tokenizer.eos_id, tokenizer.document_start_id)), ids)
+def text_prompt(tokenizer: Any, text: str | Sequence[int], parse_special: bool = False) -> Prompt:
+    """Return the prompt of a text, or of its ids.
+
+    Args:
+        parse_special: names of control tokens in the text mean these tokens, as in llama.cpp.
+    """
+    start = tokenizer.document_start_id
+    if isinstance(text, str):
+        ids = tokenizer.encode_special(text) if parse_special else tokenizer.encode(text)
+        ids = ids if ids[:1] == [start] else [start, *ids]
+    else:
+        ids = text
+    return Prompt(ids, tokenizer.stop_ids | {start}, ids)
+
+
+def note_of_controls(tokenizer: Any, texts: Iterable[str], advice: str) -> str:
+    """Return a sentence if texts have names of control tokens, which are encoded as text; else ""."""
+    names = [*dict.fromkeys(name for text in texts for name in tokenizer.control_names(text))]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} in the prompt is encoded as text, not as a control token{advice}"
 
 
 @dataclass
@@ -111,11 +130,12 @@ class LanguageModel:
         else:
             try:
                 self.chat_format = load_chat_format(self.tokenizer)
+                self.tokenizer = self.chat_format.tokenizer  # its control tokens are also those of texts
             except DataError as error:
                 self.no_chat_reason = str(error)
 
-    def text_prompt(self, text: str) -> Prompt:
-        return text_prompt(self.tokenizer, text)
+    def text_prompt(self, text: str | Sequence[int], parse_special: bool = False) -> Prompt:
+        return text_prompt(self.tokenizer, text, parse_special)
 
     def chat_prompt(self, messages: Messages, options: Options = None) -> Prompt:
         if self.chat_format is None:

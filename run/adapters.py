@@ -17,7 +17,7 @@ from model import Transformer, padded
 from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
 from run.card import code, derived_card, inherited, model_name, run_and_step, write_card
 from run.start import find_by_hash
-from tokenizer import load_tokenizer
+from tokenizer import GENERATION_IDS, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 
@@ -59,9 +59,12 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         if adapter.base_sha256 is None:
             print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
     place = folder if (folder / "tokenizer.json").is_file() else source
-    if tokenizer is None and (tokenizer := load_tokenizer(str(place))).vocab_size > rows:
-        raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids, but the model in "
-                              f"{source} has {rows:,}; replace it by the model's tokenizer")
+    if tokenizer is None:
+        tokenizer = load_tokenizer(str(place))
+        tokenizer.generation = read_generation(source)
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids, but the model "
+                                  f"in {source} has {rows:,}; replace it by the model's tokenizer")
     device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
     if adapter:
@@ -97,6 +100,12 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
         raise SettingsError("--weights int8 is for a CPU; choose bf16 on a GPU")
     model, tokenizer = load_for_use(folder, base, dtype=dtype)
     pack_weights(model, weights == "int8")
+    unused = {key: value for key, value in tokenizer.generation.items()
+              if key not in (*GENERATION_IDS, "transformers_version") and key[0] != "_"}
+    if unused:
+        print_safely("The model's generation_config.json also has "
+                     f"{', '.join(f'{key}={value!r:.40}' for key, value in unused.items())}, which is not "
+                     "applied; set what you need by flags, or by the fields of requests.", sys.stderr)
     return model, tokenizer
 
 

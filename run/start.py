@@ -39,7 +39,7 @@ from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
 from run.rollouts import Rollouts
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, read_generation
 
 
 class Located(NamedTuple):
@@ -489,6 +489,8 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         if start.folder is not None:
             finite = not (for_replay and start.is_own)
             ranks.raise_on_all(lambda: model_utils.load_weights(start.folder, model, finite))
+    if source := start.base if config.lora_enabled else start.folder:
+        inputs.tokenizer.generation = ranks.raise_on_all(lambda: read_generation(source))
     if config.train_only:
         trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
         for name, parameter in model.named_parameters():

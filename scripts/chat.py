@@ -191,8 +191,10 @@ class Chat:
 
     def ask(self, message: str) -> None:
         """Answer a message; if that fails, remove it from the conversation."""
-        from inference.text import Turn
+        from inference.text import Turn, note_of_controls
 
+        if text := note_of_controls(self.model.tokenizer, [message], ""):
+            note(text)
         self.conversation.turns.append(Turn(message))
         try:
             self.answer()

@@ -154,9 +154,15 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     first = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json).encode("a").ids[0]
     writer.add_add_bos_token(first == tokenizer.bos_id)
-    for role in ("bos", "eos", "eot", "pad"):
-        if (number := getattr(tokenizer, f"{role}_id")) is not None:
+    # llama.cpp also ends at eot and eom; two of the model's further ends can be stored as these.
+    more = sorted(tokenizer.stop_ids - {tokenizer.eos_id, tokenizer.eot_id})
+    ends = [tokenizer.eot_id, *more] if tokenizer.eot_id != tokenizer.eos_id or not more else more
+    for role, number in zip(("bos", "pad", "eos", "eot", "eom"),
+                            (tokenizer.bos_id, tokenizer.pad_id, tokenizer.eos_id, *ends)):
+        if number is not None:
             getattr(writer, f"add_{role}_token_id")(number)
+    if lost := ends[2:]:
+        show(f"GGUF stores three tokens that end texts; it leaves out {tokenizer.decode(lost)}")
     if (template := getattr(tokenizer, "chat_template", CHAT_TEMPLATE)) is not None:
         writer.add_chat_template(template)
 
@@ -324,7 +330,7 @@ def modelfile(output: Path, source: Source) -> str:
     chat = getattr(tokenizer, "chat_template", CHAT_TEMPLATE) or ""
     template = next((OLLAMA[token] for token in OLLAMA if token in chat), "{{ .Prompt }}")
     ends = [each["content"] for each in json.loads(tokenizer.tokenizer_json)["added_tokens"]
-            if each["id"] in (tokenizer.eos_id, tokenizer.eot_id)]
+            if each["id"] in tokenizer.stop_ids | {tokenizer.eot_id}]
     lines = [f"FROM ./{output.name}", f'TEMPLATE """{template}"""', f"PARAMETER num_ctx {source.context}"]
     return "\n".join([*lines, *(f'PARAMETER stop "{end}"' for end in ends), ""])
 

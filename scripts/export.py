@@ -119,6 +119,9 @@ def main() -> None:
     excluded = (MANIFEST, OPTIMIZER, STATE)
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
                    if path.is_file() and path.name not in excluded and not path.name.startswith("."))
+    if pickled := [name for name in files if name.endswith((".bin", ".pt", ".pth", ".distcp"))]:
+        show(f"Leaving out pickled files of another trainer: {', '.join(pickled)}")
+        files = [name for name in files if name not in pickled]
     if args.to == "hub":
         check_card(folder, args.public)
         return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}")

@@ -27,20 +27,26 @@ from common.text import duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from inference.engine import Sampling
 from inference.generate import TextChunk, TextGenerator
-from inference.text import FilePrompt, Prompt, read_prompts, text_prompt
+from inference.text import FilePrompt, Prompt, note_of_controls, read_prompts, text_prompt
 from model_utils import find_model
 from run.adapters import load_to_generate
 
 PROGRESS_SECONDS = 10
 
 
-def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
+def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt], special: bool = False) -> list[Prompt]:
     prompts = []
     has_chats = any(not isinstance(each.content, str) for each in contents)
     chat_format = load_chat_format(tokenizer) if has_chats else None
+    texts = [each.content if isinstance(each.content, str) else each.content[-1]["content"]
+             for each in contents]
+    advice = "" if has_chats else "; --parse-special makes it one"
+    controls = chat_format.tokenizer if chat_format else tokenizer
+    if not special and (note := note_of_controls(controls, texts, advice)):
+        print_safely(note, sys.stderr)
     for each in contents:
         if isinstance(each.content, str):
-            prompts.append(text_prompt(tokenizer, each.content))
+            prompts.append(text_prompt(tokenizer, each.content, special))
             continue
         try:
             prompts.append(Prompt(chat_format.encode_prompt(each.content), frozenset(chat_format.stop_ids)))
@@ -140,6 +146,9 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--chat", action="store_true",
                        help="each --prompt is a user message in one chat; each line of --prompts is a chat")
     group.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: none)")
+    group.add_argument("--parse-special", action="store_true",
+                       help="names of control tokens in texts to continue mean these tokens; in chats, they "
+                            "always stay text")
     group = parser.add_argument_group("sampling")
     add_sampling_flags(group)
     group.add_argument("--seed", type=SEED, default=0, metavar="S", help="random seed (default: %(default)s)")
@@ -168,6 +177,9 @@ def parse_args() -> argparse.Namespace:
         parser.error("--output requires --prompts")
     if args.system and not args.chat and args.prompts is None:
         parser.error("--system requires --chat")
+    if args.parse_special and args.chat:
+        parser.error("--parse-special and --chat cannot be combined: text in chats never becomes a control "
+                     "token")
     args.prompt = args.prompt or [""]
     if args.chat and args.prompts is None and not all(prompt.strip() for prompt in args.prompt):
         parser.error("--chat requires a --prompt for each user message")
@@ -187,15 +199,16 @@ def main() -> None:
             raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; "
                                 "choose a draft with the same one, or leave --draft out")
     if args.prompts is not None:
-        chunks = generator.stream(encode_prompts(generator.tokenizer, prompts))
+        chunks = generator.stream(encode_prompts(generator.tokenizer, prompts, args.parse_special))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
                  for each in prompts]
     elif args.chat:
         chunks = answers(generator, args.prompt, args.system)
         heads = [f"> {turn}\n\n" for turn in args.prompt]
     else:
-        texts = [text_prompt(tokenizer, text) for text in args.prompt]
-        chunks, heads = generator.stream(texts), args.prompt
+        texts = [FilePrompt("", 0, text) for text in args.prompt]
+        chunks = generator.stream(encode_prompts(tokenizer, texts, args.parse_special))
+        heads = args.prompt
     if args.prompts is not None and (args.output or not sys.stdout.isatty()):
         chunks = with_progress(chunks, len(heads))
     if not args.output:

@@ -32,7 +32,7 @@ from common.text import show
 from config import ModelConfig
 from model_utils import find_model
 from run.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, read_generation
 
 
 def read_meta(file: Path,
@@ -70,6 +70,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         max_seq_len = huggingface.context_length(content)
         state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
+        tokenizer.generation = read_generation(folder)
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {rows:,}; "

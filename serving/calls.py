@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 from common.errors import DataError
-from data_pipeline.templates import ChatFormat
+from data_pipeline.templates import CALL_TRIAL, ChatFormat
 from inference.generate import TextChunk
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -28,8 +28,6 @@ FORMS = {form: tuple(re.compile(pattern, re.DOTALL) for pattern in patterns) for
     "list": (rf"{re.escape(LIST)}\s*(\[.*\])\s*\Z", rf"\s*({re.escape(LIST)}.*|{beginnings(LIST)})\Z"),
     "json": (r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", r"\A\s*(?:(?:<\|python_tag\|>|\{).*)?\Z"),
     "none": (r"(?!)", r"(?!)")}.items()}
-TRIAL = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [
-    {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}]}]
 
 
 def read_calls(text: str) -> list[dict[str, Any]]:
@@ -72,7 +70,8 @@ def schema_of_call(form: str, tools: Sequence[Mapping[str, Any]], choice: Any) -
 def form_of_calls(chat_format: ChatFormat) -> str:
     """Return the form in which a chat format writes calls, found by writing one; "none" for all others."""
     try:
-        ids = chat_format.encode_chat(TRIAL)[-1][0] if {"tools", "tool_calls"} <= chat_format.fields else []
+        has_calls = {"tools", "tool_calls"} <= chat_format.fields
+        ids = chat_format.encode_chat(CALL_TRIAL[:2])[-1][0] if has_calls else []
     except DataError:
         ids = []
     written = chat_format.tokenizer.decode(ids)

@@ -6,6 +6,7 @@ import runpy
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,6 +225,43 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
         huggingface.load_model_weights(tmp_path)
 
 
+@pytest.mark.parametrize("name, message", [
+    ("checkpoint-500/config.json", "name one of the Trainer's checkpoints, as in checkpoint-500/config.json"),
+    ("consolidated.00.pth", r"import Meta's consolidated.00.pth with ./paddock import .* FOLDER"), ("lit_model.pth", "convert_from_litgpt"),
+    ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"), ("zero_to_fp32.py", "--safe_serialization"),
+    ("model_000650.pt", "model_000650.pt is pickled.*nanochat"), ("model-q8.gguf", "is for llama.cpp"), ("pytorch_model-00001-of-2.bin", "save_pretrained"),
+    ("model.safetensors", "needs config.json"), ("optimizer.pt", "name another folder"), ("notes.txt", "name another folder")])
+def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it(name, message, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"neither a Paddock checkpoint.*{message}"):
+        store.locate(str(tmp_path), tmp_path / "run")
+
+
+IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
+
+
+def test_a_folder_of_transformers_trainer_is_a_model(tokenizer, tmp_path):
+    """Its trainer_state.json is not ours; ours without a manifest is an incomplete copy."""
+    config = config_of("3.1 scaling")
+    (tmp_path / "m").mkdir()
+    huggingface.save_model_folder(tmp_path / "m", model_of(config).state_dict(), config, tokenizer, 256)
+    state = {"best_metric": None, "epoch": 1.0, "global_step": 500, "log_history": [{"loss": 1.5, "step": 500}], "max_steps": 500}
+    (tmp_path / "m" / "trainer_state.json").write_text(json.dumps(state))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        (tmp_path / "m" / name).write_bytes(b"not read")
+    assert store.locate(str(tmp_path / "m"), tmp_path / "run") == tmp_path / "m"
+    assert store.read_state(tmp_path / "m") == store.read_optimizer(tmp_path / "m") == {}
+    export = runpy.run_path(str(IMPORT_SCRIPT.with_name("export.py")))
+    export["main"].__globals__["parse_args"] = lambda: SimpleNamespace(model=str(tmp_path / "m"), to="hf", output=tmp_path / "out")
+    export["main"]()
+    assert {"model.safetensors", "config.json", "tokenizer.json"} < {path.name for path in (tmp_path / "out").iterdir()}
+    assert not [*tmp_path.glob("out/*.bin"), *tmp_path.glob("out/*.pt*"), *tmp_path.glob("out/trainer_state.json")]
+    (tmp_path / "m" / "trainer_state.json").write_text(json.dumps({"settings": {}, "progress": {"step": 1}}))
+    with pytest.raises(CheckpointError, match="incomplete copy of a Paddock checkpoint.*delete trainer_state.json"):
+        store.locate(str(tmp_path / "m"), tmp_path / "run")
+
+
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(CheckpointError, match="pickled weights"):
@@ -262,7 +300,6 @@ def test_metas_weights_need_no_change(tied, tmp_path):
         huggingface.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 
-IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
 import_checkpoint = runpy.run_path(str(IMPORT_SCRIPT))["import_checkpoint"]
 
 

@@ -259,8 +259,58 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     (CHATML + "{% set _ = messages.append(1) %}", "rejects this chat: .*unsafe"),
 ])
 def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):
-    with pytest.raises(DataError, match=complaint):
-        load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
+    for refused in (chat_format.check_training, lambda: chat_format.encode_chat(DIALOG), lambda: chat_format.encode_answer(DIALOG[:1], "A cat")):
+        with pytest.raises(DataError, match=f"cannot be used for training on answers: .*{complaint}"):
+            refused()
+
+
+# In the manner of DeepSeek's R1: reasoning is dropped from answers, and prompts open it.
+THINKER = """{{ bos_token }}{% for message in messages %}{% if message.role == 'assistant' %}{{ '<|A|>' + message.content.split('</think>')[-1] + eos_token }}
+{%- else %}{{ '<|U|>' + message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|A|><think>\n' }}{% endif %}"""
+
+
+def test_a_template_that_training_refuses_still_writes_prompts(with_template, tmp_path):
+    chat_format = load_chat_format(with_template(THINKER, "<|U|>", "<|A|>", "<think>", "</think>", special=False))
+    for dialog in (DIALOG[:1], [DIALOG[0], {"role": "assistant", "content": "<think>Hm</think>A cat"}, DIALOG[2]]):
+        assert chat_format.encode_prompt(dialog) == by_transformers(tmp_path, dialog, add_generation_prompt=True)
+    assert chat_format.stop_ids == {chat_format.tokenizer.eos_id}
+    odd = load_chat_format(with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<|im_end|>", "<odd>"))
+    assert odd.tokenizer.special_ids["<odd>"] in odd.stop_ids, "an answer stops where the template ends it"
+
+
+def test_a_template_may_require_a_system_message(with_template, tmp_path):
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    chat_format.check_training()
+    assert_as_transformers(chat_format, tmp_path, [{"role": "system", "content": "Be brief."}, *DIALOG])
+
+
+def test_text_never_becomes_a_control_token_that_is_only_named_elsewhere_or_written_by_the_template(with_template, tmp_path):
+    """Flags in tokenizer.json are one of the places that say so; tags that models write stay as in transformers."""
+    names = ("<|im_start|>", "<|im_end|>", "<|eom|>", "<|tool|>", "<|extra|>", "<|id|>", "<think>", "</think>", "<other>")
+    template = CHATML.replace("{{ '<|im_start|>' + message.role", "{{ ('<|tool|>' if message.role == 'tool' else '<|im_start|>') + message.role")
+    with_template(template + "{# <think> #}", *names, special=False)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    ids = {token["content"]: token["id"] for token in json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]}
+    config |= {"eot_token": "<|im_end|>", "additional_special_tokens": ["<|extra|>"],
+               "added_tokens_decoder": {str(ids["<|eom|>"]): {"content": "<|eom|>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [ids["</s>"], ids["<|id|>"]]}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.special_ids.keys() == {"<s>", "</s>", "<|im_end|>", "<|eom|>", "<|extra|>", "<|id|>"}
+    assert ids["<|im_end|>"] not in tokenizer.encode("a<|im_end|><|eom|><|extra|><|id|></s>")
+    chat_format = load_chat_format(tokenizer)
+    assert chat_format.tokenizer.special_ids.keys() == {*names, "<s>", "</s>"} - {"<think>", "</think>", "<other>"}
+    assert_as_transformers(chat_format, tmp_path, [*DIALOG[:1], {"role": "assistant", "content": "<think>It is</think> me"}, *DIALOG])
+    text = "".join(names)
+    prompt = chat_format.encode_prompt([{"role": "user", "content": text}])
+    assert [prompt.count(ids[name]) for name in names] == [2, 1, 0, 0, 0, 0, 1, 1, 1], "the template's own, and what is not control"
+    assert chat_format.tokenizer.decode(prompt) == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.encode_special("a<|id|>") == [*tokenizer.encode("a"), ids["<|id|>"]] and tokenizer.control_names(text)[0] == "<|im_end|>"
+    tokenizer.save_huggingface(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert load_tokenizer(str(tmp_path)).sha256 == tokenizer.sha256, "a saved folder has the same tokenizer"
 
 
 def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(with_template, tmp_path):

@@ -345,7 +345,7 @@ def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("changes, told", [
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"vocab_size": 9}, "the model in"), (None, "has pytorch_model.bin, but no model.safetensors; pickled weights")])
+    ({"vocab_size": 9}, "the model in"), (None, "has no model.safetensors; pytorch_model.bin has pickled weights")])
 def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told, stages, tmp_path, capsys):
     folder = model_from_elsewhere(stages, tmp_path / "model")
     (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | (changes or {})))
