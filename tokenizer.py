@@ -439,6 +439,7 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
 
 def read_object(path: Path, setting: str) -> dict[str, Any]:
+    """Return the object in a tokenizer's or a model's JSON file."""
     try:
         return read_json(path)
     except ValueError as error:

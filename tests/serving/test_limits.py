@@ -12,8 +12,8 @@ from factories import PATIENCE, wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from serving.api import BODY_BYTES, Api
-from serving.batcher import Batcher
 from serving.app import ServeOptions, make_app
+from serving.batcher import Batcher
 from serving.guard import ApiError, Guard
 
 httpx = pytest.importorskip("httpx")
