@@ -174,7 +174,7 @@ FAULTS = [
           "accumulate(map(len, pieces[:-1]), initial=1)", FAMILY_CHATS),
     fault("chats: the template does not see the tools", "data_pipeline/templates.py", '"documents": None, **(options or {})',
           '"documents": None', FAMILY_CHATS),
-    fault("chats: calls without arguments", "data_pipeline/chats.py", 'function.get("arguments") or {}', "{}", FAMILY_CHATS),
+    fault("chats: calls without arguments", "data_pipeline/chats.py", 'function.get("arguments") or function.get("parameters") or {}', "{}", FAMILY_CHATS),
     fault("growth: frozen layers are trained too", "run/start.py", 'parameter.requires_grad_(".".join(name.split(".")[:2]) in trained)',
           "pass", "tests/scripts/test_grow_checkpoint.py::test_only_the_new_layers_are_trained_and_exactly_after_a_resume"),
     fault("mps: updates are not clipped", "learn/optim.py", "if grad_scale is not None:\n                torch._foreach",
@@ -190,8 +190,8 @@ FAULTS = [
           "(chosen, True), (rejected, True)", "(rejected, True), (chosen, True)",
           f"{EXAMPLES}::test_every_pair_is_its_prompt_once_and_its_two_answers"),
     fault("chats: what is excluded from training is learned", "data_pipeline/chats.py",
-          'message.get("weight", 1) == 0 or', "", "tests/data_pipeline/test_chat_records.py"),
-    fault("sources: all splits of a hub dataset are one", "data_pipeline/sources.py", '"split": source.split, "files"', '"files"',
+          '{"train": False} if train == {False}', '{"train": False} if False', "tests/data_pipeline/test_chat_records.py"),
+    fault("sources: all splits of a hub dataset are one", "data_pipeline/sources.py", '"split": source.split or "train", "files"', '"files"',
           "tests/data_pipeline/test_sources.py::test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity"),
     fault("tokenizer: a NUL joins the text before it", "tokenizer.py", r'.replace(r"\p{N}]", r"\p{N}\x00]")', "",
           "tests/test_tokenizer.py::test_many_documents_at_once_have_the_ids_of_each"),
@@ -277,7 +277,7 @@ FAULTS = [
     fault("GGUF: the betas of YaRN are exchanged", "scripts/convert_to_gguf.py", '"rope_scaling_yarn_beta_slow": config.rope_low_freq_factor',
           '"rope_scaling_yarn_beta_slow": config.rope_high_freq_factor', GGUF),
     fault("GGUF: tokens of users control", "scripts/convert_to_gguf.py", "else kinds.USER_DEFINED", "else kinds.CONTROL", GGUF),
-    fault("GGUF: no end of a turn", "scripts/convert_to_gguf.py", '("bos", "eos", "eot", "pad")', '("bos", "eos", "pad")', GGUF),
+    fault("GGUF: no end of a turn", "scripts/convert_to_gguf.py", "[tokenizer.eot_id, *more] if", "[None, *more] if", GGUF),
     fault("lm-eval: each rank counts its own items alone", "evaluation/standalone.py", "ranks.all_gather_json(plain)",
           "ranks.world_size * [plain]", "tests/scripts/test_evaluate_script.py::test_two_ranks_share_the_tasks"),
     fault("server: half an end tag is shown as reasoning", "serving/calls.py", "(0 if tag or is_last else max(sizes))", "0",
@@ -477,15 +477,19 @@ def failing_tests(copy: Path, tests: list[str], *flags: str) -> list[str]:
     return [*json.loads((copy / FAILED_TESTS).read_text())] if process.returncode else []
 
 
-def plant(copy: Path, fault: Fault) -> str:
-    """Plant a fault in a copy of the tree, and return the file's text without it. A RuntimeError: it fits not exactly once."""
-    file = copy / fault.file
-    text, pattern = file.read_text(), r"\s+".join(map(re.escape, fault.old.split()))
+def planted(tree: Path, fault: Fault) -> tuple[str, str]:
+    """The text of a fault's file without it and with it. A RuntimeError: it does not fit exactly once."""
+    text, pattern = (tree / fault.file).read_text(encoding="utf-8"), r"\s+".join(map(re.escape, fault.old.split()))
     if (count := len(re.findall(pattern, text))) != 1:
         raise RuntimeError(f"{fault.file} has {fault.old!r} {count} times")
-    changed = re.sub(pattern, lambda _: fault.new, text)
+    return text, re.sub(pattern, lambda _: fault.new, text)
+
+
+def plant(copy: Path, fault: Fault) -> str:
+    """Plant a fault in a copy of the tree, and return the file's text without it. A RuntimeError: it does not fit."""
+    text, changed = planted(copy, fault)
     compile(changed, fault.file, "exec")  # a fault is wrong code, not a syntax error
-    file.write_text(changed)
+    (copy / fault.file).write_text(changed, encoding="utf-8")
     return text
 
 

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import mutations
 import pytest
 from commands import ROOT, tracked
 
@@ -126,3 +127,13 @@ def test_ci_clones_into_a_folder_with_a_space_and_leaves_root(user, tmp_path):
     assert done.stdout.count("setpriv --reuid paddock-ci\n") == (2 if user == 0 else 0)
     assert bool(re.search(f"chown -R paddock-ci: {place}\n", done.stdout)) == (user == 0)
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_planted_faults_fit_the_code_and_name_tests_that_exist():
+    """Not that the tests see them, which takes `python tests/mutations.py` many minutes."""
+    for fault in mutations.FAULTS:
+        mutations.planted(ROOT, fault)
+        for test in fault.tests:
+            file, *names = re.sub(r"\[.*", "", test).split("::")
+            text = (ROOT / file).read_text(encoding="utf-8")
+            assert all(f"def {name}(" in text for name in names), test
