@@ -343,8 +343,9 @@ class Transformer(nn.Module):
             document_ids_BT: int32; a token attends to its own document and to the latest SHARED_PREFIX of its
                 row. None = each row is one document.
             target_index_M: int64 positions of the flattened targets to predict; None = all.
-            reduction: "none" returns (B, T). "sum" returns their sum and saves a matmul of the head. A
-                LogitsLoss returns the sum of that loss.
+            reduction: "none" returns (B, T); "each" too, faster without a graph, but with other rounding on
+                a CPU. "sum" returns their sum and saves a matmul of the head. A LogitsLoss returns the sum
+                of that loss.
         """
         # Bypass FSDP's hook on `hidden`: it would end the forward and gather the head again.
         hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT)

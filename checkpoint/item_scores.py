@@ -2,7 +2,6 @@
 
 import base64
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -11,7 +10,7 @@ import numpy as np
 
 from checkpoint.schema import read_entries
 
-BITS = ("correct", "correct_norm", "exact")  # booleans in the order of the items
+BITS = ("correct", "correct_norm", "exact", "preferred")  # booleans in the order of the items
 NUMBERS = ("loss", "count", "rouge_l", "reward")
 LARGEST = 1e30  # larger numbers have infinite sums of squares
 # Other names are multiple-choice sets.
@@ -25,6 +24,7 @@ class ItemScores(NamedTuple):
     name: str
     items: str  # hash of the items; only scores of the same items can be compared in pairs
     scores: dict[str, np.ndarray]  # by metric, a value per item: bool for BITS, float64 for NUMBERS
+    kind: str = "items"  # plural noun for the items
 
 
 def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
@@ -40,27 +40,27 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
     return np.unpackbits(data, count=count).astype(bool)
 
 
-def read_item_scores(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
-    """Yield the evaluations in a run's log; `invalid` counts invalid lines by file name."""
-    invalid = Counter() if invalid is None else invalid
-    for entry in read_entries(path, invalid):
-        try:
-            yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            invalid[path.name] += 1
+def read_item_scores(path: Path) -> Iterator[ItemScores]:
+    """Yield the valid evaluations in a run's log."""
+    for entry in read_entries(path):
+        if scores := item_scores(entry):
+            yield scores
 
 
-def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the scores of a line. Raises ValueError and other errors if they do not fit the items."""
-    scores = {name: unpacked_bits(entry[name], entry["n"]) for name in BITS if name in entry}
-    scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
-    if not entry["n"] or any(values.shape != (entry["n"],) for values in scores.values()):
-        raise ValueError("not one value for each item")
-    if not all((np.abs(values) < LARGEST).all() for values in scores.values()):
-        raise ValueError("not finite")
-    if "count" in scores and (scores["count"].min() < 0 or not scores["count"].any()):
-        raise ValueError("not a number of targets")
-    return scores
+def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:
+    """Return the scores of a line; None if they do not fit the items, or are not finite."""
+    try:
+        n = entry["n"]
+        scores = {name: unpacked_bits(entry[name], n) for name in BITS if name in entry}
+        scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
+        count = scores.get("count", np.ones(n))
+        fits = n > 0 and all(values.shape == (n,) and (np.abs(values) < LARGEST).all()
+                             for values in scores.values()) and count.min() >= 0 and count.any()
+        # Older versions measured blocks of rows.
+        kind = str(entry.get("kind", "blocks" if "count" in scores else "items"))
+        return ItemScores(entry["step"], entry["name"], entry["items"], scores, kind) if fits else None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def measured_as(name: str) -> str:

@@ -42,6 +42,7 @@ from config import ModelConfig
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
+BEST = ":best"  # behind the name of a run: not its newest checkpoint
 
 MOST_MANIFEST_BYTES = 2**20  # 4,000 files
 # `replaced-` marks a checkpoint whose step is being saved again; it stays valid until it is replaced.
@@ -251,12 +252,19 @@ def verify_model(folder: Path) -> None:
 
 
 def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
-                    check: Callable[[Path], object] = verify) -> tuple[Optional[Path], list[str]]:
+                    check: Callable[[Path], object] = verify, is_best: bool = False
+                    ) -> tuple[Optional[Path], list[str]]:
     """Return the newest checkpoint that passes a check, and a warning for each one that was skipped.
 
-    It is None only if there are no checkpoints (up to `last_step`).
+    It is None only if there are no checkpoints (up to `last_step`). With `is_best`, the one with the lowest
+    validation loss comes first, and those without one are left out.
     """
     readable, reasons = newest_first(checkpoints_dir)
+    if is_best and readable:
+        readable = best_first(readable)
+        if not readable:
+            raise CheckpointError(f"no checkpoint in {checkpoints_dir} has a validation loss, so none is the "
+                                  f"best; leave out {BEST}, or name a step")
     for folder, manifest in readable:
         if last_step is not None and manifest["step"] > last_step:
             continue
@@ -290,6 +298,12 @@ def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]
     return sorted(readable, key=lambda item: item[1]["written"], reverse=True), reasons
 
 
+def best_first(checkpoints: list[tuple[Path, dict[str, Any]]]) -> list[tuple[Path, dict[str, Any]]]:
+    """Return those that have a validation loss, the lowest first."""
+    measured = [item for item in checkpoints if item[1]["val_loss"] is not None]
+    return sorted(measured, key=lambda item: item[1]["val_loss"])
+
+
 def places(name: str, run_dir: Path) -> tuple[Path, ...]:
     """Return the folders that a setting may mean: a step or folder of this run, a path, another run."""
     run_dir = Path(run_dir)
@@ -303,10 +317,11 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
 
     The name is a step of this run, a run in OUTPUT_DIR, the path of a checkpoint, run or model, or a hub
     model (`owner/name`, `owner/name@revision`). For a run, the newest checkpoint that passes the check is
-    returned.
+    returned; for RUN:best, the one with the lowest validation loss.
     """
     # Find the folders with this name.
-    folders, run_dir = [], Path(run_dir)
+    folders, run_dir, is_best = [], Path(run_dir), name.endswith(BEST) and not os.path.exists(name)
+    name = name.removesuffix(BEST) if is_best else name
     for folder in places(name, run_dir):
         if folder.name and not os.path.isdir(folder):  # renamed by a crash while its step was saved again
             folder = folder.with_name(f"replaced-{folder.name}")
@@ -330,7 +345,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
     # Choose the newest checkpoint of a run or a folder of checkpoints.
     folder = folders[0]
     for checkpoints_dir in (folder, folder / "checkpoints"):
-        newest, messages = newest_verified(checkpoints_dir, check=check)
+        newest, messages = newest_verified(checkpoints_dir, check=check, is_best=is_best)
         for message in messages:
             warn(message)
         if newest:
@@ -387,8 +402,7 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     newest is not read again, because it was hashed while it was written.
     """
     readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
-    measured = [item for item in readable if item[1]["val_loss"] is not None]
-    best = sorted(measured, key=lambda item: item[1]["val_loss"])[:keep_best]
+    best = best_first(readable)[:keep_best]
     regular = [item for item in readable if keep_every and item[1]["step"] % keep_every == 0]
     kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best, *regular)}
     kept |= {Path(folder).resolve() for folder in protected}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from checkpoint import item_scores
+from checkpoint.store import BEST
 from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
 from config import Config
@@ -17,16 +18,18 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from inference.engine import Sampling
 from inference.generate import generate
-from learn.objectives import Objective
+from learn.objectives import Objective, sums_by_item
 from model import Transformer
 from model_utils import forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective, widened
+from report.verdict import difference_text
 from run.life import Run
 from run.log import evaluation_columns
 from run.rollouts import Answer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
+MEASURED_WITH_ERROR = ("loss", "reward_accuracy")  # validation metrics that are logged with one
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 
@@ -103,6 +106,7 @@ def evaluate(run: Run) -> None:
             best = " | best so far" if is_best and loss <= first else ""
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
                      evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
+        warn_of_a_rise(run)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
@@ -111,16 +115,29 @@ def evaluate(run: Run) -> None:
             run.log.sample(progress.step, prompt, text)
 
 
+def warn_of_a_rise(run: Run) -> None:
+    """Warn once, on rank 0, if the validation loss is now significantly above its best."""
+    history = run.log.history
+    best, rise = history.losses.best, history.losses.rise()
+    if rise and history.risen_from != best.step:
+        history.risen_from = best.step
+        advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
+        run.log.warn(f"the validation loss is above its best, {rise.a:.4f} at step {best.step}"
+                     f"{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: {advice}")
+
+
 # ------------------------------------------------------------------------------------------ validation
 
 
 @torch.no_grad()
 @collective
 def validation_loss(model: Transformer, objective: Objective, batches: Iterable, context: RunContext,
-                    byte_lengths: Optional[Sequence[int]] = None
-                    ) -> tuple[float, dict[str, float], np.ndarray]:
-    """Return the mean loss, further metrics, and (batches, 2): mean loss and units by batch, in row order.
+                    byte_lengths: Optional[Sequence[int]] = None, kind: str = "rows"
+                    ) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
+    """Return the mean loss, further metrics, and by item, in row order: "count", mean "loss" and metrics.
 
+    The items are the rows, chats or pairs (`kind`) with targets. So the results depend on the ranks not at
+    all, and on the batches only by rounding.
     The further metrics are perplexity, bits per byte and those of the objective. Bits per byte is the
     cross-entropy of all targets in bits, divided by the UTF-8 bytes of their text (None: unknown), so it is
     comparable across tokenizers. Control tokens have no bytes, but their cross-entropy counts.
@@ -130,56 +147,66 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
     blocks, names, ranks = [], [], context.ranks
     lengths_V = None if byte_lengths is None else torch.tensor(byte_lengths, device=ranks.device)
     for batch in batches:
-        summed = objective.loss_sum(model, batch)
-        targets_BT, nats = objective.text_loss(batch, summed)
-        is_target_BT, n_bytes = targets_BT != IGNORE_INDEX, torch.zeros_like(nats)
+        summed = objective.by_item(model, batch, kind)
+        targets_BT, nats_BI = objective.text_loss(batch, summed)
+        is_target_BT, bytes_BI = targets_BT != IGNORE_INDEX, torch.zeros_like(nats_BI)
         if lengths_V is not None:
-            n_bytes = (lengths_V[targets_BT.clamp(min=0)] * is_target_BT).sum()
-        names = [*summed.metrics]
-        values = (objective.count(batch), summed.total, nats, is_target_BT.sum(), n_bytes,
-                  *summed.metrics.values())
-        blocks.append(torch.stack([widened(value) for value in values]))
+            bytes_BI = sums_by_item(lengths_V[targets_BT.clamp(min=0)] * is_target_BT, batch, kind)
+        targets_BI, names = sums_by_item(is_target_BT, batch, kind), [*summed.metrics]
+        count_BI = targets_BI.clamp(max=1) if kind == "pairs" else targets_BI
+        values = count_BI, summed.total, nats_BI, targets_BI, bytes_BI, *summed.metrics.values()
+        blocks.append(torch.stack([widened(value).flatten() for value in values], dim=1))
     model.train()
 
-    # The sums of the batches of all ranks, without padding: their order does not depend on the ranks.
-    local_BK = torch.stack(blocks)
-    every_RBK = local_BK.new_zeros(ranks.world_size, *local_BK.shape)
-    every_RBK[ranks.rank] = local_BK
-    every_BK = ranks.all_reduce_sum(every_RBK).cpu().double().flatten(0, 1).numpy()
-    every_BK = every_BK[every_BK[:, 0] > 0]
-    count, loss, nats, targets, n_bytes, *others = every_BK.sum(axis=0).tolist()
+    # The items of all ranks, without padding: their order does not depend on the ranks.
+    every = ranks.all_gather_json(ranks.tolist(torch.cat(blocks)))
+    every_NK = np.array([values for each in every for values in each if values[0] > 0])
+    count, loss, nats, targets, n_bytes, *others = every_NK.sum(axis=0).tolist()
     text = {"perplexity": torch.tensor(nats / targets, dtype=torch.float64).exp().item()}
     if n_bytes:
         text["bits_per_byte"] = nats / math.log(2) / n_bytes
     metrics = text | {name: total / count for name, total in zip(names, others)}
-    return loss / count, metrics, np.stack([every_BK[:, 1] / every_BK[:, 0], every_BK[:, 0]], axis=1)
+    count_N, loss_N, _, _, _, *others_N = every_NK.T
+    means = {name: sums_N / count_N for name, sums_N in zip(["loss", *names], [loss_N, *others_N])}
+    return loss / count, metrics, {"count": count_N, **means}
 
 
 @collective
 def validation(run: Run) -> Result:
     """Return the validation loss with its standard error, and further metrics."""
-    config, inputs = run.config, run.inputs
-    rows = min(config.validation_rows, len(inputs.validation_rows))
-    per_rank = -(-rows // (config.micro_batch_size * run.ranks.world_size))
-    batches = run.context.progress(inputs.validation_batches(config, run.ranks), per_rank, "Validation")
-    loss, others, blocks_B2 = validation_loss(run.model, run.objective, batches, run.context,
-                                              inputs.tokenizer.byte_lengths)
-    losses_B, units_B = blocks_B2.T
+    config, inputs, ranks, prepare = run.config, run.inputs, run.ranks, None
+    rows, kind = min(config.validation_rows, len(inputs.validation_rows)), "rows"
+    if config.training_stage == "dpo":
+        kind, prepare = "pairs", getattr(run.objective, "prepare_step", None)
+    elif config.training_stage == "sft" and config.document_mask:
+        kind = "chats"
+    per_rank = -(-rows // (config.micro_batch_size * ranks.world_size))
+    batches = inputs.validation_batches(config, ranks)
+    if prepare:  # KTO's reference point is that of all rows
+        batches = prepare([*batches], run.progress.step).batches
+        HEARTBEAT.enter("validation", run.progress.step)
+    loss, others, by_item = validation_loss(
+        run.model, run.objective, run.context.progress(batches, per_rank, "Validation"), run.context,
+        inputs.tokenizer.byte_lengths, kind)
+    count_N = by_item["count"]
+    errors = {name: item_scores.ratio_error(each_N, count_N) for name, each_N in by_item.items()}
     metrics = {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
-    table = [Row("validation", name, value) for name, value in {"loss": loss, **others}.items()]
-    table[0] = table[0]._replace(stderr=item_scores.ratio_error(losses_B, units_B), n=sum(map(int, units_B)))
-    error = ""
-    if table[0].stderr is not None:
-        metrics["val_loss_stderr"] = table[0].stderr
-        error = f" +- {table[0].stderr:.4f}"
-    summary = [f"Loss: {loss:.4f}{error}", *(f"{name.replace('_', ' ').capitalize()}: {value:.4f}"
-                                             for name, value in others.items())]
-    items = json_sha256([inputs.validation_fingerprint, rows, config.micro_batch_size, config.max_seq_len,
+    logged = {name: errors[name] for name in MEASURED_WITH_ERROR if errors.get(name) is not None}
+    metrics |= {f"val_{name}_stderr": error for name, error in logged.items()}
+    table = [Row("validation", name, value, errors.get(name)) for name, value in
+             {"loss": loss, **others}.items()]
+    table[0] = table[0]._replace(n=round(count_N.sum()))
+    error_of = {name: f" +- {error:.4f}" for name, error in logged.items()}
+    summary = [f"{name.replace('_', ' ').capitalize()}: {value:.4f}{error_of.get(name, '')}"
+               for _, name, value, *_ in table]
+    items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
-    # JSON has no NaN.
-    line = {"name": item_scores.VALIDATION, "items": items, "n": len(blocks_B2),
-            "loss": [loss if math.isfinite(loss) else None for loss in losses_B.tolist()],
-            "count": [int(units) for units in units_B]}
+    # JSON has no NaN; seven digits are those of float32.
+    line = {"name": item_scores.VALIDATION, "items": items, "kind": kind, "n": len(count_N),
+            "loss": [float(f"{each:.7g}") if math.isfinite(each) else None for each in by_item["loss"]],
+            "count": [round(each) for each in count_N]}
+    if "reward_accuracy" in by_item:
+        line["preferred"] = item_scores.packed_bits(by_item["reward_accuracy"] > 0)
     return Result(metrics, line, " | ".join(summary), table)
 
 

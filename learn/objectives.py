@@ -57,9 +57,35 @@ class Objective(Protocol):
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         """Return the loss summed over these units."""
 
+    def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
+        """Return the sums of `loss_sum` for each item of `sums_by_item`: (B, I), without a graph."""
+
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         """Return the (B, T) targets on which models are compared, and their summed cross-entropy in nats,
-        given the result of `loss_sum`."""
+        given the result of `loss_sum` or `by_item`."""
+
+
+def sums_by_item(values_BT: Tensor, batch, items: str) -> Tensor:
+    """Return the (B, I) sums over the tokens of each "rows", "chats" (documents of a row) or "pairs".
+
+    Rows with fewer items are filled with sums of no targets.
+    """
+    if items == "rows":
+        return widened(values_BT).sum(dim=1, keepdim=True)
+    if items == "pairs":
+        return sums_by_pair(values_BT, batch.document_ids_BT).sum(dim=-1)
+    return sums_by_document(widened(values_BT), batch.document_ids_BT)
+
+
+def sums_by_document(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+    """Return the (B, 1 + documents) sums over the tokens of each document of a row; none has number 0.
+
+    The document ids are on the CPU, so that their number is known without a GPU sync.
+    """
+    # Move first, then widen: the copy of pinned memory is asynchronous.
+    index_BT = document_ids_BT.to(values_BT.device, non_blocking=values_BT.is_cuda).long()
+    sums = values_BT.new_zeros(len(values_BT), int(document_ids_BT.max()) + 1)
+    return sums.scatter_add(1, index_BT, values_BT)
 
 
 class NextToken:
@@ -72,6 +98,9 @@ class NextToken:
         return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
                               target_index_M=batch.target_index_M, reduction="sum"), {})
 
+    def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
+        return LossSum(-sums_by_item(token_logprobs(model, batch, "each"), batch, items), {})
+
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         return batch.targets_BT, summed.total
 
@@ -80,17 +109,10 @@ class NextToken:
 
 
 def sums_by_pair(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
-    """Return (B, P, 2) float32 sums over the tokens of each answer; pair j is the documents 2j - 1 and 2j.
-
-    The document ids are on the CPU, so that P is known without a GPU sync.
-    """
-    last = int(document_ids_BT.max())
-    # Move first, then widen: the copy of pinned memory is asynchronous.
-    index_BT = document_ids_BT.to(values_BT.device, non_blocking=values_BT.is_cuda).long()
-    sums = torch.zeros(len(values_BT), last + 1, device=values_BT.device)
-    sums = sums.scatter_add(1, index_BT, values_BT.float())
+    """Return (B, P, 2) float32 sums over the tokens of each answer; pair j is the documents 2j - 1 and 2j."""
+    sums = sums_by_document(values_BT.float(), document_ids_BT)
     # The id of padding is the odd number after the last pair.
-    return sums[:, 1:last // 2 * 2 + 1].unflatten(1, (-1, 2))
+    return sums[:, 1:(sums.shape[1] - 1) // 2 * 2 + 1].unflatten(1, (-1, 2))
 
 
 def pair_logprobs(model: nn.Module, batch) -> Tensor:
@@ -128,10 +150,10 @@ def share_prompts(batch):
                    target_index_M=(targets_BT != IGNORE_INDEX).flatten().nonzero().flatten())
 
 
-def token_logprobs(model: nn.Module, batch) -> Tensor:
+def token_logprobs(model: nn.Module, batch, reduction: str = "none") -> Tensor:
     """Return the (B, T) log-probabilities of the targets in nats."""
     return model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                 target_index_M=batch.target_index_M)
+                 target_index_M=batch.target_index_M, reduction=reduction)
 
 
 @torch.no_grad()
@@ -185,6 +207,10 @@ class PairwiseObjective:
         return is_pair(answer_lengths(batch)).sum()
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        loss_BP, metrics_BP = self.by_item(model, batch)
+        return LossSum(loss_BP.sum(), {name: value_BP.sum() for name, value_BP in metrics_BP.items()})
+
+    def by_item(self, model: nn.Module, batch, items: str = "pairs") -> LossSum:
         length_BP2 = answer_lengths(batch)
         is_pair_BP = is_pair(length_BP2)
         # Some losses have infinite gradients at log-probability 0, the value of padding.
@@ -192,8 +218,8 @@ class PairwiseObjective:
         reference_BP2 = self.reference(batch)[:, :logprob_BP2.shape[1]] if self.needs_reference else None
         loss_BP, metrics_BP = self.pair_loss(logprob_BP2, length_BP2.clamp(min=1), reference_BP2)
         metrics_BP |= {"logprob_chosen": logprob_BP2[..., 0], "logprob_rejected": logprob_BP2[..., 1]}
-        return LossSum(torch.where(is_pair_BP, loss_BP, 0).sum(), {
-            name: torch.where(is_pair_BP, value.detach(), 0).sum() for name, value in metrics_BP.items()})
+        return LossSum(torch.where(is_pair_BP, loss_BP, 0), {
+            name: torch.where(is_pair_BP, value.detach(), 0) for name, value in metrics_BP.items()})
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         is_chosen_BT = (batch.document_ids_BT % 2 == 1).to(batch.targets_BT.device)
@@ -329,7 +355,7 @@ class KTO(PairwiseObjective):
         is_good_BP1 = batch.stored["label_BP"][:, :values_BP2.shape[1], None] > 0
         return torch.where(is_good_BP1, values_BP2, values_BP2.flip(-1))
 
-    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+    def by_item(self, model: nn.Module, batch, items: str = "pairs") -> LossSum:
         c, (logprob_BP2, gain_BP2) = self.config, self.gains(model, batch)
         gain_BP, other_BP = gain_BP2.unbind(dim=-1)
         is_pair_BP = self.own_first(batch, answer_lengths(batch))[..., 0] > 0
@@ -342,8 +368,8 @@ class KTO(PairwiseObjective):
         above_BP = label_BP * (gain_BP - point_B1)
         metrics = {"kl": point_B1, "reward_accuracy": above_BP > 0, "logprob_answer": logprob_BP2[..., 0],
                    "reward_margin": c.dpo_beta * label_BP * gain_BP}
-        return LossSum((weight_BP * torch.sigmoid(-c.dpo_beta * above_BP) * is_pair_BP).sum(), {
-            name: (value.detach() * is_pair_BP).sum() for name, value in metrics.items()})
+        return LossSum(weight_BP * torch.sigmoid(-c.dpo_beta * above_BP) * is_pair_BP, {
+            name: value.detach() * is_pair_BP for name, value in metrics.items()})
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         is_own_BT = (self.side(batch) > 0).to(batch.targets_BT.device)
@@ -449,11 +475,11 @@ def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher
 
 
 class MixedLoss(NamedTuple):
-    """Sums over positions, and the gradient of the weighted sum with respect to the logits."""
+    """The losses of positions, and the gradient of their weighted sum with respect to the logits."""
 
     gradient_MV: Tensor
-    divergence: Tensor
-    cross_entropy: Tensor
+    divergence_M: Tensor
+    cross_entropy_M: Tensor
 
 
 def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...], weight: float,
@@ -476,7 +502,7 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     share_M1 = ((1 - weight) * counted_M)[:, None]
     gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1)
     gradient_MV = add_at(gradient_MV, index_M1, -share_M1)
-    return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
+    return MixedLoss(gradient_MV, divergence_M * counted_M, cross_entropy_M * counted_M)
 
 
 class Distillation(NextToken):
@@ -493,7 +519,8 @@ class Distillation(NextToken):
         self.config, self.teacher = config, teacher
         self.mixed_loss = torch.compile(mixed_loss) if compiled else mixed_loss
 
-    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+    def loss_sum(self, model: nn.Module, batch, blocks: Optional[list[MixedLoss]] = None) -> LossSum:
+        """Return the sums, and append the losses of positions to `blocks`."""
         config, target_index_M = self.config, batch.target_index_M
         settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
         weight, targets_M = config.distillation_weight, batch.targets_BT.flatten()
@@ -525,14 +552,28 @@ class Distillation(NextToken):
                     logits_MV[block] = mixed.gradient_MV
                 else:
                     gradient_MV = mixed.gradient_MV  # a copy would take time
-                sums["divergence"] += mixed.divergence
-                sums["cross_entropy"] += mixed.cross_entropy
-                total += weight * mixed.divergence + (1 - weight) * mixed.cross_entropy
+                each, entropy = mixed.divergence_M.sum(), mixed.cross_entropy_M.sum()
+                sums["divergence"] += each
+                sums["cross_entropy"] += entropy
+                total += weight * each + (1 - weight) * entropy
+                if blocks is not None:
+                    blocks.append(mixed._replace(gradient_MV=None))
             return total, gradient_MV
 
         total = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=target_index_M,
                       reduction=loss)
         return LossSum(total, sums)
+
+    def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
+        weight, sums, blocks = self.config.distillation_weight, {}, []
+        names = self.loss_sum(model, batch, blocks).metrics
+        for name, parts in zip(names, [*zip(*blocks)][1:]):
+            values = torch.cat(parts)
+            if batch.target_index_M is not None:
+                zeros = values.new_zeros(batch.targets_BT.numel())
+                values = zeros.index_put((batch.target_index_M,), values)
+            sums[name] = sums_by_item(values.view_as(batch.targets_BT), batch, items)
+        return LossSum(weight * sums["divergence"] + (1 - weight) * sums["cross_entropy"], sums)
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         return batch.targets_BT, summed.metrics["cross_entropy"]

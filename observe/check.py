@@ -174,7 +174,8 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
-        results.append(f"loss {since[5:]}{latest['val_loss']:.4f}")
+        best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" * ("; best" in others)
+        results.append(f"loss {since[5:]}{latest['val_loss']:.4f}{best}")
     for name, title, _, chance, _ in run.inputs.choice_sets:
         if f"{name}_acc" in latest:
             acc, acc_norm, n, stderr = (
@@ -187,14 +188,14 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
-        merge = command("scripts/merge_lora.py", run.saved, "--output", run.folder / "merged")
+        merge = command("scripts/merge_lora.py", run.to_use, "--output", run.folder / "merged")
         info(f"Merge into base: {merge}")
     if config.training_stage == "pretrain":
-        info(f"Generate text:   {command('scripts/generate.py', run.saved)}")
+        info(f"Generate text:   {command('scripts/generate.py', run.to_use)}")
     else:
-        info(f"Chat with it:    {command('scripts/chat.py', run.saved)}")
+        info(f"Chat with it:    {command('scripts/chat.py', run.to_use)}")
     if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
-        info(f"Evaluate it:     {command('scripts/evaluate.py', run.saved)}")
+        info(f"Evaluate it:     {command('scripts/evaluate.py', run.to_use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Your own data:   {command(script, '--help')}")
     run.log.ending = ending(run, ", ".join([*(results[1:] or [f"{progress.step:,} steps"]), results[0]]))

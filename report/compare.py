@@ -8,70 +8,14 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.item_scores import ratio_error
+from checkpoint.item_scores import REWARD, VALIDATION
 from report.curves import Curve, task_names
 from report.data import NOT_COMPARED, RunReader, spelt
+from report.paired import SIGNIFICANT, Paired, mcnemar, paired_t
+from settings.load import describe_settings
 
-SIGNIFICANT = 0.05
 MOST_TESTED = 8  # runs in pairwise tests
 SEEDS = ("SEED", "DATA_SEED")
-
-
-class Paired(NamedTuple):
-    """The result of a paired test of B against A."""
-
-    n: int
-    a: float
-    b: float
-    difference: float  # b - a
-    stderr: float  # of the difference
-    p: float  # two-sided p-value
-
-
-def mcnemar(a: np.ndarray, b: np.ndarray) -> Paired:
-    """Compare two models by whether each item was answered correctly, (n,) bool: the exact McNemar test.
-
-    Source: McNemar 1947; the standard error of paired differences from Miller 2024, arXiv:2411.00640, 4.2.
-    """
-    only_a, only_b, n = int((a & ~b).sum()), int((b & ~a).sum()), len(a)
-    difference = (only_b - only_a) / n
-    variance = ((only_a + only_b) / n - difference ** 2) / max(1, n - 1)
-    return Paired(n, a.mean().item(), b.mean().item(), difference, math.sqrt(max(0.0, variance)),
-                  sign_test(only_a, only_b))
-
-
-def sign_test(a: int, b: int) -> float:
-    """Return the exact two-sided p-value for `a` heads and `b` tails of a fair coin."""
-    n, fewer = a + b, min(a, b)
-    logs = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
-            for k in range(fewer + 1)]
-    return min(1.0, 2 * math.fsum(map(math.exp, logs)))
-
-
-def paired_t(a: np.ndarray, b: np.ndarray, weights: Optional[np.ndarray] = None) -> Paired:
-    """Compare two (weighted) means of values on the same items: the paired t-test."""
-    n = len(a)
-    weights = np.ones(n) if weights is None else weights
-    mean_a, mean_b = (float(np.average(values, weights=weights)) for values in (a, b))
-    difference, stderr = mean_b - mean_a, ratio_error(b - a, weights) or 0.0
-    if stderr > 1e-12 * abs(difference):
-        p = 1 - t_probability(difference / stderr, n - 1)
-    else:  # the same difference on all items, or a single item
-        p = 1.0 if n < 2 or difference == 0 else 0.0
-    return Paired(n, mean_a, mean_b, difference, stderr, p)
-
-
-def t_probability(t: float, degrees: int) -> float:
-    """Return the probability that |T| < |t|. Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
-    theta = math.atan(abs(t) / math.sqrt(degrees))
-    cosine_squared = math.cos(theta) ** 2
-    is_odd = degrees % 2
-    term = math.cos(theta) if is_odd else 1.0
-    total = term if degrees > 1 else 0.0
-    for k in range(3 if is_odd else 2, degrees - 1, 2):
-        term *= cosine_squared * (k - 1) / k
-        total += term
-    return (2 / math.pi * (theta + math.sin(theta) * total)) if is_odd else math.sin(theta) * total
 
 
 class Metric(NamedTuple):
@@ -84,11 +28,18 @@ class Metric(NamedTuple):
     lower: bool = False  # lower values are better
 
 
+# Settings of how a run is watched, kept and repeated do not change what it is.
+WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT", "DRIFT_CHECK_EVERY", "PREFETCH_STEPS",
+           "PREPARATION_WORKERS", "RESTART_SLOW", "STOP_STEP", "VERIFY_DATA",
+           *(line.name for line in describe_settings()
+             if line.on_resume == "safe" and line.section in ("Evaluation", "Checkpoint", "Log"))}
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
 METRICS = {"correct": Metric("accuracy", mcnemar, "items"),
            "correct_norm": Metric("length-normalized accuracy", mcnemar, "items"),
-           "loss": Metric("loss", paired_t, "blocks", percent=False, lower=True),
+           "loss": Metric("loss", paired_t, "items", percent=False, lower=True),
+           "preferred": Metric("preference accuracy", mcnemar, "items"),
+           "reward": Metric("reward", paired_t, "prompts", percent=False),
            "exact": Metric("exact match", mcnemar, "chats"),
            "rouge_l": Metric("ROUGE-L", paired_t, "chats")}
 
@@ -101,7 +52,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         # None if the run's version lacks the setting
         values = [spelt(run.settings[name]) if name in run.settings else None for run in runs]
-        if len(set(values)) > 1 and name not in NOT_COMPARED:
+        if len(set(values)) > 1 and name not in WATCHED:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
     configurations = by_configuration(runs, rows)
@@ -115,7 +66,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
 def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first row's mean by runs that differ only in seeds, and a test against the first group."""
     groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
-    names = sorted({name for run in runs for name in run.settings} - {*NOT_COMPARED, *SEEDS})
+    names = sorted({name for run in runs for name in run.settings} - {*WATCHED, *SEEDS})
     for place, run in enumerate(runs):
         key, seeds = (tuple(spelt(run.settings.get(name)) for name in each) for each in (names, SEEDS))
         groups.setdefault(key, {})[seeds] = place
@@ -147,7 +98,10 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     """Yield a row for each result at the last step that all runs share, else at each run's last step."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
     tasks = task_names(names, runs[0].hellaswag)
-    titles = {"val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
+    # The result by which the first run is judged comes first.
+    main = runs[0].main
+    titles = {main.curve: (main.title.lower(), "higher"),
+              "val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
               "val_bits_per_byte": ("bits per byte", "lower"),
               **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
               **{name: (name.replace("_", " "), "higher") for name in HIGHER},
@@ -164,8 +118,8 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             step = max(shared)
             values = [(curve.at(step), step) if curve.newest else None for curve in curves]
             rows = [(f"{label} at step {step:,}", better, values)]
-        if name == "val_loss":
-            rows.append((f"{label} (best)", better, [curve.lowest for curve in curves]))
+        if name == main.curve:
+            rows.append((f"{label} (best)", better, [curve.best(main.higher) for curve in curves]))
         for title, direction, values in rows:
             cells = [value and {"value": value[0], "stderr": error.at(value[1]), "step": value[1]}
                      for value, error in zip(values, errors)]
@@ -175,7 +129,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return a paired test for each two runs and evaluation at their last common step, and what has none."""
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
-    pairs, refused, titles = [], [], {"hellaswag": runs[0].hellaswag}
+    pairs, refused, titles = [], [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
     for a, b in combinations(range(len(runs)), 2):
         for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
             common = [key for key in scored[a] & scored[b] if key[1] == name]
@@ -187,15 +141,17 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
             refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
                            "at the same step, so there is no test")
     chosen = {key for *_, key in pairs}
-    lines = [{key: line.scores for line in run.item_scores()
+    lines = [{key: line for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
     families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
     for a, b, key in pairs:
         for metric, kind in METRICS.items():
-            scores = [lines[place][key].get(metric) for place in (a, b)]
+            line = lines[a][key]
+            scores = [lines[place][key].scores.get(metric) for place in (a, b)]
             if scores[0] is None or scores[1] is None:
                 continue
-            weights = {"weights": lines[a][key].get("count")} if metric == "loss" else {}
+            kind = kind._replace(items=line.kind) if key[1] == VALIDATION else kind
+            weights = {"weights": line.scores.get("count")} if metric == "loss" else {}
             family = families.setdefault((f"{titles.get(key[1], key[1])} {kind.label}", kind), [])
             family.append((runs[a].name, runs[b].name, key[0], kind.test(*scores, **weights)))
     made = [test for (label, kind), family in families.items() for test in corrected(label, kind, family)]

@@ -15,6 +15,8 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("generation", "Generated answers", "%", ("percent",), {
         "generation_exact_match": "exact match", "generation_rouge_l": "ROUGE-L", "generation_bleu": "BLEU"}),
     ("reward", "Reward", "", (), {"reward": "answers in training", "val_reward": "held-out prompts"}),
+    ("preference-accuracy", "Preference accuracy", "%", ("percent",), {
+        "reward_accuracy": "training", "val_reward_accuracy": "held-out"}),
     ("length", "Answer length", "tokens", (), {"answer_tokens": "with the end"}),
     ("entropy", "Entropy", "nats", (), {"entropy": "of an answer's tokens"}),
     ("learning-rate", "Learning rate", "", (), {"learning_rate": "learning rate"}),
@@ -39,6 +41,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
 # Not drawn: x axes, derived values, and the error bands and reference lines of other curves.
 HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
+CHANCE = {"hellaswag": 0.25, "val_reward_accuracy": 0.5}  # of runs that do not log it
 ACCURACIES = {"_acc": "", "_acc_norm": " (by length)"}
 
 
@@ -48,8 +51,11 @@ def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
             for name in names for end, text in ACCURACIES.items() if name.endswith(end)}
 
 
-def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
-    """Return the charts for the page's data, given each curve's last value; unknown curves come last."""
+def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "") -> list[dict[str, Any]]:
+    """Return the charts for the page's data, given each curve's last value.
+
+    The chart of the curve `first` comes first, and those of unknown curves last.
+    """
     left = [name for name in last if name not in HIDDEN and not name.endswith(SUFFIXES)]
     tasks, made = task_names(left, hellaswag), []
 
@@ -62,10 +68,10 @@ def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, A
             stem = next((curve.removesuffix(end) for end in ACCURACIES if curve.endswith(end)), curve)
             has_error = f"{stem}_stderr" in last and not curve.endswith("_acc_norm")
             is_rare = curve in tasks or curve.startswith(("val_", "generation_", "evaluation_", "save_"))
-            chance = last.get(f"{stem}_chance", 0.25 if stem == "hellaswag" else None)
+            chance = last.get(f"{stem}_chance", CHANCE.get(stem))
             series.append({"curve": curve, "label": label, "error": f"{stem}_stderr" if has_error else None,
                            "kind": "points" if is_rare else "line",
-                           "reference": chance if curve in tasks else None})
+                           "reference": chance if curve in tasks or curve in CHANCE else None})
         if series:
             styles = {name: name in style for name in ("log", "falling", "percent", "stacked")}
             made.append({"id": identity, "title": title, "unit": unit, **styles, "series": series})
@@ -76,7 +82,7 @@ def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, A
         stem = left[0].removeprefix("val_")
         add(stem.replace("_", "-"), stem.replace("_", " ").capitalize(), "", (),
             {stem: "training", f"val_{stem}": "validation"})
-    return made
+    return sorted(made, key=lambda chart: all(line["curve"] != first for line in chart["series"]))
 
 
 FEWEST_POINTS = 50  # shown per long curve
@@ -121,11 +127,11 @@ class Curve:
         x, y = self.known()
         return (y[-1].item(), x[-1].item()) if len(y) else None
 
-    @property
-    def lowest(self) -> Optional[tuple[float, int]]:
-        """The lowest value, and its step."""
+    def best(self, higher: bool = False) -> Optional[tuple[float, int]]:
+        """Return the lowest (or highest) value, and its step."""
         x, y = self.known()
-        return (y.min().item(), x[y.argmin()].item()) if len(y) else None
+        place = (-y if higher else y).argmin() if len(y) else None
+        return (y[place].item(), x[place].item()) if len(y) else None
 
     def at(self, step: int) -> Optional[float]:
         x, y = self.known()

@@ -15,14 +15,15 @@ import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from checkpoint import schema
-from checkpoint.item_scores import ItemScores, read_item_scores
+from checkpoint.item_scores import ItemScores, item_scores, read_item_scores
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from config import Config
 from report.curves import Curve, as_json, rounded
 from report.goodput import KILLED, Process, clock_steps, goodput
+from report.paired import trends
 from report.power import PowerTrace
-from report.verdict import health, learning, time_text
+from report.verdict import HEADLINES, LOSS, health, learning, time_text
 from settings.load import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights
@@ -105,7 +106,8 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
 
 # ------------------------------------------------------------------------------------------- the run
 
-LOGS = ("events", "metrics", "ledger", "samples", "rollouts")  # events first: starts divide the metrics
+# Events first: starts divide the metrics.
+LOGS = ("events", "metrics", "ledger", "samples", "rollouts", "evaluations")
 FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
@@ -121,7 +123,6 @@ class RunReader:
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
         self.power = PowerTrace(self.folder)
-        self.bad_scores: Counter[str] = Counter()  # lines of evaluations.jsonl, if it was read
         self._read_settings()
         if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
             bad = ", ".join(self.aside)
@@ -135,6 +136,7 @@ class RunReader:
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", schema.RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
+        self.main = HEADLINES.get(self.settings.get("TRAINING_STAGE", ""), LOSS)  # what it is judged by
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
 
@@ -155,6 +157,8 @@ class RunReader:
         self.ledger_step = 0
         self.samples: list[dict[str, Any]] = []
         self.rollout: dict[str, Any] = {}  # the newest, one of the samples
+        # evaluations.jsonl
+        self.trends = trends()
 
     def read(self) -> None:
         """Read new lines, or everything again if a resumed run replaced a log."""
@@ -188,13 +192,12 @@ class RunReader:
         return holder_runs(self.folder / "run.lock"), found
 
     def item_scores(self) -> Iterator[ItemScores]:
-        self.bad_scores = Counter()
-        return read_item_scores(self.folder / "evaluations.jsonl", self.bad_scores)
+        return read_item_scores(self.folder / "evaluations.jsonl")
 
     def set_aside(self) -> list[str]:
         """Return descriptions of the invalid entries that were left out, with counts."""
         files = [*self.logs.values(), *self.power.files]
-        lines = {file.path.name: file.invalid for file in files} | self.bad_scores
+        lines = {file.path.name: file.invalid for file in files}
         return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
@@ -262,6 +265,12 @@ class RunReader:
         reward = "failed" if line.reward is None else f"{line.reward:g}"
         self.rollout["text"] += f"\n{reward}: {line.answer[:SAMPLE_CHARACTERS]}"
 
+    def _add_evaluations(self, line: schema.EvaluationLine) -> None:
+        scores = item_scores(line.model_dump())
+        self.logs["evaluations"].invalid += scores is None
+        for trend in self.trends.values() if scores else ():
+            trend.add(scores)
+
     # ------------------------------------------------------------------------------ the page's data
 
     def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
@@ -273,18 +282,30 @@ class RunReader:
             eta = (max_steps - last) * (ended - began) / max(1, last - first)
         curves = {name: curve.as_json(most_points) for name, curve in self.curves.items()}
         recent = {name: rounded(np.median(self.curves[name].recent)) for name in SPEEDS if self.value(name)}
-        best = self.curves["val_loss"].lowest if "val_loss" in self.curves else None
-        alarms, time_spent = self.alarms(), goodput(self.processes)
+        main, alarms, time_spent = self.main, self.alarms(), goodput(self.processes)
+        best = self.curves[main.curve].best(main.higher) if main.curve in self.curves else None
         kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
-        verdict = [*learning(self.curves, state, kinds, self.hellaswag),
-                   health(state, kinds, time_spent["interruptions"] if time_spent else [])]
+        verdict = [*learning(self.curves, state, kinds, self.hellaswag, main, self.trends)]
+        verdict.append(health(state, kinds, time_spent["interruptions"] if time_spent else [],
+                              all(good is not False for good, _ in verdict)))
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
-        return {"name": self.name, "state": state, "sentence": sentence, "verdict": verdict, "step": step,
-                "max_steps": max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
-                "recent": recent, "best": best, "failure": self.failure() if state == "failed" else None,
+        return {"name": self.name, "stage": self.stage, "state": state, "sentence": sentence,
+                "verdict": verdict, "step": step, "max_steps": max_steps, "eta_seconds": eta,
+                "facts": [*self.facts()], "curves": curves, "recent": recent, "best": best,
+                "headline": {"curve": main.curve, "title": main.title, "higher": main.higher},
+                "failure": self.failure() if state == "failed" else None,
                 "samples": self.chosen_samples(max(4, round(MOST_SAMPLES * share))), "settings": settings,
                 "segments": self.segments, "sources": self.sources, "goodput": time_spent,
                 "alarms": alarms[-max(10, round(MOST_ALARMS * share)):], "power": self.power.data(share)}
+
+    @property
+    def stage(self) -> str:
+        settings, method = self.settings, ""
+        if settings.get("TRAINING_STAGE") == "dpo":
+            method = f" ({settings.get('PREFERENCE_OBJECTIVE', 'dpo')})".replace(" (dpo)", "")
+        adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
+        distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""
+        return f"{settings.get('TRAINING_STAGE', '')}{method}{adapted}{distilled}"
 
     def value(self, name: str) -> Optional[float]:
         newest = self.curves[name].newest if name in self.curves else None
@@ -331,11 +352,9 @@ class RunReader:
 
     def facts(self) -> Iterator[list[str]]:
         settings, checkpoint = self.settings, self.newest_checkpoint()
-        adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
-        distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""
-        yield ["stage", f"{settings.get('TRAINING_STAGE', '')}{adapted}{distilled}"]
+        yield ["stage", self.stage]
         if count := parameters_in(checkpoint):
-            yield ["trained parameters" if adapted else "parameters", f"{count:,}"]
+            yield ["trained parameters" if settings.get("LORA_ENABLED") else "parameters", f"{count:,}"]
         if tokens := self.value("tokens_seen"):
             yield ["tokens", f"{tokens:,.0f}"]
         start = {"world_size": settings.get("WORLD_SIZE")}

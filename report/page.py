@@ -45,7 +45,7 @@ class Report:
         names = [run.name for run in self.runs]
         made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
                 "generated": time.time(), "live": live, "runs": [],
-                "charts": charts(last, self.runs[0].hellaswag),
+                "charts": charts(last, self.runs[0].hellaswag, self.runs[0].main.curve),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
         share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS

@@ -1,17 +1,39 @@
 """Sentences that say whether a run learned and is healthy."""
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, Optional
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from report.curves import Curve, task_names
 from report.goodput import RESTARTED
+from report.paired import SIGNIFICANT, Paired, Trend, sign_test
 
 Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
-STOPPED_LEARNING = {"divergence", "no gradient"}  # after these alarms, the loss is meaningless
+# By outcome, for a run that ended and for one that is running.
+WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learning"),
+         "worse": ("Got worse", "Getting worse"), "overfit": ("Overfit", "Overfitting"),
+         "diverged": ("Diverged", "Diverging"), "stopped": ("Stopped learning", "Not learning")}
+
+
+class Headline(NamedTuple):
+    """The result by which a stage is judged."""
+
+    curve: str
+    training: str  # the curve of the same quantity in training
+    title: str
+    in_training: str
+    higher: bool = False  # higher values are better
+    percent: bool = False
+
+
+LOSS = Headline("val_loss", "train_loss", "Validation loss", "training loss")
+HEADLINES = {"grpo": Headline("val_reward", "reward", "Held-out reward", "training reward", higher=True),
+             "dpo": Headline("val_reward_accuracy", "reward_accuracy", "Held-out preference accuracy",
+                             "training preference accuracy", higher=True, percent=True)}
 
 
 def time_text(seconds: float) -> str:
@@ -22,28 +44,61 @@ def time_text(seconds: float) -> str:
     return " ".join([f"{int(seconds // size)} {unit}", *smaller])
 
 
-def value_text(value: float) -> str:
+def value_text(value: float, percent: bool = False) -> str:
+    if percent:
+        return f"{100 * value:.1f} %"
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
-             hellaswag: str) -> Iterator[Verdict]:
-    """Yield whether the last loss is more than two standard errors below the first, with the accuracies."""
-    newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
-    found = [name for name in ("val_loss", "train_loss") if name in curves and len(curves[name].recent) > 1]
+def difference_text(test: Paired, kind: str, percent: bool = False) -> str:
+    """Return a difference with two digits of its error, and the items that were compared."""
+    factor, unit = (100, " points") if percent else (1, "")
+    difference, error = factor * test.difference, factor * test.stderr
+    places = min(6, max(0, 1 - math.floor(math.log10(error)))) if error else 2
+    return f" ({difference:+.{places}f} ± {error:.{places}f}{unit}, paired over {test.n:,} {kind})"
+
+
+def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
+             main: Headline = LOSS, trends: Mapping[str, Trend] = {}) -> Iterator[Verdict]:
+    """Yield whether the result `main` improved from its first to its last value, with the accuracies.
+
+    A paired test of the item scores in `trends` decides. Without them, two standard errors do.
+    """
+    found = [name for name in (main.curve, main.training) if name in curves and len(curves[name].recent) > 1]
     if not found:
         return
-    curve, kind = curves[found[0]], "validation" if found[0] == "val_loss" else "training"
-    first = curve.known()[1][0].item()
-    last, error = newest.get("val_loss"), newest.get("val_loss_stderr") or 0.0
-    if kind == "training":
-        last = np.median(curve.recent[len(curve.recent) // 2:]).item()
-        error = np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
-    is_lower, (best, step) = last < first - 2 * error, curve.lowest
-    words = ("Learning", "Not learning") if state == "running" else ("Learned", "Did not learn")
-    if state == "failed" and not STOPPED_LEARNING.isdisjoint(kinds):
-        words, is_lower = ("", "Diverged"), False
-    texts = [f"{words[not is_lower]}: {kind} loss {value_text(first)} → {value_text(last)}"]
+    newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
+    curve, trend, label = curves[found[0]], trends.get(found[0]), main.title.lower()
+    first, last, test = curve.known()[1][0].item(), newest[found[0]], trend and trend.change()
+    margin, proof = 2 * (newest.get(f"{found[0]}_stderr") or 0.0), " (unpaired)"
+    if found[0] == main.training:
+        label, last, proof = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item(), ""
+        margin = 2 * np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
+    elif main.percent and first == 0:  # the reference itself, which prefers no answer
+        first, proof = 0.5, " (from chance)"
+        if test:
+            right = round(last * test.n)
+            margin = 0.0 if sign_test(right, test.n - right) < SIGNIFICANT else math.inf
+    elif test:
+        first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
+        margin = 0.0 if test.p < SIGNIFICANT else math.inf
+
+    worse_by = (first - last) if main.higher else (last - first)
+    outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else "same"
+    losses = trends.get(LOSS.curve)
+    rise = losses and losses.rise()
+    texts, last_text = [], value_text(last, main.percent)
+    if any(math.isnan(curves[name].y[-1]) for name in (found[0], LOSS.training) if name in curves):
+        outcome, last_text, proof = "diverged", "not finite", ""
+    elif outcome == "worse" and "divergence" in kinds:
+        outcome = "diverged"
+    elif state == "failed" and "no gradient" in kinds:
+        outcome = "stopped"
+    elif rise and main is LOSS and losses.best is not losses.first:
+        outcome, proof = "overfit", difference_text(rise, losses.last.kind)
+        last_text = f"{value_text(rise.a)} at step {losses.best.step:,} → {last_text}"
+    word = WORDS[outcome][state == "running"]
+    texts.append(f"{word}: {label} {value_text(first, main.percent)} → {last_text}{proof}")
     for name, label in task_names(curves, hellaswag).items():
         stem = name.removesuffix("_acc")
         if stem != name and name in newest:
@@ -51,12 +106,18 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str],
             error_text = f" ± {100 * stderr:.1f}" if stderr else ""
             chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
             texts.append(f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}")
-    yield is_lower, "; ".join(texts) + "."
-    if kind == "validation" and is_lower and last > best + max(3 * error, 0.02 * abs(best)):
+    yield outcome == "better", "; ".join(texts) + "."
+    if rise and main is not LOSS:
+        yield None, (f"The validation loss has risen since step {losses.best.step:,}, where it was "
+                     f"{value_text(rise.a)}{difference_text(rise, losses.last.kind)}.")
+    best, step = curve.best()
+    if found[0] == LOSS.curve and not test and outcome == "better" and last > best + max(
+            1.5 * margin, 0.02 * abs(best)):
         yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."
 
 
-def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]]) -> Verdict:
+def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]], learned: bool = True
+           ) -> Verdict:
     """Return the number of alarms of each kind and the time lost to interruptions."""
     away = time_text(sum(each["away_seconds"] or 0.0 for each in interruptions))
     number = len(interruptions)
@@ -67,4 +128,6 @@ def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]])
     counts = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.most_common())
     if state in ("failed", "unknown"):
         return False, f"{state.capitalize()}. {f'Alarms: {counts}' if counts else 'No alarms'}; {lost}."
-    return not kinds, f"Alarms: {counts}; {lost}." if kinds else f"Healthy: no alarms, {lost}."
+    if kinds:
+        return False, f"Alarms: {counts}; {lost}."
+    return (True, f"Healthy: no alarms, {lost}.") if learned else (None, f"No alarms, {lost}.")

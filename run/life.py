@@ -195,6 +195,16 @@ class Run:
         early = "early stopping" if self.finished else "STOP_STEP"
         return "finished" if self.progress.step >= self.config.max_steps else early
 
+    @property
+    def to_use(self) -> Path:
+        """What commands use: the checkpoint of the current state, or past an optimum RUN:best."""
+        config, progress = self.config, self.progress
+        is_past = self.log.history.losses.rise() or (self.finished and progress.step < config.max_steps)
+        is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
+        if is_past and is_kept:
+            return self.folder.with_name(f"{self.folder.name}{store.BEST}")
+        return self.saved or self.folder
+
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""
         self.progress.step += 1
@@ -294,8 +304,12 @@ def ending(run: Run, result: str) -> list[str]:
         flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
     use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
     train = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
+    target = run.to_use
+    is_best = target.name.endswith(store.BEST)
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
-             "use it": command(use, folder), "resume": command(train, *flags)}
+             "use it": command(use, target if is_best else folder)}
+    if not (is_best and run.finished):  # past an optimum, more steps do not help
+        lines["resume"] = command(train, *flags)
     return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
-from checkpoint.item_scores import measured_as
+from checkpoint.item_scores import item_scores, measured_as
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common import files
 from common.errors import CheckpointError
@@ -24,6 +24,7 @@ from common.heartbeat import HEARTBEAT
 from common.text import DIM, GREEN, WIDTH, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
+from report.paired import trends
 from run.trackers import TensorBoard, Tracker, Trackio, Wandb
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
@@ -52,6 +53,8 @@ class RunHistory:
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
         self.first: dict[str, tuple[int, float]] = {}  # the first value of each evaluation, with its step
         self.scores: dict[str, tuple[int, float]] = {}  # the newest of each
+        self.losses = trends()["val_loss"]
+        self.risen_from: Optional[int] = None  # step of the best loss above which a rise was reported
         self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
         self.ledger_step, self.ledger = 0, hashlib.sha256()
         self.before = 0, self.ledger.copy()
@@ -68,6 +71,10 @@ class RunHistory:
             if isinstance(joules := metrics.get("joules_per_token"), float):
                 self.joules += joules * tokens
                 self.measured_tokens += tokens
+
+    def add_evaluation(self, line: dict[str, Any]) -> None:
+        if scores := item_scores(line):
+            self.losses.add(scores)
 
     def add_ledger(self, step: int, line: bytes) -> None:
         if self.logged_step is None:
@@ -236,6 +243,8 @@ class RunLog:
                         newest = entry
                     if name == "metrics" and is_kept:
                         self.history.add_metrics(entry.step, entry.model_extra)
+                    elif name == "evaluations" and is_kept:
+                        self.history.add_evaluation(entry.model_dump())
                     elif name == "ledger" and is_kept:
                         self.history.add_ledger(entry.step, line)
                         self.divergence.add(entry.loss, entry.grad_norm)
@@ -287,6 +296,8 @@ class RunLog:
             self.lines[name].write(line)
             if name == "ledger":
                 self.history.add_ledger(entry["step"], f"{line}\n".encode())
+            elif name == "evaluations":
+                self.history.add_evaluation(entry)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""

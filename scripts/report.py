@@ -2,7 +2,7 @@
 
     ./paddock report first
     ./paddock report first second        two runs overlaid and compared
-    ./paddock report                     a table of all runs in OUTPUT_DIR
+    ./paddock report                     a table of all runs in OUTPUT_DIR, the newest first
     ./paddock report first --serve       the page follows the run
     ./paddock report first second --figure loss.pdf --width 3.3in
 
@@ -101,7 +101,8 @@ def main() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     output = Path(load_config(complete=False).config.output_dir)
-    settings = sorted({*output.glob("*/config.json"), *output.glob("*/*/config.json")}, key=os.path.getmtime)
+    settings = sorted({*output.glob("*/config.json"), *output.glob("*/*/config.json")}, key=os.path.getmtime,
+                      reverse=True)
     folders = [find_run(name) for name in args.run] or [each.parent for each in settings]
     if not folders:
         raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")

@@ -285,7 +285,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
 
     def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
-        return losses[len(seen) - 1], {}, np.ones((1, 2))
+        return losses[len(seen) - 1], {}, {"count": np.ones(2), "loss": np.ones(2)}
 
     monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     return seen

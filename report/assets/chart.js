@@ -540,7 +540,9 @@ class Chart {
       const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
       const [low, high] = isRange(line, i) ? [line.low[i], line.high[i]] : [];
       const range = low === undefined ? "" : ` (${format(low, line.how)} to ${format(high, line.how)})`;
-      const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range;
+      const isElsewhere = isAt && line.sparse && i >= 0 && line.x[i] !== plot.data[0][idx];
+      const where = isElsewhere ? ` (step ${whole(line.steps[i])})` : "";
+      const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range + where;
       this.legend.children[row].querySelector("b").textContent = value;
       return `${line.label} ${value}`;
     });

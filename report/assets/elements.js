@@ -3,14 +3,14 @@
 
 const byId = (id) => document.getElementById(id);
 
-/** Return a new element. Children are elements, strings or lists of them; false and null are skipped. */
+/** Return a new element. Children are elements, strings or nested lists; false and null are skipped. */
 function h(tag, attributes, ...children) {
   const element = document.createElement(tag), isGiven = (value) => ![null, undefined, false].includes(value);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "style") element.style.cssText = value;
     else if (isGiven(value)) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(3).filter(isGiven));
+  element.append(...children.flat(Infinity).filter(isGiven));
   return element;
 }
 

@@ -98,7 +98,7 @@ function linesOf(chart, runs) {
     const scaled = (values) => values && values.map((value) => value && value / (chart.divisor || 1));
     return {
       run, series, curve: series.curve, key: `${report.runs.indexOf(run)} ${series.curve}`,
-      label: `${isByRun ? letter(run) : ""} ${series.label}`.trim(),
+      label: !isByRun ? series.label : chart.series.length > 1 ? `${named(run)}, ${series.label}` : named(run),
       steps, x: steps.map(axisOf(run)), y: scaled(y), low: scaled(low), high: scaled(high),
       error: errorAt ? steps.map((step) => errorAt.get(step) ?? null) : null,
       color: isByRun ? runColor(run) : color(i), dash, sparse, span: (view.smoothing / 100) ** 2 / 10,
@@ -122,10 +122,15 @@ function groupLines(lines) {
   });
 }
 
-/** The longest of these lines with a statistic of all their values, and a band from lowest to highest. */
+/** The longest of these lines with a statistic of all their values, and a band from lowest to highest.
+    Rare values, such as those of validations, are combined where all lines have one, never between. */
 function combined(lines, statistic) {
   const longest = lines.reduce((a, b) => (b.x.length > a.x.length ? b : a));
-  const columns = longest.x.map((at) => known(lines.map((line) => interpolate(line, at))));
+  const measuredAt = ({steps, y}, step) => y[steps.indexOf(step)] ?? null;
+  const valuesAt = (at, i) => known(lines.map((line) =>
+    longest.sparse ? measuredAt(line, longest.steps[i]) : interpolate(line, at)));
+  const columns = longest.x.map(valuesAt).map((values) =>
+    longest.sparse && values.length < lines.length ? [] : values);
   const each = (pick) => columns.map((values) => (values.length ? pick(values) : null));
   return {...longest, group: lines, y: each(statistic), low: each(least), high: each(most)};
 }
@@ -247,14 +252,15 @@ function tile(label, [value, error = ""], below, curve) {
     h("dd", {}, h("small", {}, below)));
 }
 
-/** The last validation loss, or accuracy with its chance level; null for other series. */
+/** The last of the result by which the run is judged, or accuracy with its chance level; null for others. */
 function resultTile(run, chart, series) {
-  const curve = run.curves[series.curve], isLoss = series.curve === "val_loss";
-  if (!known(curve?.y || []).length || !(isLoss || (series.error && series.reference))) return null;
+  const curve = run.curves[series.curve], {headline} = run, isMain = series.curve === headline.curve;
+  if (!known(curve?.y || []).length || !(isMain || (series.error && series.reference))) return null;
   const [best, at] = run.best || [], error = last(run.curves[series.error]?.y || []);
-  const below = isLoss ? `lowest ${measured(best, error)[0]} at step ${whole(at)}`
+  const below = isMain
+    ? `${headline.higher ? "highest" : "lowest"} ${measured(best, error, chart)[0]} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
-  return tile(isLoss ? "Validation loss" : `Accuracy, ${series.label}`,
+  return tile(isMain ? headline.title : `Accuracy, ${series.label}`,
     measured(last(curve.y), error, chart), below, curve);
 }
 
@@ -311,9 +317,13 @@ function columnsOfRuns() {
   const has = (name) => report.runs.some((run) => run.curves[name]);
   return [
     ["run", (run) => [toggle(run), report.runs.indexOf(run)]],
+    ["stage", ({stage}) => [stage, stage]],
     ["state", (run) => [badge(run), run.state]],
     ["step", (run) => [whole(run.step), run.step]],
     has("val_loss") && ["validation loss", ofCurve("val_loss", "val_loss_stderr")],
+    has("val_reward") && ["held-out reward", ofCurve("val_reward", "val_reward_stderr")],
+    has("val_reward_accuracy") && ["preference accuracy",
+      ofCurve("val_reward_accuracy", "val_reward_accuracy_stderr", {percent: true})],
     task && [`${task.label} accuracy`, ofCurve(task.curve, task.error, {percent: true})],
     has("tokens_per_second") && ["tokens/s",
       ({recent: {tokens_per_second: speed}}) => [measured(speed)[0], speed]],
@@ -474,13 +484,20 @@ function alarmList(runs) {
 /** Alarms of runs without a failure banner, which has its own list. */
 const alarms = () => [alarmList(shown().filter((run) => !run.failure))].filter(Boolean);
 
+/** One table of all runs' sources; runs with the same ones share its rows. */
 function sources() {
   const columns = {share: percent, tokens: whole, documents: whole, epochs: (value) => format(value, {}, 3)};
-  return shown().filter((run) => run.sources.length).map((run) => {
-    const names = Object.keys(columns).filter((name) => run.sources.some((source) => source[name] > 0));
-    return box(headOf(run), table("Sources of the training data", ["source", ...names],
-      run.sources.map((source) => [source.label, ...names.map((name) => columns[name](source[name]))])));
-  });
+  const groups = new Map();
+  for (const run of shown().filter((each) => each.sources.length)) {
+    const key = JSON.stringify(run.sources);
+    groups.set(key, [...(groups.get(key) || []), run]);
+  }
+  const all = [...groups.values()].flatMap((runs) => runs[0].sources.map((source) => ({source, runs})));
+  const names = Object.keys(columns).filter((name) => all.some(({source}) => source[name] > 0));
+  const isDivided = groups.size > 1, users = (runs) => runs.map(named).join(", ");
+  return all.length ? [box(table("Sources of the training data",
+    ["source", ...names, ...isDivided ? ["runs"] : []], all.map(({source, runs}) => [source.label,
+      ...names.map((name) => columns[name](source[name])), ...isDivided ? [users(runs)] : []])))] : [];
 }
 
 function settings() {
@@ -541,7 +558,7 @@ function setIcon(state) {
 }
 
 function receive(data) {
-  if (!report) data.runs.slice(0, -8).forEach(({name}) => view.away.add(name));  // show only the newest 8
+  if (!report) data.runs.slice(8).forEach(({name}) => view.away.add(name));  // show only the first 8
   report = data;
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   fill(byId("progress"), !isSeveral()

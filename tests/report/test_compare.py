@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.item_scores import packed_bits
-from report.compare import comparison, mcnemar, paired_t, sign_test
+from report.compare import comparison
 from report.data import RunReader
+from report.paired import mcnemar, paired_t, sign_test
 
 
 @given(st.integers(0, 400), st.integers(0, 400))
@@ -75,10 +76,11 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     metrics = [{"step": 10, "val_loss": 2.0, "val_loss_stderr": 0.1, "hellaswag_acc": 0.5},
                {"step": 20, "val_loss": 2.5, "val_loss_stderr": 0.2, "hellaswag_acc": 0.6, "hellaswag_stderr": 0.01}]
     a = write_run(tmp_path / "a", settings, metrics, scored(10, right[0], shift=0.1) + scored(20, ~right[0]))
-    b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "REPORT": True}, metrics[:1],
+    b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "COMPILE": True, "LOG_EVERY": 3, "SAVE_EVERY": 7}, metrics[:1],
                   scored(10, right[1]))
     found = comparison([a, b])
-    assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "REPORT", "values": [None, "true"]}]
+    assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "COMPILE", "values": [None, "true"]}], \
+        "what is logged and kept does not matter"
     rows = {row["name"]: row["cells"] for row in found["results"]}
     assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}] * 2
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}

@@ -34,7 +34,7 @@ def test_a_long_curve_is_not_biased_and_keeps_its_extremes():
     values[12_345], values[7_777] = 50, -50
     steps = range(len(values))
     curve = curve_of(steps, values)
-    assert curve.newest == (values[-1], len(values) - 1) and curve.lowest == (-50, 7_777)
+    assert curve.newest == (values[-1], len(values) - 1) and curve.best() == (-50, 7_777)
     assert curve.recent.tolist() == values[-21:].tolist()
     for most in (100, 1000):
         points = curve.points(most)

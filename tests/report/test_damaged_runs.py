@@ -46,6 +46,8 @@ class PageRun(BaseModel):
     sources: list[dict[str, Union[str, float, None]]]
     recent: dict[str, float]
     best: Optional[tuple[float, int]]
+    stage: str
+    headline: dict[str, Union[str, bool]]
     failure: Optional[dict[str, Optional[str]]]
     goodput: Optional[dict[str, Any]]
     alarms: list[dict[str, Union[int, str]]]

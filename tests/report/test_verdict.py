@@ -5,9 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from checkpoint.item_scores import REWARD, VALIDATION, ItemScores
 from report.curves import Curve
 from report.goodput import RESTARTED
-from report.verdict import health, learning, time_text
+from report.paired import trends
+from report.verdict import HEADLINES, LOSS, health, learning, time_text
 
 
 def curves(**values: list[float]) -> dict[str, Curve]:
@@ -19,24 +21,87 @@ def curves(**values: list[float]) -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize("losses, state, kinds, verdicts", [
-    ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.59 → 0.77.")]),
-    ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.59 → 0.77.")]),
-    ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.58.")]),
-    ([7.59, 9.0], "running", (), [(False, "Not learning: validation loss 7.59 → 9.00.")]),
-    ([99.0, 7.15], "failed", ("no gradient",), [(False, "Diverged: validation loss 99.00 → 7.15.")]),
-    ([7.59, 0.7, 0.9], "finished", (), [
-        (True, "Learned: validation loss 7.59 → 0.90."), (False, "The validation loss has risen since step 10, where it was 0.70.")]),
-    ([7.59, 0.8, 0.81], "finished", (), [(True, "Learned: validation loss 7.59 → 0.81.")]), ([7.59], "running", (), [])])
+    ([7.59, 0.77], "finished", (), [(True, "Learned: validation loss 7.59 → 0.77 (unpaired).")]),
+    ([7.59, 0.77], "running", (), [(True, "Learning: validation loss 7.59 → 0.77 (unpaired).")]),
+    ([7.59, 7.58], "finished", (), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
+    ([7.59, 9.0], "running", (), [(False, "Getting worse: validation loss 7.59 → 9.00 (unpaired).")]),
+    ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.59 → 9.00 (unpaired).")]),
+    ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
+    ([7.59, 7.15, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.59 → not finite.")]),
+    ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.00 → 7.15 (unpaired).")]),
+    ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.59 → 0.90 (unpaired)."),
+                                        (False, "The validation loss has risen since step 10, where it was 0.70.")]),
+    ([7.59, 0.8, 0.81], "finished", (), [(True, "Learned: validation loss 7.59 → 0.81 (unpaired).")]), ([7.59], "running", (), [])])
 def test_a_run_has_learned_if_its_loss_fell_by_more_than_its_error(losses, state, kinds, verdicts):
     given = curves(val_loss=losses, val_loss_stderr=[0.02] * len(losses))
     assert [*learning(given, state, kinds, "HellaSwag")] == verdicts
+
+
+def measured(*means: float, noise: float = 0.0, metric: str = "loss", n: int = 24) -> tuple[dict, dict]:
+    """Curves and trends of a run's validations of the same chats, whose losses differ much more than a chat's from step to step."""
+    dice, name = np.random.default_rng(0), {"loss": "val_loss", "preferred": "val_reward_accuracy", "reward": "val_reward"}[metric]
+    own, followed = dice.normal(0, 1.2, n), trends()
+    for place, mean in enumerate(means):
+        changes = dice.normal(size=n)
+        values = mean + own - own.mean() + noise * bool(place) * (changes - changes.mean()) / (changes.std(ddof=1) if n > 1 else 1)
+        scores = {"loss": values, "count": np.full(n, 10.0)} if metric == "loss" else {metric: values}
+        if metric == "preferred":
+            scores = {metric: np.arange(n) < round(mean * n)}
+        followed[name].add(ItemScores(10 * place, REWARD if metric == "reward" else VALIDATION, "abc", scores, "chats"))
+    return curves(**{name: [*means], f"{name}_stderr": [0.25] * len(means)}), followed
+
+
+def test_the_same_rows_are_compared_in_pairs():
+    """Issue 50: an error of 0.25 of each loss hides a fall of 0.13 on the same chats, t = -15."""
+    given, followed = measured(2.36, 2.23, noise=0.13 / 15 * 24**0.5)
+    (is_good, text), = learning(given, "finished", (), "", LOSS, followed)
+    assert is_good and text == "Learned: validation loss 2.36 → 2.23 (-0.1300 ± 0.0087, paired over 24 chats)."
+    assert not next(learning(given, "finished", (), ""))[0], "unpaired, it did not"
+    stats = pytest.importorskip("scipy.stats")
+    first, last = (each.scores["loss"] for each in (followed["val_loss"].first, followed["val_loss"].last))
+    test, expected = followed["val_loss"].change(), stats.ttest_rel(last, first)
+    assert (test.difference / test.stderr, test.p) == pytest.approx((expected.statistic, expected.pvalue)) and expected.statistic == pytest.approx(-15)
+
+
+@pytest.mark.parametrize("losses, word", [((7.6, 5.088, 5.325), "Overfit: validation loss 7.60 → 5.09 at step 10 → 5.33 (+0.237 ± 0.0"),
+                                          ((5.088, 5.325), "Got worse: validation loss 5.09 → 5.33 (+0.237 ± 0.062")])
+def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
+    """Issue 50: t = 3.8 on the same chats; the unpaired error of 0.25 sees nothing."""
+    given, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
+    (is_good, text), = learning(given, "finished", (), "", LOSS, followed)
+    assert not is_good and text.startswith(word) and text.endswith("paired over 24 chats).")
+    assert health("finished", Counter(), [], is_good) == (None, "No alarms, no interruptions."), "not healthy"
+    small = measured(*losses[:-1], losses[-2] + 0.03, noise=0.001)
+    assert small[1]["val_loss"].rise() is None, "a rise of less than 1 % is trivial, however certain"
+
+
+def test_other_items_are_another_trend_and_one_item_proves_nothing():
+    _, followed = measured(7.0, 3.0)
+    trend, last = followed["val_loss"], followed["val_loss"].last
+    trend.add(last._replace(items="other", step=30))
+    assert (trend.first, trend.best) == (trend.last, trend.last) and trend.change() is None and trend.rise() is None
+    assert measured(7.0, 3.0, n=1)[1]["val_loss"].change() is None
+
+
+def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
+    """The loss does not decide; the reference prefers no answer, so DPO begins at chance."""
+    for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance)."),
+                               ((0.0, 13 / 24), False, "Did not learn: held-out preference accuracy 50.0 % → 54.2 % (from chance)."),
+                               ((10 / 24, 20 / 24), True, "Learned: held-out preference accuracy 41.7 % → 83.3 % (+42 ± 10 points, paired over 24 chats).")):
+        given, followed = measured(*shares, metric="preferred")
+        given |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
+        assert next(learning(given, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
+    given, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
+    given |= curves(train_loss=[0.0, 0.02, 0.05])
+    assert next(learning(given, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")
+    assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.10 → 0.90")
 
 
 def test_accuracies_have_their_error_and_their_chance():
     given = curves(val_loss=[3, 1], hellaswag_acc=[0.2, 0.6], hellaswag_stderr=[0.02, 0.022], hellaswag_chance=[0.25, 0.25],
                    hellaswag_acc_norm=[0.1, 0.1], arc_acc=[0.5, 0.5])
     (_, text), = learning(given, "finished", (), "sample items")
-    assert text == "Learned: validation loss 3.00 → 1.00; accuracy on sample items 60.0 % ± 2.2 (chance 25 %); accuracy on arc 50.0 %."
+    assert text == "Learned: validation loss 3.00 → 1.00 (unpaired); accuracy on sample items 60.0 % ± 2.2 (chance 25 %); accuracy on arc 50.0 %."
 
 
 def test_without_validation_the_training_loss_decides_by_its_recent_median():
