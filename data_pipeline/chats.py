@@ -34,15 +34,7 @@ from common.errors import DataError
 from common.text import command
 from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records, type_name
-from data_pipeline.templates import (
-    ChatFormat,
-    Messages,
-    Segments,
-    as_answer,
-    is_said,
-    is_target,
-    load_chat_format,
-)
+from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, is_target, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
 SHORTCUTS = {
@@ -63,23 +55,21 @@ TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "t
 MARKS = {**dict.fromkeys(("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "trainable",
                           "training", "train_on_turn", "learn"), True), "masked": False}
 OTHER_MARK = re.compile("(?<![a-z])(loss|train|mask|weight)")  # a message with such a field is refused
-# Columns with the request, best first; and formats of chats by request and answer, best first.
+# Columns with the request, and formats of chats by request and answer; both best first.
 REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
 CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
          ("prompt", "completion"))
-# The fields that are used of records (any, by request, by answer), messages (by role) and what is in them.
-# All others are dropped and counted by name; null means missing. Marks are used in messages, and in records
-# as a list. Of texts, one column is used; prompts keep the whole record for rewards.
-FIELDS: dict[str, frozenset[str]] = {place: frozenset(names) for place, names in {
-    "record": ("system", "chat_template_kwargs", *TOOLS), "messages": ("messages",),
-    "conversations": ("conversations",), "prompt": ("prompt", "history"), "question": ("question", "history"),
-    "instruction": ("instruction", "input", "history"), "": (), "output": ("output",),
-    "instances": ("instances",), "completion": ("completion",), "chosen": ("chosen", "rejected"),
-    "instances[]": ("input", "output"), "system": ("name",), "user": ("name",),
-    "assistant": ("name", "tool_calls", "function_call", *REASONING), "tool": ("name", "tool_call_id"),
-    "content[]": ("type", "text"), "tool_calls[]": ("id", "type", "function"),
-    "tool_calls[].function": ("name", "arguments", "parameters")}.items()}
-Drop = Callable[[str], Any]  # is called with the name of a field that is dropped
+# The fields that are used: of all records, besides a request, of messages by role, and of what is in them.
+# Others are dropped and counted by name; null means missing. MARKS are used in messages, and as a list in a
+# record. Chats use an answer too, pairs two or a label. Prompts keep the whole record, texts use one column.
+FIELDS: dict[str, frozenset[str]] = {place: frozenset(names.split()) for place, names in {
+    "record": f"system chat_template_kwargs {' '.join(TOOLS)}", "prompt": "history", "question": "history",
+    "instruction": "input history", "messages": "", "conversations": "", "instances[]": "input output",
+    "system": "name", "user": "name", "tool": "name tool_call_id",
+    "assistant": f"name tool_calls function_call {' '.join(REASONING)}", "content[]": "type text",
+    "tool_calls[]": "id type function", "tool_calls[].function": "name arguments parameters"}.items()}
+Record, Names = Mapping[str, Any], Collection[str]
+Drop = Callable[[str], Any]  # is called with the name of a field that is dropped; `str` does nothing
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
@@ -94,14 +84,14 @@ class Example(NamedTuple):
 
     where: str
     messages: Messages
-    answers: tuple[str | dict[str, Any], ...] = ()  # the preferred one first; a message if it has reasoning
+    answers: Sequence[dict[str, Any]] = ()  # messages, the preferred one first
     record: str = ""  # JSON in ASCII
     label: bool | None = None  # of an unpaired answer: whether it is good
     options: Mapping[str, Any] = {}  # variables of the chat template, such as `tools`
 
     @property
     def texts(self) -> list[str]:
-        return [text for message in (*self.messages, *map(as_answer, self.answers)) for text in (
+        return [text for message in (*self.messages, *self.answers) for text in (
             message.get("reasoning_content"), message["content"]) if text is not None]
 
     @property
@@ -125,8 +115,7 @@ class Example(NamedTuple):
         return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
 
 
-def read_examples(kind: str, source: Source, reading: Reading, fields: Collection[str] = ()
-                  ) -> Iterator[Example]:
+def read_examples(kind: str, source: Source, reading: Reading, fields: Names = ()) -> Iterator[Example]:
     """Yield the chats, preference pairs or prompts of a source; reject other records.
 
     `fields` are those that the chat format writes besides role and content. All fields that are not used are
@@ -143,8 +132,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Collectio
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
             options = options_in(record, fields, dropped.append)
-            for message in (message for example in examples for message in (
-                    *example.messages, *(each for each in example.answers if isinstance(each, dict)))):
+            for message in (message for each in examples for message in (*each.messages, *each.answers)):
                 if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
                                     "chat_template.jinja with tool_calls beside tokenizer.json")
@@ -158,17 +146,13 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Collectio
         yield from (example._replace(options=options) for example in examples)
 
 
-def _ignore(field: str) -> None:
-    """The default of `drop`."""
-
-
-def drop_others(values: Mapping[str, Any], used: Collection[str], drop: Drop, prefix: str = "") -> None:
+def drop_others(values: Record, used: Names, drop: Drop, prefix: str = "") -> None:
     for name, value in values.items():
         if value is not None and name not in used:
             drop(prefix + name)
 
 
-def options_in(record: Mapping[str, Any], fields: Collection[str], drop: Drop = _ignore) -> dict[str, Any]:
+def options_in(record: Record, fields: Names, drop: Drop = str) -> dict[str, Any]:
     """Return the variables of the chat template in a record: its tools, and its chat_template_kwargs."""
     columns = [name for name in TOOLS if record.get(name) not in (None, "", "[]", [])]
     tools = json_in(columns[0], record[columns[0]], list) if columns else []
@@ -177,16 +161,14 @@ def options_in(record: Mapping[str, Any], fields: Collection[str], drop: Drop = 
     if "tools" not in fields or "tools" in variables:
         tools = []
     for name in columns[bool(tools):]:
-        if record[name] != tools:
-            drop(name)
+        drop(name)
     drop_others(variables, fields, drop, "chat_template_kwargs.")
     if tools:
         variables["tools"] = [json_in(f"tools[{number}]", tool, dict) for number, tool in enumerate(tools)]
     return variables
 
 
-def chats_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
-             ) -> list[Example]:
+def chats_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> list[Example]:
     """Return the chats in a record: one, or one per instance of an instruction."""
     columns = _best_of(CHATS, record, mapped)
     if not columns:
@@ -206,25 +188,22 @@ def chats_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped
     return examples
 
 
-def _is_filled(record: Mapping[str, Any], *names: str) -> bool:
+def _is_filled(record: Record, *names: str) -> bool:
     # Tables have the columns of all records, so a null column counts as missing.
     return all(record.get(name) is not None for name in names)
 
 
-def _best_of(formats: Iterable[tuple[str, ...]], record: Mapping[str, Any], mapped: Collection[str]
-             ) -> tuple[str, ...]:
-    """Return the first format whose columns a record has; those that --map names come first."""
+def _best_of(formats: Iterable[tuple[str, ...]], record: Record, mapped: Names) -> tuple[str, ...]:
+    """Return the first format whose columns a record has, of those with most columns that --map names."""
     complete = [columns for columns in formats if _is_filled(record, *filter(None, columns))]
     return max(complete, key=lambda columns: len({*columns}.intersection(mapped)), default=())
 
 
-def _dialogs_in(record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop,
-                also_used: Collection[str] = ()) -> list[Messages]:
+def _dialogs_in(record: Record, columns: tuple[str, ...], drop: Drop, also_used: str = "") -> list[Messages]:
     """Return the dialogs in a record that has columns of CHATS."""
     request, answer = columns
     marks = [name for name in MARKS if isinstance(record.get(name), list)]
-    used = FIELDS["record"].union(FIELDS[request], FIELDS[answer], marks, also_used)
-    merged = [record]
+    used, merged = {*FIELDS["record"], *FIELDS[request], *columns, *marks, also_used}, [record]
     if answer == "instances":  # of Alpaca's seed tasks
         instances = record["instances"]
         if not isinstance(instances, list) or not instances or not all(
@@ -233,15 +212,12 @@ def _dialogs_in(record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop,
         for instance in instances:
             drop_others(instance, FIELDS["instances[]"], drop, "instances[].")
         used -= {"input"} if all("input" in instance for instance in instances) else set()
-        merged = [{**record, "output": None, **instance} for instance in instances]
+        merged, answer = [{**record, "output": None, **instance} for instance in instances], "output"
     drop_others(record, used, drop)
     dialogs = []
     for one in merged:
         dialog = _request_in(request, one, drop)
-        if request == "instruction":
-            dialog.append({"role": "assistant", "content": text_in("output", one.get("output"))})
-        elif answer:
-            dialog += messages_in(answer, one[answer], "assistant", drop)
+        dialog += messages_in(answer, one.get(answer), "assistant", drop) if answer else []
         for name in marks:
             if len(one[name]) != len(dialog):
                 raise DataError(f"{name} has {len(one[name])} entries for {len(dialog)} messages, expected "
@@ -252,8 +228,7 @@ def _dialogs_in(record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop,
     return dialogs
 
 
-def pair_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
-            ) -> Example:
+def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> Example:
     """Return the preference in a record."""
     missing = [name for name in ("chosen", "rejected") if not _is_filled(record, name)]
     if len(missing) == 2 and _is_filled(record, "label") and (columns := _best_of(CHATS, record, mapped)):
@@ -263,40 +238,37 @@ def pair_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped:
                         "chosen and rejected, with or without a prompt, or prompt, completion and label "
                         "(--map gives columns other names)")
     request = "".join(_best_of(zip(REQUESTS), record, mapped))
-    drop_others(record, FIELDS["record"] | FIELDS[request] | FIELDS["chosen"], drop)
+    used = {*FIELDS["record"], *FIELDS.get(request, ()), request, "chosen", "rejected"}
+    drop_others(record, used, drop)
     prompt = _unmarked(_request_in(request, record, drop)) if request else []
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same kind")
+    if isinstance(chosen, str) and not prompt:
+        shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
+        prompt = [{"role": "user", "content": shared}]
 
-    # The common prefix is the prompt, or part of it.
-    if not isinstance(chosen, str):
-        ours, theirs = messages_in("chosen", chosen, drop=drop), messages_in("rejected", rejected, drop=drop)
-        if not ours or not theirs:
-            raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
-        if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
-            raise DataError("chosen and rejected must end in an assistant's message")
-        if ours[-1].get("tool_calls") or theirs[-1].get("tool_calls"):
-            raise DataError("chosen or rejected ends in a tool call; pairs compare answers in words")
-        if not (is_target(ours[-1]) and is_target(theirs[-1])):
-            raise DataError("chosen or rejected is excluded from training by a mark; leave out the pair")
-        ours, theirs = _unmarked(ours), _unmarked(theirs)
-        if ours[:-1] != theirs[:-1]:
-            raise DataError("chosen and rejected have no common prompt: they differ before the last message")
-        if request in ("messages", "conversations") and ours[:-1] and prompt[-1:] in (ours[-1:], theirs[-1:]):
-            drop(request)  # the whole chosen dialog, as in UltraFeedback
-            prompt = []
-        prompt, chosen, rejected = _joined(prompt, ours[:-1]), *(
-            each if len(each) > 2 else each["content"] for each in (ours[-1], theirs[-1]))
-    else:
-        if not prompt:
-            shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
-            prompt = [{"role": "user", "content": shared}]
-        if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
-            raise DataError("chosen and rejected are equal")
-    if chosen == rejected:
+    # The common prefix of dialogs is the prompt, or part of it.
+    ours, theirs = (messages_in(name, value, "assistant" if isinstance(value, str) else "", drop)
+                    for name, value in (("chosen", chosen), ("rejected", rejected)))
+    if not ours or not theirs:
+        raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
+    if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
+        raise DataError("chosen and rejected must end in an assistant's message")
+    if ours[-1].get("tool_calls") or theirs[-1].get("tool_calls"):
+        raise DataError("chosen or rejected ends in a tool call; pairs compare answers in words")
+    if not (is_target(ours[-1]) and is_target(theirs[-1])):
+        raise DataError("chosen or rejected is excluded from training by a mark; leave out the pair")
+    (*context, ours), (*their_context, theirs) = _unmarked(ours), _unmarked(theirs)
+    if context != their_context:
+        raise DataError("chosen and rejected have no common prompt: they differ before the last message")
+    if request in ("messages", "conversations") and context and prompt[-1:] in ([ours], [theirs]):
+        drop(request)  # the whole chosen dialog, as in UltraFeedback
+        prompt = []
+    prompt = check_turns(_with_column(_joined(prompt, context), record, drop), "user")
+    if ours | {"content": ours["content"].strip()} == theirs | {"content": theirs["content"].strip()}:
         raise DataError("chosen and rejected are equal")
-    return Example(where, check_turns(_with_column(prompt, record, drop), "user"), (chosen, rejected))
+    return Example(where, prompt, (ours, theirs))
 
 
 def _joined(prompt: Messages, context: Messages) -> Messages:
@@ -310,58 +282,53 @@ def _joined(prompt: Messages, context: Messages) -> Messages:
     return [*system, *context]
 
 
-def unpaired_of(where: str, record: Mapping[str, Any], columns: tuple[str, ...], drop: Drop) -> Example:
+def unpaired_of(where: str, record: Record, columns: tuple[str, ...], drop: Drop) -> Example:
     """Return the answer in a record, and whether its label calls it good."""
     if record["label"] not in (True, False):
         raise DataError(f"has the label {record['label']!r:.40}, expected true or false")
-    dialogs = _dialogs_in(record, columns, drop, ("label",))
-    if len(dialogs) > 1:
+    dialog, *more = _dialogs_in(record, columns, drop, "label")
+    if more:
         raise DataError("has several instances, but one label")
-    *prompt, answer = check_turns(dialogs[0], "assistant")
-    if answer.get("tool_calls"):
+    if dialog[-1].get("tool_calls"):
         raise DataError("its completion is a tool call; only answers in words can have a label")
-    if not is_target(answer):
+    if not is_target(check_turns(dialog, "assistant")[-1]):
         raise DataError("its answer is excluded from training by a mark; leave it out")
-    answer = answer if len(answer) > 2 else answer["content"]
-    return Example(where, check_turns(_unmarked(prompt), "user"), (answer,), label=bool(record["label"]))
+    *prompt, answer = _unmarked(dialog)
+    return Example(where, check_turns(prompt, "user"), (answer,), label=bool(record["label"]))
 
 
-def prompt_of(where: str, record: Mapping[str, Any], drop: Drop = _ignore, mapped: Collection[str] = ()
-              ) -> Example:
+def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -> Example:
     """Return the prompt of a record, which may end before the answer, and the whole record."""
     request = "".join(_best_of(zip(REQUESTS), record, mapped))
     if not request:
         raise DataError(f"has no prompt: it has {contents_of(record)}, expected {', '.join(REQUESTS[:-1])} "
                         f"or {REQUESTS[-1]} (--map gives columns other names)")
     prompt = _with_column(_unmarked(_request_in(request, record, drop)), record, drop)
-    kept, others = {}, [name for name in REQUESTS if name != request and _is_filled(record, name)]
+    kept, others = [], [name for name in REQUESTS if name != request and _is_filled(record, name)]
     for name, value in record.items():
         try:
-            kept[name] = json.dumps(value, default=_plain)
+            kept.append(f"{json.dumps(name)}: {json.dumps(value, default=_plain)}")
         except (TypeError, ValueError, RecursionError):
             others.append(name)
     for name in others:
         drop(name)
-    text = "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in kept.items()) + "}"
-    return Example(where, check_turns(prompt, "user"), record=text)
+    return Example(where, check_turns(prompt, "user"), record=f"{{{', '.join(kept)}}}")
 
 
 def _plain(value: Any) -> str:
-    """Return a date, time or decimal as text, for JSON."""
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, (datetime.timedelta, decimal.Decimal)):
-        return str(value)
-    raise TypeError(f"{type_name(value)} cannot be written as JSON")
+    """Return a value that JSON lacks as text, such as 2026-01-31."""
+    if not isinstance(value, (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal)):
+        raise TypeError(type_name(value))
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
 
 
-def _request_in(column: str, record: Mapping[str, Any], drop: Drop) -> Messages:
+def _request_in(column: str, record: Record, drop: Drop) -> Messages:
     """Return the messages in one of the columns REQUESTS, after those in `history`."""
     value = record[column]
     if column in ("messages", "conversations"):
         return messages_in(column, value, drop=drop)
-    history, turns = json_in("history", record.get("history") or [], list), []
-    for number, turn in enumerate(history):
+    turns = []
+    for number, turn in enumerate(json_in("history", record.get("history") or [], list)):
         if not isinstance(turn, list) or len(turn) != 2:
             raise DataError(f"history[{number}] is {type_name(turn)}, expected [question, answer]")
         turns += [{"role": role, "content": text_in(f"history[{number}]", text)}
@@ -396,7 +363,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     raise DataError("has no prompt, and chosen and rejected have no common beginning; name the column prompt")
 
 
-def messages_in(name: str, value: Any, role: str = "", drop: Drop = _ignore, may_be_blank: bool = False
+def messages_in(name: str, value: Any, role: str = "", drop: Drop = str, may_be_blank: bool = False
                 ) -> Messages:
     """Return the messages in a column. With a `role`, the column may also be a text, one message of it."""
     if isinstance(value, str) and role:
@@ -433,43 +400,36 @@ def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict
         columns = [content_name] if written in CALL_ROLES else []
         columns += [key for key in ("tool_calls", "function_call") if message.get(key)]
         if columns:
-            calls = message[columns[0]]
-            with suppress(ValueError):
-                calls = json.loads(calls) if isinstance(calls, str) else calls
-            calls = [calls] if isinstance(calls, Mapping) else calls
-            read["tool_calls"] = calls_in(f"{name}.{columns[0]}", calls, drop)
+            read["tool_calls"] = calls_in(f"{name}.{columns[0]}", message[columns[0]], drop)
         content = None if written in CALL_ROLES else content
-        thoughts = {key: message[key] for key in REASONING if not _is_blank(message.get(key))}
-        reasoning = next((value for value in thoughts.values() if isinstance(value, str)), "")
-        read["reasoning_content"] = reasoning
-        for key in (*columns[1:], *(key for key, value in thoughts.items() if value != reasoning)):
+        thoughts = [key for key in REASONING if not _is_blank(message.get(key))]
+        if thoughts and isinstance(message[thoughts[0]], str):
+            read["reasoning_content"] = message[thoughts.pop(0)]
+        for key in (*columns[1:], *thoughts):
             drop(key)
     is_optional = read.get("tool_calls") or role in ("system", "tool")
     if content_name not in message and not is_optional:
         raise DataError(f"{name} has no {content_name!r}; it has {columns_of(message)}")
-    name_of_content = f"{name}.{content_name}"
-    content = join_parts(name_of_content, content, drop)
-    content = "" if is_optional and _is_blank(content) else text_in(name_of_content, content, may_be_blank)
+    content = _text_of(f"{name}.{content_name}", content, drop, is_optional, may_be_blank)
     read |= {key: message.get(key) for key in ("name", "tool_call_id") if key in FIELDS[role]}
     read = {"role": role, "content": content} | {key: value for key, value in read.items() if value}
     return _marked(name, read, marks) if marks else read
 
 
-def join_parts(name: str, content: Any, drop: Drop) -> Any:
-    """Return the text of content parts in OpenAI's format, as templates that read them write it."""
-    if not isinstance(content, list):
-        return content
-    for number, part in enumerate(content):
+def _text_of(name: str, content: Any, drop: Drop, is_optional: bool, may_be_blank: bool) -> str:
+    """Return content as text. Parts in OpenAI's format are joined as by templates that read them."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
             raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text is supported "
                             f"({', '.join(TEXT_PARTS)})")
         text_in(f"{name}[{number}].text", part.get("text"), may_be_blank=True)
         drop_others(part, FIELDS["content[]"], drop, "content[].")
-    return "".join(part["text"] for part in content)
+    content = "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return "" if is_optional and _is_blank(content) else text_in(name, content, may_be_blank)
 
 
-def _marked(name: str, message: dict[str, Any], marks: Mapping[str, Any]) -> dict[str, Any]:
+def _marked(name: str, message: dict[str, Any], marks: Record) -> dict[str, Any]:
     """Return a message with its marks, which must be true or false, as `train` = False or nothing."""
     for mark, value in marks.items():
         if isinstance(value, str) or value not in (0, 1):
@@ -488,17 +448,18 @@ def _unmarked(messages: Messages) -> Messages:
     return [{key: value for key, value in message.items() if key != "train"} for message in messages]
 
 
-def calls_in(name: str, calls: Any, drop: Drop = _ignore) -> list[dict[str, Any]]:
+def calls_in(name: str, calls: Any, drop: Drop = str) -> list[dict[str, Any]]:
     """Return tool calls, {"type", "function": {"name", "arguments"}}, with arguments parsed from JSON."""
     read = []
+    with suppress(DataError):  # a single call
+        calls = [json_in(name, calls, dict)]
     for number, call in enumerate(json_in(name, calls, list)):
         where = f"{name}[{number}]"
         call = json_in(where, call, dict)
-        function, used = json_in(where, call.get("function") or call, dict), FIELDS["tool_calls[].function"]
-        if function is call:
-            used |= FIELDS["tool_calls[]"]
-        else:
-            drop_others(call, FIELDS["tool_calls[]"], drop, "tool_calls[].")
+        function = json_in(where, call.get("function") or call, dict)
+        nested = {} if function is call else call
+        drop_others(nested, FIELDS["tool_calls[]"], drop, "tool_calls[].")
+        used = FIELDS["tool_calls[].function"] if nested else FIELDS["tool_calls[].function"] | {"id", "type"}
         drop_others(function, used, drop, "tool_calls[].function.")
         arguments = function.get("arguments") or function.get("parameters") or {}
         read.append({**({"id": str(call["id"])} if call.get("id") else {}), "type": "function", "function": {
@@ -540,7 +501,7 @@ def with_system(messages: Messages, system_prompt: Any) -> Messages:
     return [{"role": "system", "content": text_in("system", system_prompt)}, *messages]
 
 
-def _with_column(messages: Messages, record: Mapping[str, Any], drop: Drop) -> Messages:
+def _with_column(messages: Messages, record: Record, drop: Drop) -> Messages:
     """Prepend the system message of a record, unless the messages have another one."""
     system = record.get("system")
     messages = with_system(messages, system)
@@ -643,7 +604,7 @@ def _label_fault(example: Example, segments: Segments,
     control token.
     """
     tokenizer, is_marked = chat_format.tokenizer, chat_format.is_marked and not example.answers
-    answers = [*map(as_answer, example.answers)] or [*filter(is_target, example.messages)]
+    answers = example.answers or [*filter(is_target, example.messages)]
     # There must be as many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):

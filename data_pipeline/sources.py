@@ -607,13 +607,6 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
             at, expected = at + 1, "" if sign == "]" else "item"
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """The value of a cell that Python cannot hold. A row is refused only if it is used."""
-
-    reason: str
-
-
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
@@ -641,13 +634,11 @@ def _cell_reader(arrow_type: Any, is_parsed: bool = False) -> Callable[[Any], An
 
 
 def _cell(value: Any, read: Callable[[Any], Any] | None) -> Any:
+    """Return a cell's value. It may be an error, so that only a record that uses it is refused."""
     try:
-        value = value.as_py()
-        return read(value) if read else value
-    except UnicodeDecodeError as error:
-        return Unreadable(f"byte {error.start + 1} of the text is not UTF-8")
-    except Exception as error:  # dates before year 1, a time zone or a package that is missing, invalid JSON
-        return Unreadable(remote.first_line(error))
+        return read(value.as_py()) if read else value.as_py()
+    except Exception as error:  # text that is not UTF-8, a date before year 1, a missing time zone, ...
+        return error
 
 
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
@@ -710,8 +701,8 @@ def contents_of(record: Mapping[str, Any]) -> str:
 
 
 def type_name(value: Any) -> str:
-    if isinstance(value, Unreadable):
-        return f"unreadable ({value.reason})"
+    if isinstance(value, Exception):  # see `_cell`
+        return f"unreadable ({remote.first_line(value)})"
     return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
@@ -748,6 +739,7 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
     for number, file in enumerate(files):
         before = reading.bytes_done
         if number >= reading.start.file:
+            reading.unread = ()
             reading.place = reading.start if number == reading.start.file else Place(number)
             yield file.kind, _rename_columns(READERS[file.kind](file, columns, reading), renamed, reading)
         reading.bytes_done = before + file.size

@@ -178,9 +178,9 @@ class ChatFormat:
         messages, options, mark, _ = self._hide_literals(messages, options)
         return self._encode_segments(self._render_words(messages, True, options)[0], [], mark)[0]
 
-    def encode_answer(self, messages: Messages, answer: Any, options: Options = None) -> list[int]:
+    def encode_answer(self, messages: Messages, answer: dict, options: Options = None) -> list[int]:
         self.check_training()
-        chat = [*messages, as_answer(answer)]
+        chat = [*messages, answer]
         chat, options, mark, _ = self._hide_literals(chat, options)
         rendered, _ = self._render_words(chat, False, options)
         cuts = self._find_answer(rendered, chat, len(messages), options)
@@ -298,11 +298,6 @@ class GenerationTag(Extension):
         body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
         first, last = (nodes.Output([nodes.Name(name, "load")]) for name in MARK_NAMES)
         return nodes.Scope([first, *body, last]).set_lineno(line)
-
-
-def as_answer(answer: Any) -> dict[str, Any]:
-    """Return the message of an answer, which is a text, or a message if it has reasoning."""
-    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def is_target(message: Mapping[str, Any]) -> bool:

@@ -242,7 +242,8 @@ class Rollouts:
                                 "has none")
             messages, options = prompt_of("", record).messages, options_in(
                 record, self.chat_format.fields)
-            ids = self.chat_format.encode_answer(messages, str(answer), options)[:self.config.answer_tokens]
+            message = {"role": "assistant", "content": str(answer)}
+            ids = self.chat_format.encode_answer(messages, message, options)[:self.config.answer_tokens]
             answers += [ids] * self.config.grpo_group
         return answers
 

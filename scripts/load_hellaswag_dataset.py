@@ -42,7 +42,8 @@ def main(argv: list[str]) -> None:
         with (atomic_write(output) as unfinished, open(unfinished, "w", encoding="utf-8") as file,
               tqdm(records, desc="Checking items", unit=" items") as bar):
             for where, record in bar:
-                line = json.dumps(record)
+                # Values that JSON lacks are in other columns, or refused as text.
+                line = json.dumps(record, default=lambda value: None)
                 parse_item(line.encode(), where)
                 file.write(line + "\n")
                 count += 1

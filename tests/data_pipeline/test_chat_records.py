@@ -129,14 +129,14 @@ SO, NO = "So.", "No."
 ])
 def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, prompt, answers):
     (pair,), _ = read("pairs", tmp_path, record)
-    assert (pair.messages, pair.answers) == (prompt, answers)
+    assert (pair.messages, pair.answers) == (prompt, tuple({**SAY, "content": answer} for answer in answers))
 
 
 @pytest.mark.parametrize("record, label", [({"prompt": "Why?", "completion": SO, "label": 0}, False),
                                            ({"prompt": [SYSTEM, ASK], "completion": [SAY], "label": True}, True)])
 def test_every_shape_of_an_unpaired_answer_is_a_prompt_an_answer_and_a_label(tmp_path, record, label):
     (answer,), _ = read("pairs", tmp_path, record)
-    assert (answer.messages[-1], answer.answers, answer.label) == (ASK, (SO,), label)
+    assert (answer.messages[-1], answer.answers, answer.label) == (ASK, (SAY,), label)
 
 
 def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(prepared, tmp_path):
@@ -224,7 +224,7 @@ def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path,
     (prompt,), _ = read("prompts", tmp_path, {"messages": marked[:3]})
     assert pair.messages == prompt.messages == TWO[:3]
     (answer,), _ = read("pairs", tmp_path, {"messages": marked, "label": True})
-    assert (answer.messages, answer.answers, answer.label) == (TWO[:3], ("No.",), True)
+    assert (answer.messages, answer.answers, answer.label) == (TWO[:3], (AGAIN[1],), True)
     for kind, record, reason in (
             ("chats", {"messages": [ASK, {**SAY, **mark}]}, "has no target"),
             ("chats", {"messages": [{**ASK, **included}, SAY]}, rf"messages\[0\] is marked for training \({name}\), but is the user's"),
@@ -356,7 +356,7 @@ def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_p
     assert json.loads(prompt.record) == {"prompt": "Why?", "completion": "So.", "chosen": "So.", "rejected": "No.", "date": "2026-01-02",
                                          "time": "2026-01-02T03:00:00", "price": "1.50", "took": "0:01:30"}
     assert reading.dropped == {"image": 1, "early": 1, "latin": 1}
-    with pytest.raises(DataError, match=r"prompt is unreadable \(byte 1 of the text is not UTF-8\)"):
+    with pytest.raises(DataError, match=r"prompt is unreadable \('utf-8' codec can't decode byte 0xe9"):
         list(read_examples("prompts", Source(path=source.path, map="prompt=latin"), Reading()))
     reading = Reading()
     assert [document.text for document in read_texts(Source(path=source.path, column="completion"), reading)] == ["So."]

@@ -160,7 +160,7 @@ def test_two_answers_share_their_prompt_to_the_token(any_format, ours):
         prompt = chat_format.encode_prompt(DIALOG[:3])
         for answer in ("It's me", "1 cat", "no"):
             whole = flat(chat_format.encode_chat([*DIALOG[:3], {"role": "assistant", "content": answer}]))
-            assert whole == prompt + chat_format.encode_answer(DIALOG[:3], answer)
+            assert whole == prompt + chat_format.encode_answer(DIALOG[:3], {"role": "assistant", "content": answer})
 
 
 def test_what_people_write_never_becomes_a_control_token(any_format, ours):

@@ -135,8 +135,8 @@ def test_a_hundred_chats_have_the_ids_and_masks_of_transformers(family, with_tem
         turn = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         prompt = chat_format.encode_prompt(read[:turn], options | given)
         assert prompt == theirs.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **given)
-        if not ("tool_calls" in messages[-1] or "reasoning_content" in messages[-1]):
-            answer = chat_format.encode_answer(read[:turn], read[turn]["content"], options | given)
+        if "tool_calls" not in messages[-1]:
+            answer = chat_format.encode_answer(read[:turn], read[turn], options | given)
             assert (prompt + answer)[:len(ids)] == ids[:len(prompt + answer)]
 
 

@@ -337,7 +337,7 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     asked = [{"role": "system", "content": "Be kind."}, *messages("Hi", "Fine \ufffd", "More")]
     line, = page.exported("pairs")
     example = pair_of("line 1", line)
-    assert (example.messages, example.answers) == (asked, ("A", "B"))
+    assert (example.messages, [answer["content"] for answer in example.answers]) == (asked, ["A", "B"])
     page.sees("1 line saved in preferences.jsonl. To train on them: ./paddock prepare pairs preferences.jsonl ", where="#notice")
     line, = page.exported("chats")
     assert chats_of("line 1", line)[0].messages == asked[:-1], "what follows a bad answer is not learned"
@@ -372,7 +372,7 @@ def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub)
     assert [body["messages"] for body in stub.requests[2:]] == [messages("One", "Good day", "Two")] * 2
     page.toggle("drawer")
     line, = page.exported("pairs")
-    assert pair_of("line 1", line).answers == ("Good day", "Hello, world")
+    assert [answer["content"] for answer in pair_of("line 1", line).answers] == ["Good day", "Hello, world"]
     page.do("reset")
     page.say("One")
     page.reads("seed", 1)
