@@ -334,6 +334,19 @@ def moment_count(config: Config, trained: int) -> int:
     return 2 * trained - muon
 
 
+def pinned_bytes(size: int) -> int:
+    """Return the host memory for `size` pinned bytes, which torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def pinned_share(config: Config, vocab_size: int) -> float:
+    """Return how much more host memory than its size a pinned copy of the weights takes."""
+    shapes = [(config.dim, padded(vocab_size))] * (1 if config.tie_embeddings else 2)
+    shapes += [*config.block_shapes.values()] * config.n_layers
+    sizes = [FLOAT32 * math.prod(shape) for shape in shapes]
+    return sum(map(pinned_bytes, sizes)) / sum(sizes)
+
+
 def muon_batch(count: int, numel: int) -> int:
     """Return how many of `count` equal matrices Muon batches, such that 8 ranks can divide the batches."""
     return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
@@ -461,6 +474,8 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
     copied = FLOAT32 * (trained + moments) * config.async_save
+    if device_type == "cuda" and not config.lora_enabled:
+        copied *= pinned_share(config, vocab_size)
     if config.cpu_offload:
         return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held) + copied)))
     return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied)))

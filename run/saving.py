@@ -17,6 +17,7 @@ from checkpoint.tensors import LazyTensor, TensorFile
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, free_host_memory, sync
 from common.heartbeat import HEARTBEAT, Background
+from learn.cost import pinned_bytes
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
 
@@ -77,18 +78,23 @@ class Share:
     def allocate(self) -> str:
         """Allocate memory for copies; if there is too little, return how much is missing. Rank 0 decides."""
         new = self.tensors.keys() - self.kept.keys()
-        needed = sum(like.numel() * rows.itemsize for rows, like, _ in map(self.tensors.get, new))
+        pinned = self.ranks.device.type == "cuda"
+        sizes = [like.numel() * rows.itemsize for rows, like, _ in map(self.tensors.get, new)]
+        # The parts of a tensor are about equal.
+        needed = sum(self.parts * pinned_bytes(size // self.parts) if pinned else size for size in sizes)
         free = free_host_memory()
         fits = self.ranks.broadcast(not new or needed + SPARE_MEMORY <= free)
         try:
             for name in new if fits else ():
-                self.kept[name] = self._empty(name, self.ranks.device.type == "cuda")
+                self.kept[name] = self._empty(name, pinned)
                 HEARTBEAT.beat()
         except RuntimeError:  # the memory cannot be pinned
             fits = False
         if self.ranks.all_agree(fits):
             return ""
         self.kept.clear()
+        if torch.cuda.is_initialized():  # torch keeps what was pinned
+            torch._C._host_emptyCache()
         return f"a copy of the state needs {needed / GIB:.1f} GiB of memory, and {free / GIB:.1f} GiB is free"
 
     def _empty(self, name: str, pinned: bool = False) -> Tensor:

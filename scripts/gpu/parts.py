@@ -105,13 +105,16 @@ class Task:
 
 
 def header(task: Task) -> None:
+    """Record the machine; other parts need only its device."""
     def output_of(*command: str) -> str:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        with suppress(OSError):  # the program is missing
+            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return ""
 
     # torch is imported last, so that the other figures are recorded if it is missing.
+    commit = os.environ.get("PADDOCK_COMMIT") or output_of("git", "rev-parse", "HEAD")
     changed = ", changed" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
-    commit = output_of("git", "rev-parse", "HEAD") + changed
-    task.figure("commit", os.environ.get("PADDOCK_COMMIT") or commit or "unknown")
+    task.figure("commit", commit + changed if commit else "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
     if task.tiny:
         task.figure("sizes", "toy")
@@ -138,7 +141,8 @@ def header(task: Task) -> None:
     task.figure("memory GiB", round(properties.total_memory / 2**30, 1))
     task.figure("CUDA", torch.version.cuda)
     task.figure("cuDNN", torch.backends.cudnn.version())
-    task.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+    with suppress(Exception):  # a torch without NCCL
+        task.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     task.figure("driver", driver.splitlines()[0] if driver else "unknown")
 

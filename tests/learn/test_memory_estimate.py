@@ -1,10 +1,12 @@
 """The memory forecast is what autograd, the compiler and the optimizer really keep."""
 
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from factories import new_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
@@ -225,3 +227,12 @@ def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
     billions = re.search(r"([\d.]+) billion", comment)[1]
     digits = len(billions.partition(".")[2])
     assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
+
+
+def test_the_forecast_of_a_pinned_copy_counts_powers_of_two():
+    config = Config(dim=96, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=256, tie_embeddings=True)
+    exact, pinned = (estimate_memory(config, 128, 2, device).host for device in ("cpu", "cuda"))
+    model = new_model(config, 128)
+    rounded = sum(3 * 2**math.ceil(math.log2(4 * parameter.numel())) for parameter in model.parameters())
+    assert exact == 3 * sum(4 * parameter.numel() for parameter in model.parameters())
+    assert pinned == pytest.approx(rounded, rel=1e-2) and pinned > 1.2 * exact

@@ -298,3 +298,14 @@ def test_no_rank_s_resident_memory_grows_by_more_than_its_share_and_a_block(rank
     grown = [after - before for before, after in peaks]
     print(f"{ranks} ranks, {sharding}: a share has {share / 1e6:.0f} MB, grown by", [f"{each / 1e6:.0f} MB" for each in grown])
     assert share / 2 < max(grown) < share + BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("free", "device", "enough"), [(383, "cuda", False), (384, "cuda", True), (216, "cpu", True), (215, "cpu", False)])
+def test_pinned_memory_counts_as_torch_takes_it(free, device, enough, monkeypatch):
+    """In powers of two: three tensors of 72 MiB, in four parts each, take 384 MiB instead of 216."""
+    weight, tried = torch.empty(72 * 2**18, device="meta"), []
+    share = saving.Share.__new__(saving.Share)
+    share.tensors, share.parts, share.kept = {str(number): (weight, weight, 0) for number in range(3)}, 4, {}
+    share.ranks = SimpleNamespace(device=torch.device(device), broadcast=tried.append, all_agree=bool)
+    monkeypatch.setattr(saving, "free_host_memory", lambda: free * 2**20 + saving.SPARE_MEMORY)
+    assert "GiB of memory" in share.allocate() and tried == [enough]

@@ -145,3 +145,12 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     figures, faults, skipped = gpu_suite.read_notes(task.notes)
     assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
+
+
+def test_a_machine_without_git_and_nvidia_smi_is_recorded_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for commit in ("", "abc"):
+        monkeypatch.setenv("PADDOCK_COMMIT", commit)
+        task = parts.Task("cpu", True, tmp_path, 60, tmp_path / f"notes{commit}")
+        parts.header(task)
+        assert task.figures()["commit"] == (commit or "unknown") and "CPU" in task.figures()["device"]
