@@ -209,8 +209,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     model = build_model(config, work.vocab, Ranks(device=device), dtype)
     choose_head_chunk(model, config, dtype.itemsize, device)
     generator = torch.Generator().manual_seed(7)
-    shape = work.rows, work.seq_len + 1
-    batches = [torch.randint(0, work.vocab, shape, generator=generator) for _ in range(4)]
+    batches = [torch.randint(0, work.vocab, (work.rows, work.seq_len + 1), generator=generator)
+               for _ in range(4)]
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     trained, loss_of = make_contender(words, model, config, work, eager)
@@ -241,8 +241,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     first_loss = step(0)[0].item()
     first_step_seconds = time.perf_counter() - started
     for number in range(1, work.warmup):
-        loss, _ = step(number)
-    loss.item()  # wait until the GPU has finished the warm-up
+        step(number)[0].item()
     for _ in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         for number in range(work.steps):
