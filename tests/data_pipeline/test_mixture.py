@@ -124,6 +124,7 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     one = mixture((0.8, {"a": 9, "b": 1}), (1, {"b": 2}))
     assert [phase.start for phase in one.phases_of_run(10, 4)] == [0, 32]
     assert [phase.start for phase in one.phases_of_run(3, 4)] == [0, 8]
+    assert [phase.start for phase in one.phases_of_run(7, 4)] == [0, 24], "of 5.6 steps, six"
     hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
         [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
     assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
