@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 from common.errors import DataError
 from common.files import check_start, plain, unreadable
-from data_pipeline.chats import check_turns, messages_in, text_in, with_system
+from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
 from model import Transformer
@@ -250,8 +250,11 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
             content = _prompt_in(line) if is_json else line
             if chat and isinstance(content, str):
                 content = [{"role": "user", "content": text_in("prompt", content)}]
-            if not isinstance(content, str):
-                content = check_turns(with_system(content, system_prompt), "user")
+            if not isinstance(content, str):  # the chat template decides which turns it accepts
+                content = with_system(content, system_prompt)
+                if not content or content[-1]["role"] in ("system", "assistant"):
+                    raise DataError(f"ends in the {content[-1]['role']}'s message, expected a user's"
+                                    if content else "has no messages")
         except DataError as error:
             raise DataError(f"{where}: {error}; correct the line") from error
         prompts.append(FilePrompt(where, number, content))

@@ -23,18 +23,26 @@ from data_pipeline.chats import messages_in, with_system
 from inference.engine import Request, Sampling
 from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
-from inference.text import UNKNOWN, Prompt, TextStream
+from inference.text import UNKNOWN, Prompt, TextStream, note_of_controls
 from serving.batcher import Answer, Batcher, Job
 from serving.calls import THINK, CallReader, ReasoningReader, begin_call, form_of_calls, schema_of_call
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20  # OpenAI's limit
-# Values without effect are accepted, because clients send them by default.
+# Values without effect count as absent: clients of OpenAI, vLLM and llama.cpp send them by default.
 NEUTRAL: Mapping[str, tuple] = {
-    "best_of": (1,), "echo": (False,), "suffix": ("",), "logit_bias": ({},), "modalities": (["text"],),
-    "response_format": ({"type": "text"},), "store": (False,), "service_tier": ("auto", "default")}
-IGNORED = {"user", "metadata", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "seed", "n_predict"), (-1,)),
+    **dict.fromkeys(("best_of", "repeat_penalty", "length_penalty", "typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("min_tokens", "mirostat", "top_a", "dry_multiplier", "xtc_probability"), (0,)),
+    **dict.fromkeys(("echo", "store", "ignore_eos", "use_beam_search", "early_stopping",
+                     "continue_final_message", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "add_special_tokens"), (True,)),
+    **dict.fromkeys(("suffix", "stop"), ("",)), **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)), "function_call": ("auto", "none"),
+    "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "cache_prompt": (True, False)}
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 
 class Strict(BaseModel):
@@ -60,10 +68,24 @@ class StreamOptions(Strict):
     """Options for streaming."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False  # padding
 
 
 def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    """Return the texts of a list, or one text as a list, without empty ones."""
+    values = [value] if isinstance(value, str) else value
+    return [each for each in values if each != ""] if isinstance(values, list) else values
+
+
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """Return the prompts of a completion, each a text or token ids."""
+    def is_ids(each: Any) -> bool:
+        return isinstance(each, list) and bool(each) and all(type(token) is int for token in each)
+
+    prompts = [value] if isinstance(value, str) or is_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(each, str) or is_ids(each) for each in prompts):
+        raise ValueError("expected a text, a list of token ids, or a list of these")
+    return prompts
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -78,7 +100,7 @@ class RequestBody(Strict):
     stream_options: Optional[StreamOptions] = None
     max_tokens: Optional[int] = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, ge=1e-6, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
@@ -104,6 +126,7 @@ class ChatBody(RequestBody):
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"  # or a function by its name
+    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     response_format: ResponseFormat = ResponseFormat(type="text")
 
@@ -111,7 +134,8 @@ class ChatBody(RequestBody):
 class CompletionBody(RequestBody):
     """The body of a request to /v1/completions."""
 
-    prompt: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
+    prompt: Annotated[list[Any], BeforeValidator(as_prompts), Field(min_length=1)]
+    parse_special: bool = False
     logprobs: Annotated[Optional[int], BeforeValidator(lambda value: None if value is False else value),
                         Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -154,7 +178,7 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
             raise ApiError(400, f"{field} is not supported", field, "unsupported_parameter") from error
         reason = first["msg"].removeprefix("Value error, ")
         raise ApiError(400, f"{field}: {reason[:1].lower()}{reason[1:]}", field) from error
-    if body.stream_options and not body.stream:
+    if body.stream_options and body.stream_options.include_usage and not body.stream:
         raise ApiError(400, "stream_options requires stream", "stream_options")
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs", "top_logprobs")
@@ -172,6 +196,7 @@ class AnswerResponse(Response):
         self.is_chat = isinstance(body, ChatBody)
         self.readers = [(ReasoningReader(place), CallReader(form_of_calls)) for _ in answer.jobs]
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
+        self.warning = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.answer:
@@ -213,7 +238,10 @@ class AnswerResponse(Response):
         async for chunk in self.answer.chunks():
             thinking, calling = self.readers[chunk.index]
             chunk, reasoning = thinking.add(chunk)
-            yield *calling.add(chunk), reasoning
+            chunk, calls = calling.add(chunk)
+            if not getattr(self.request_body, "parallel_tool_calls", True):  # the first one alone, as in vLLM
+                calls = [call for call in calls if call["index"] == 0]
+            yield chunk, calls, reasoning
 
     async def events(self) -> AsyncIterator[str]:
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -238,7 +266,7 @@ class AnswerResponse(Response):
         if self.is_chat:
             name = "chat.completion.chunk" if self.request_body.stream else "chat.completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model,
-                "choices": choices}
+                "choices": choices, **({"warning": self.warning} if self.warning else {})}
 
     def choice(self, chunk: TextChunk, calls: Sequence[dict[str, Any]] = (), reasoning: str = ""
                ) -> dict[str, Any]:
@@ -274,7 +302,7 @@ class AnswerResponse(Response):
 
 
 MODEL_HEADER = "x-paddock-model"  # the model that answered; a single model answers to any name
-MIN_TEMPERATURE = 1e-6  # below this, decoding is greedy; logits would overflow
+MIN_TEMPERATURE = 1e-6  # below this, or with such a top_p, decoding is greedy; logits would overflow
 
 
 class Api:
@@ -325,7 +353,11 @@ class Api:
                                 "known form; leave them out, or use a model whose template has them", "tools")
         field, grammar, wanted = "messages", None, body.response_format
         try:
-            messages = messages_in("messages", body.messages, drop=refuse_field, may_be_blank=True)
+            # Clients send empty fields back, and null for an answer without words.
+            messages = [{**({"content": ""} if message.get("role") == "assistant" else {}),
+                         **{key: value for key, value in message.items() if value not in (None, [], {})}}
+                        for message in body.messages]
+            messages = messages_in("messages", messages, drop=refuse_field, may_be_blank=True)
             messages = with_system(messages, "")
             options = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
@@ -351,10 +383,23 @@ class Api:
         body = await read(request, CompletionBody)
         batcher = self.batchers[name := self.find(body.model)]
         batcher.check_room(len(body.prompt) * body.n)
-        prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, body.prompt)])
+        texts, ids = ([each for each in body.prompt if isinstance(each, kind)] for kind in (str, list))
+        size = batcher.model.model.vocab_size
+        if unknown := [token for each in ids for token in each if not 0 <= token < size]:
+            raise ApiError(400, f"prompt: {unknown[0]} is not a token id (0 to {size - 1})", "prompt")
+
+        def encode() -> tuple[list[Prompt], str]:
+            if body.parse_special:
+                return [batcher.model.text_prompt(each, parse_special=True) for each in body.prompt], ""
+            return [*map(batcher.model.text_prompt, body.prompt)], note_of_controls(
+                batcher.model.tokenizer, texts, "; parse_special=true makes it one, or send token ids")
+
+        prompts, warning = await asyncio.to_thread(encode)
         jobs = [job for prompt in prompts
                 for job in self.jobs(batcher, prompt, body, body.max_tokens, "prompt")]
-        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
+        response = AnswerResponse(batcher.submit(jobs, self.seconds), body, name)
+        response.warning = warning
+        return response
 
     def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str,
              grammar: Optional[JsonGrammar] = None) -> list[Job]:
@@ -365,10 +410,11 @@ class Api:
                                 f"{batcher.length}, including at least one for the answer", field,
                            "context_length_exceeded")
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        temperature = body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0
+        is_greedy = min(body.temperature, body.top_p) < MIN_TEMPERATURE
+        temperature, top_p = (0.0, 1.0) if is_greedy else (body.temperature, body.top_p)
         is_off = isinstance(body, ChatBody) and not body.logprobs
         top_logprobs = None if is_off else getattr(body, "top_logprobs", body.logprobs)
-        sampling = Sampling(temperature, body.top_p, body.top_k, body.min_p, body.repetition_penalty,
+        sampling = Sampling(temperature, top_p, body.top_k, body.min_p, body.repetition_penalty,
                             seed, body.presence_penalty, body.frequency_penalty)
         return [(Request(prompt.ids, min(room, self.max_tokens, limit or room),
                          replace(sampling, seed=seed + copy), prompt.stop_ids, top_logprobs=top_logprobs,

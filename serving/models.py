@@ -32,14 +32,15 @@ def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
     """Return the beginnings of examples from a run's training data, if it still exists."""
     try:
         examples = read_json(prepared_folder(Path(data_path)) / "manifest.json")["examples"]
+        prompt = model.chat_format and model.chat_prompt([{"role": "user", "content": "?"}])
     except (TypeError, OSError, ValueError, KeyError, PaddockError):
         return []
     decode = model.tokenizer.decode
-    if model.chat_format is None:
+    if prompt is None:
         start = decode([model.tokenizer.document_start_id])
         return [" ".join(text.removeprefix(start).split()[:8]) for text in examples]
     # User messages of single-turn examples that the manifest does not shorten
-    before, after = decode(model.chat_prompt([{"role": "user", "content": "?"}]).ids).split("?", 1)
+    before, after = decode(prompt.ids).split("?", 1)
     message = rf"{re.escape(before)}([^\u27e6]*?){re.escape(after.strip())}\s*(\u27e6|\nchosen: |$)"
     found = dict.fromkeys(match[1] for text in examples if (match := re.match(message, text.strip())))
     return [text for text in found if " tokens ...] " not in text]

@@ -15,8 +15,10 @@ from factories import in_transformers, new_model
 
 from checkpoint import huggingface, store
 from checkpoint.tensors import LazyTensor, lazy, read_all
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DataError
 from config import ModelConfig
+from data_pipeline.templates import load_chat_format
+from inference.text import text_prompt
 from model import RMSNorm, Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -239,6 +241,33 @@ def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it
 
 
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
+
+
+def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(tokenizer, tmp_path):
+    """generation_config.json wins over config.json, as in transformers; what is imported or saved again keeps every id."""
+    config, source = config_of("3.1 scaling"), tmp_path / "source"
+    source.mkdir()
+    huggingface.save_model_folder(source, model_of(config).state_dict(), config, tokenizer, 256)
+    third = tokenizer.special_ids["<|eom_id|>"]
+    content = huggingface.read_json(source / "config.json")
+    huggingface.write_json(source / "config.json", {**content, "eos_token_id": [5, third], "pad_token_id": -1})
+    (source / "generation_config.json").unlink()
+    read = load_tokenizer(str(source))
+    assert read.stop_ids == {5, third, tokenizer.eos_id} and "pad_token_id" not in read.generation
+    huggingface.write_json(source / "generation_config.json", {"eos_token_id": [third, tokenizer.eos_id, 99_999], "temperature": 0.6})
+    read = load_tokenizer(str(source))
+    assert read.stop_ids == {third, tokenizer.eos_id} == text_prompt(read, "a").stop_ids - {read.document_start_id}
+    assert load_chat_format(read).stop_ids == {third, tokenizer.eos_id, tokenizer.eot_id}
+    for output in (tmp_path / "start", tmp_path / "again"):
+        import_checkpoint(source, output)
+        kept, source = huggingface.read_json(output / "generation_config.json"), output
+        assert kept["eos_token_id"] == [third, tokenizer.eos_id, 99_999, tokenizer.eot_id] and kept["temperature"] == 0.6
+        assert huggingface.read_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
+        assert transformers.GenerationConfig.from_pretrained(output).eos_token_id == kept["eos_token_id"]
+    for wrong in ("</s>", [1.5], [[1]], True):
+        huggingface.write_json(output / "generation_config.json", {"eos_token_id": wrong})
+        with pytest.raises(DataError, match="eos_token_id.*generation_config.json.*a list"):
+            load_tokenizer(str(output))
 
 
 def test_a_folder_of_transformers_trainer_is_a_model(tokenizer, tmp_path):

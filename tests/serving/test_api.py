@@ -115,6 +115,52 @@ def test_content_in_parts_and_neutral_fields_are_accepted(client):
     assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
 
 
+NEUTRAL = [{"top_k": -1}, {"stop": ""}, {"stop": None}, {"stop": []}, {"stop": [""]}, {"max_completion_tokens": -1}, {"best_of": 1},
+           {"stream_options": None}, {"stream_options": {"include_usage": False, "include_obfuscation": False}}, {"parallel_tool_calls": False},
+           {"response_format": {"type": "text"}}, {"service_tier": "auto"}, {"reasoning_effort": "medium"}, {"reasoning_effort": None},
+           {"repetition_penalty": 1.0, "min_p": 0, "typical_p": 1.0, "mirostat": 0, "n_predict": -1, "cache_prompt": True},
+           {"metadata": {"a": "b"}, "store": False, "functions": [], "function_call": "auto", "logit_bias": {}, "tool_choice": None},
+           {"temperature": 1.0, "top_p": 0, "seed": -1}, {"temperature": 1, "top_p": 1e-9, "seed": None}]
+
+
+@pytest.mark.parametrize("changes", NEUTRAL, ids=json.dumps)
+def test_what_clients_send_without_a_meaning_changes_nothing(client, changes):
+    """`top_p` of 0 means the most likely token, like a temperature of 0."""
+    assert chat(client, extra_body=changes).choices[0].message.content == chat(client).choices[0].message.content
+
+
+def test_a_limit_of_minus_one_is_none(client):
+    assert chat(client, max_tokens=-1, extra_body={"chat_template_kwargs": {}}, stop=None).usage.completion_tokens > 1000
+
+
+def test_old_and_new_names_of_roles_and_empty_fields_of_messages_are_read(with_tools):
+    """`developer` is a system message, `function` a tool's; an assistant's message may have no words."""
+    call = {"name": "f", "arguments": "{}"}
+    pairs = [([{"role": "developer", "content": "Be brief."}, *HELLO], [{"role": "system", "content": "Be brief."}, *HELLO]),
+             ([*HELLO, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "f", "content": "1"}],
+              [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, {"role": "tool", "name": "f", "content": "1"}]),
+             ([*HELLO, {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": []}, *HELLO],
+              [*HELLO, {"role": "assistant", "content": ""}, *HELLO])]
+    for old, new in pairs:
+        usages = [chat(with_tools[0], messages=messages, max_tokens=1).usage for messages in (old, new)]
+        assert usages[0] == usages[1]
+
+
+def test_names_of_control_tokens_in_a_text_are_said_and_can_be_meant(client, models):
+    tokenizer = models[0].tokenizer
+    text = "a<|eot_id|>b"
+    ids = [tokenizer.document_start_id, *tokenizer.encode("a"), tokenizer.eot_id, *tokenizer.encode("b")]
+    told, meant, by_id = complete(client, text), complete(client, text, extra_body={"parse_special": True}), complete(client, ids)
+    assert told.warning.startswith("<|eot_id|> in the prompt is encoded as text") and "parse_special=true" in told.warning
+    assert told.usage.prompt_tokens > meant.usage.prompt_tokens == by_id.usage.prompt_tokens == len(ids)
+    assert meant.choices[0].text == by_id.choices[0].text and not hasattr(meant, "warning") and not hasattr(complete(client), "warning")
+    assert [each.text for each in complete(client, [ids, ids]).choices] == [by_id.choices[0].text] * 2
+    assert [*complete(client, text, stream=True)][0].warning == told.warning
+    for prompt, message in ((ids + [512], "512 is not a token id"), ([[]], "expected a text"), ([1, "a"], "expected a text"), ([True], "expected")):
+        with pytest.raises(openai.BadRequestError, match=message):
+            complete(client, prompt)
+
+
 @pytest.fixture(scope="module")
 def reference(models, tmp_path_factory):
     """A function that returns transformers' logits after each token of a list."""
@@ -254,17 +300,19 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "x", "color": "red"}]}, 400, "messages", r"messages\[\].color is not supported"),
     ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
     ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
-    ({"top_p": 1e-300}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"top_p": -0.5}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
     ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools are not supported by tiny"),
     ({"tool_choice": "required"}, 400, "tool_choice", "required with `tools`"), ({"response_format": {"type": "x"}}, 400, "response_format.type", "json"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "need the package llguidance.*requirements-extras"),
-    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
-    ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
+    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": [1]}, 400, "stop.0", "valid string"),
+    ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -2}}, 400, "top_k", "greater than"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "not supported"), ({"store": True}, 400, "store", "not supported"),
+    ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens", "not supported"), ({"extra_body": {"best_of": 2}}, 400, "best_of", "not supported"),
     ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
-    ({"extra_body": {"stream_options": {}}}, 400, "stream_options", "requires stream"),
+    ({"extra_body": {"stream_options": {"include_usage": True}}}, 400, "stream_options", "requires stream"),
     ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages",
      rf"messages: the prompt has 20\d\d tokens; the context has room for {CONTEXT}, including at least one for the answer")]
 

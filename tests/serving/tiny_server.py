@@ -22,8 +22,8 @@ CONTEXT = 2000
 class EndlessModel(LanguageModel):
     """A model whose answers are ended by nothing but their length."""
 
-    def text_prompt(self, text):
-        return super().text_prompt(text)._replace(stop_ids=frozenset())
+    def text_prompt(self, text, **options):
+        return super().text_prompt(text, **options)._replace(stop_ids=frozenset())
 
     def chat_prompt(self, messages, options=None):
         return super().chat_prompt(messages, options)._replace(stop_ids=frozenset())
