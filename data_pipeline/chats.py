@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, cycle
+from itertools import chain, cycle, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,15 +104,24 @@ class Example(NamedTuple):
 
     @property
     def split_key(self) -> str:
-        """The text whose hash determines the split: the user's first message, normalized.
+        """The text whose hash determines the split: all before the first answer, normalized.
 
         All chats and pairs that start with the same request are in one split, so that no stage trains on an
         answer to a held-out request. SYSTEM_PROMPT adds system messages, and chat formats and tokenizers
         remove white space, letter case and Unicode forms. These do not count, so that equal tokens have equal
         keys.
         """
-        request = next(message["content"] for message in self.messages if message["role"] == "user")
-        return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
+        opening = takewhile(lambda message: message["role"] != "assistant", self.messages)
+        return _normalized("\n".join(message["content"] for message in opening))
+
+    @property
+    def whole_key(self) -> str:
+        """The key instead of `split_key` if too many examples share that: the whole conversation."""
+        return _normalized(json.dumps([self.messages, self.answers, self.record], default=str))
+
+
+def _normalized(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def read_examples(kind: str, source: Source, reading: Reading, fields: Names = ()) -> Iterator[Example]:
@@ -550,17 +559,17 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
     """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
     chat_format = worker_chat_format(worker_tokenizer(spec))
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
-    refused, keys = [], [example.split_key for example in examples]
+    refused, keys = [], [spec.key_of(example) for example in examples]
     for place, example in enumerate(examples):
         try:
             messages = with_system(example.messages, spec.options.system_prompt)
             options = example.options
             if example.label is not None:
-                # The answer of the record that is half a chunk away, or the next one with another prompt.
-                places = ((place + len(keys) // 2 + step) % len(keys) for step in range(len(keys)))
-                other = next((examples[each] for each in places if keys[each] != keys[place]), None)
-                if other is None:
-                    raise DataError("no record near it has another prompt, whose answer could be compared")
+                # With another prompt, or if all are for one prompt, with another answer.
+                other = _next_other(keys, place) or _next_other([each.answers for each in examples], place)
+                if not other:
+                    raise DataError("no record near it has another prompt or another answer to compare with")
+                other = examples[other - 1]
                 pair = [(chat_format.encode_answer(messages, each.answers[0], options), each is example)
                         for each in ((example, other) if example.label else (other, example))]
                 segments = [(chat_format.encode_prompt(messages, options), False), *pair]
@@ -594,6 +603,12 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
         targets = sum(len(segment) for segments in encoded for segment, is_target in segments if is_target)
         splits[split] = Tokens(np.array(ids, spec.dtype), len(encoded), np.array(flags, "uint32"), targets)
     return ChunkTokens(splits, refused)
+
+
+def _next_other(values: Sequence[Any], place: int) -> int:
+    """Return the number, from 1, of the first other value from half a list away on; 0 if all are equal."""
+    places = ((place + len(values) // 2 + step) % len(values) for step in range(len(values)))
+    return next((each + 1 for each in places if values[each] != values[place]), 0)
 
 
 def _label_fault(example: Example, segments: Segments,

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
+from math import ceil, sqrt
 from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,8 @@ LOCK_POLL_SECONDS = 0.2
 # FEW_DOCUMENTS, the last TAIL of each document is held out.
 LARGE_SET_FRACTION, SMALL_SET_FRACTION, SMALL_SET = 0.005, 0.05, 4000
 FEW_DOCUMENTS, TAIL = 20, 0.1
+# Items of a set that are read ahead, and so many answers to one prompt always stay together.
+COUNTED, MOST_ANSWERS = 10_000, 16
 SHOWN_LEFT_OUT, SHOWN_FIELDS = 20, 10
 
 
@@ -111,15 +114,51 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
 DOCUMENTS = DataKind("", read_texts, tokenize_documents, decode_documents, {})
 
 
-def fraction_to_hold_out(kind: DataKind, items: Iterable) -> float | None:
-    """Return the validation fraction of a set; None to hold out the end of each of its few documents."""
-    positions = sorted({position_of(item.split_key) for item in islice(items, SMALL_SET)})
-    if len(positions) == SMALL_SET:
-        return LARGE_SET_FRACTION
-    if len(positions) < FEW_DOCUMENTS and not kind.name:
-        return None
-    # Hold out at least one, and leave at least one to train on.
-    return max(SMALL_SET_FRACTION, sum(positions[:2]) / 2) if len(positions) > 1 else 0.0
+class SplitPlan(NamedTuple):
+    """Which items are held out."""
+
+    fraction: float | None = 0.0  # those whose keys have lower positions; None = the end of each document
+    common: list[float] = []  # positions of keys of too many items (see WorkerSpec)
+    lowest: float = 0.0  # the least fraction that holds something out, if this one does not
+
+
+def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPlan:
+    """Plan the split from the first items.
+
+    A key is common if it has more items than people collect answers to one prompt, and so many that one key
+    more or less would change what is held out by an eighth.
+    """
+    if asked == 0:
+        return SplitPlan()
+    fraction = SMALL_SET_FRACTION if asked is None else asked
+    most = COUNTED if kind.name else min(SMALL_SET, ceil(FEW_DOCUMENTS / (asked or LARGE_SET_FRACTION)))
+    keys = [(position_of(item.split_key), kind.name and position_of(item.whole_key))
+            for item in islice(items, most)]
+    target = fraction * len(keys)
+    limit = max(MOST_ANSWERS, target / 8) if kind.name else most
+    common = {key for key, count in Counter(key for key, _ in keys).items() if count > limit}
+    keys = [whole if key in common else key for key, whole in keys]
+    counts = sorted(Counter(keys).items())
+    if asked is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
+        fraction = LARGE_SET_FRACTION
+    elif asked is None and len(counts) < FEW_DOCUMENTS and not kind.name:
+        fraction = None
+    elif len(keys) < most:  # these are all items: hold out at least one, and near the fraction
+        sums = [*accumulate(count for _, count in counts)]
+        cuts = [(key + after) / 2 for (key, _), (after, _) in zip(counts, counts[1:])]
+        held_out = sum(count for key, count in counts if key < fraction)
+        if not cuts:
+            fraction = 0.0 if asked is None else asked
+        elif not held_out and asked and len(counts) < FEW_DOCUMENTS:
+            return SplitPlan(fraction, [*common], cuts[0])
+        elif not held_out or kind.name and is_far(held_out, target):
+            fraction = min(zip(sums, cuts), key=lambda each: abs(each[0] - target))[1]
+    return SplitPlan(fraction, [*common])
+
+
+def is_far(held_out: int, target: float) -> bool:
+    """Return whether so many held-out items are neither near the target nor within chance (two sigma)."""
+    return not target / 2 <= held_out <= 2 * target and abs(held_out - target) > 2 * sqrt(target)
 
 
 def cut_tails(documents: Iterable[Document]) -> Iterator[Document]:
@@ -213,9 +252,11 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
 
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
-    chunks, fraction = read_chunks(plan, reading, journal)
+    chunks, split_plan = read_chunks(plan, reading, journal)
+    fraction = split_plan.fraction
     filters = Filters(options, folder, journal.get("filters", {}))
-    spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0)
+    spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
+                      frozenset(split_plan.common))
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -256,7 +297,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 # Arrow files of a dataset of the hub, and documents whose ends are held out, have no place.
                 has_place = fraction is not None and (plan.inputs[0].path or chunk.end.place.state)
-                end = {"end": {**chunk.end._asdict(), "held_out": fraction}} if has_place else {}
+                end = {"end": {**chunk.end._asdict(), "split": split_plan}} if has_place else {}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
                     "filters": filters.sync(chunk.signatures), **end})
@@ -273,11 +314,14 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, filters)
     return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {}),
             **({"cut_from_each": TAIL} if fraction is None else
-               {"held_out": fraction} if options.validation_fraction is None else {})}
+               {"held_out": fraction} if fraction != options.validation_fraction else {}),
+            **({"common_openings": len(split_plan.common)} if split_plan.common else {}),
+            **({"lowest_fraction": split_plan.lowest} if split_plan.lowest else {})}
 
 
-def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple[Iterator, float | None]:
-    """Return the chunks that are not in the journal (see `cut_chunks`), and the fraction held out."""
+def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
+                ) -> tuple[Iterator, SplitPlan]:
+    """Return the chunks that are not in the journal (see `cut_chunks`), and the plan of the split."""
     kind, options = plan.kind, plan.options
     source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
 
@@ -285,18 +329,15 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict) -> tuple
         most = options.max_documents
         return islice(kind.read(source, reading), most - done if most else None)
 
-    if end := journal.get("end"):  # read the last item of the last finished chunk again, and go on
+    if "split" in (end := journal.get("end", {})):  # read the last item of the last chunk again, and go on
         reading.start = Place(*end["place"])
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
-        return cut_chunks(items, reading, end["items"]), end["held_out"]
-    items, fraction = read(reading), options.validation_fraction
-    if fraction is None:
-        fraction = fraction_to_hold_out(kind, read(Reading(reading.skip_bad)))
-        if fraction is None:
-            items = cut_tails(items)
+        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"])
+    plan_of_split = plan_split(kind, read(Reading(reading.skip_bad)), options.validation_fraction)
+    items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without places are read again, but not tokenized.
-    return islice(cut_chunks(items, reading), journal["chunks"], None), fraction
+    return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
@@ -386,10 +427,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {counted(split['documents'], noun)}, "
                      f"{counted(len(split['shards']), 'shard')}"
                      f"{f' (the last {100 * cut:.0f} % of each document)' if cut else ''}")
-    if manifest["settings"]["validation_fraction"] != 0 and not splits["validation"]["documents"]:
-        more = how_to_get_more(kind, names_of_sources(manifest))
-        more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
-        lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
+    lines += [*describe_split(manifest)]
     empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
     if dropped := skipped.get("dropped"):
         names = [f"{name} {counted(count, 'time')}" for name, count in Counter(dropped).most_common()]
@@ -406,6 +444,27 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         if number > SHOWN_LEFT_OUT:
             lines.append(f"  ... more in {folder / MANIFEST}")
     return lines
+
+
+def describe_split(manifest: dict) -> Iterator[str]:
+    """Yield lines about a split by other keys, or in which much more or less is held out than asked for."""
+    kind, asked = manifest.get("kind"), manifest["settings"]["validation_fraction"]
+    trained, held_out = (manifest["splits"][split]["documents"] for split in SPLITS)
+    noun, more = "example" if kind else "document", how_to_get_more(kind, names_of_sources(manifest))
+    if asked is None:
+        asked = min(manifest.get("held_out", 0), SMALL_SET_FRACTION) or SMALL_SET_FRACTION
+    if common := manifest.get("common_openings"):
+        yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
+               "are split by the whole conversation")
+    if asked and not held_out:
+        lowest = ceil(1000 * manifest.get("lowest_fraction", 0)) / 1000
+        remedy = f"set VALIDATION_FRACTION={lowest} or more, or {more}" if lowest else more
+        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {asked:.1%}; {remedy}"
+    elif "cut_from_each" not in manifest and is_far(held_out, asked * (trained + held_out)):
+        yield (f"Warning: {held_out:,} of {trained + held_out:,} {noun}s are in validation, "
+               f"{held_out / (trained + held_out):.1%} instead of {asked:.1%}, because equal ones"
+               f"{' and those with one prompt' * bool(kind)} stay together; drop repeats (--near-duplicates "
+               f"0.95), {more}, or shuffle the source if its first {COUNTED:,} differ from the rest")
 
 
 def read_prepared(folder: Path) -> dict:

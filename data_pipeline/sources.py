@@ -80,6 +80,10 @@ class Source:
         return "text" if self.column is None else self.column
 
     @property
+    def splitter(self) -> str:
+        return self.documents or "whole"
+
+    @property
     def renamed(self) -> dict[str, str]:
         """The columns in `map`: {expected name: name in the data}."""
         pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
@@ -237,7 +241,7 @@ def identify(source: Source, known: dict[str, list],
     Local files are identified by content, independent of their location, and hub datasets by commit. `known`
     has the hashes of local files, {name: [stamp, hash]}; `advance` gets the number of bytes just hashed.
     """
-    reading = {"column": source.text_column, "documents": source.documents or "whole"}
+    reading = {"column": source.text_column, "documents": source.splitter}
     if source.renamed:
         reading["map"] = source.renamed
     if source.name:
@@ -795,22 +799,22 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     """Yield the non-empty documents of a source: the valid texts of its column, split into documents."""
     for kind, records in _read_files(source, reading):
-        has_lines = kind == "text" or source.documents not in ("", "whole")
-        for document in _documents(records, source, has_lines and source.documents != "line", reading):
+        has_lines = kind == "text" or source.splitter != "whole"
+        for document in _documents(records, source, has_lines and source.splitter != "line", reading):
             if document.text and not document.text.isspace():
                 yield document
             else:
                 reading.empty += 1
-    if source.documents not in ("", *SPLITTERS) and not reading.separators:
+    if source.splitter not in SPLITTERS and not reading.separators:
         raise DataError(f"{without_passwords(source.path) or source.name}: no line equals "
-                        f"{source.documents!r}, the document separator; set --documents to a line that "
+                        f"{source.splitter!r}, the document separator; set --documents to a line that "
                         f"occurs, or to {', '.join(SPLITTERS)}")
 
 
 def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:
     """Yield the valid texts of a source's column, or if `join`, documents made of them as lines.
 
-    Documents are whole files, are separated by blank lines or by the line in `source.documents`, or start at
+    Documents are whole files, are separated by blank lines or by the line in `source.splitter`, or start at
     a line like ` = Title = ` (wikitext).
     """
     column, begin, place, kept, reading.item = source.text_column, "", reading.place, [], None
@@ -828,9 +832,9 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
         if not join:
             yield Document(where, text)
             continue
-        is_separator = source.documents == "blank" and text.isspace() or text.rstrip("\n") == source.documents
+        is_separator = source.splitter == "blank" and text.isspace() or text.rstrip("\n") == source.splitter
         reading.separators += is_separator
-        if kept and (is_separator or source.documents == "wikitext" and WIKITEXT_TITLE.fullmatch(text)):
+        if kept and (is_separator or source.splitter == "wikitext" and WIKITEXT_TITLE.fullmatch(text)):
             reading.item = place
             yield Document(begin, "".join(kept))
             kept = []

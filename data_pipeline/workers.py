@@ -50,6 +50,12 @@ class WorkerSpec(NamedTuple):
     tokenizer_sha256: str
     dtype: str  # of the ids
     validation_fraction: float
+    common: frozenset[float]  # positions of the keys of too many items
+
+    def key_of(self, item: Any) -> str:
+        """Return the text that determines the item's split."""
+        is_common = self.common and position_of(item.split_key) in self.common
+        return item.whole_key if is_common else item.split_key
 
 
 class ChunkTokens(NamedTuple):

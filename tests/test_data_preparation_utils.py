@@ -205,7 +205,7 @@ def write_source(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", [".jsonl", ".txt blank", ".txt line", ".txt wikitext", ".parquet", ".jsonl.gz", ".json"])
 def test_a_resumed_preparation_reads_on_where_it_stopped(tmp_path, tokenizer_path, monkeypatch, kind):
-    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.partition(" ")[2] or "whole")
+    source = Source(path=write_source(tmp_path / "source", kind), documents=kind.partition(" ")[2])
     options = {"on_bad_record": "skip", "max_documents": 550, "validation_fraction": None, "journal_seconds": 0.0}
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     chunks, read = [], []

@@ -155,7 +155,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
         rows.append(int(other.split()[1].split("<")[0]))
         assert rows[-1] // 3 != number // 3
     assert sorted(rows) == list(range(30)), "each answer is beside one other prompt"
-    alone = write_jsonl(tmp_path / "alone.jsonl", records[:2])
+    alone = write_jsonl(tmp_path / "alone.jsonl", records[:1])
     with pytest.raises(DataError, match="no record near it has another prompt"):
         prepare_set("pairs", alone, tmp_path, options)
 

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
+from data_pipeline.workers import TOKENIZERS, WorkerSpec, split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 from tokenizer import load_tokenizer
 
@@ -152,18 +154,17 @@ def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(
         asked = f"Is {number} \ufb01ne?"
         return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi"), asked.replace(" ", "  "))
 
-    def said(asked, answer, *more):
-        return {"messages": [*more, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+    def said(asked, answer):
+        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 
     later = said("And why?", "So.")["messages"]
     dialogs = [record for number in range(30) for record in (
         *[said(asked, f"{number} is.") for asked in ways(number)],
-        said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later},
-        said(ways(number)[0], f"{number} is.", {"role": "system", "content": "Be kind."}))]
+        said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later})]
     preferences = [record for number in range(30) for asked in ways(number) for record in (
         {"prompt": asked, "chosen": f"{number} yes", "rejected": "no"}, {"prompt": asked, "chosen": "no", "rejected": "yes"})]
     sides = {number: set() for number in range(30)}
-    for kind, records, count in (("chats", dialogs, 240), ("pairs", preferences, 300)):
+    for kind, records, count in (("chats", dialogs, 210), ("pairs", preferences, 300)):
         folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", records), tokenizer_path, tmp_path / "out",
                          validation_fraction=0.3)
         found = [(split, example) for split in ("train", "validation") for example in examples_of(folder, split)]
@@ -309,3 +310,57 @@ def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_pa
     assert "Dropped" not in "\n".join(describe(folders[0]))
     assert "Dropped: messages[].reasoning_content 39 times, tools 1 time; training uses the chats without them" in "\n".join(describe(folders[1]))
     assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]
+
+
+def chat(*words, system=""):
+    roles = ["user", "assistant"] * len(words)
+    return [*[{"role": "system", "content": system}] * bool(system), *({"role": role, "content": word} for role, word in zip(roles, words))]
+
+
+def example(*words, system="", **fields):
+    return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
+
+
+def test_the_key_of_the_split_is_all_before_the_first_answer():
+    first = example("Ｈello\n you", "Hi").split_key
+    assert first == "hello you" == example("hello YOU", "a", "b", "c").split_key == example("Hello you", answers=("a", "b")).split_key
+    assert example("Hello", "a", system="Be brief.").split_key == "be brief. hello" != example("Hello", "a", system="Sing.").split_key
+    assert example("Hello", "a", system="X").whole_key != example("Hello", "b", system="X").whole_key
+    assert example("Hi", record='{"n": 1}').whole_key != example("Hi", record='{"n": 2}').whole_key
+
+
+def plan(examples, asked=0.05):
+    return preparation.plan_split(SimpleNamespace(name="chats"), examples, asked)
+
+
+def held_out(examples, plan):
+    return [one for one in examples if split_of(WorkerSpec.key_of(plan, one), plan.fraction) == "validation"]
+
+
+@pytest.mark.parametrize("asked", [None, 0.05, 0.2])
+@pytest.mark.parametrize("openings", [[200], [170, 30], [50] * 4, [20] * 10, [100, *[1] * 100], [1900, *[4] * 25]])
+def test_openings_that_too_many_examples_share_do_not_decide_the_split(openings, asked):
+    examples = [example(f"Opening {place}", "Yes?", f"Question {number}", f"{number}.")
+                for place, count in enumerate(openings) for number in range(count)]
+    planned, target = plan(examples, asked), (asked or 0.05) * len(examples)
+    assert target / 2 <= len(held_out(examples, planned)) <= 2 * target
+    assert planned == plan(examples[:], asked), "which does not depend on anything else"
+
+
+@pytest.mark.parametrize("answers", [4, 8, 16])
+def test_several_answers_to_one_prompt_stay_together(answers):
+    examples = [example(f"Prompt {prompt}", answers=(f"{prompt} {number}", "no")) for prompt in range(300) for number in range(answers)]
+    planned, target = plan(examples), 0.05 * len(examples)
+    prompts = {one.messages[0]["content"] for one in held_out(examples, planned)}
+    assert not planned.common and len(held_out(examples, planned)) == answers * len(prompts)
+    assert target / 2 <= answers * len(prompts) <= 2 * target
+
+
+def test_unpaired_answers_to_one_prompt_are_compared_with_one_another(tokenizer):
+    for count in (5, 200):
+        examples = [example("Say a number.", answers=(f"{number}",), label=number % 2 == 0) for number in range(count)]
+        spec = WorkerSpec(SimpleNamespace(system_prompt="", tokenizer_path="", tokenizer_backend=""), tokenizer.sha256, "uint32", 0.0,
+                          frozenset(plan(examples).common))
+        TOKENIZERS[tokenizer.sha256] = tokenizer
+        done = tokenize_chats.tokenize_examples(spec, examples)
+        assert done.splits["train"].documents == count and not done.refused
