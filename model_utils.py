@@ -21,7 +21,7 @@ from checkpoint import huggingface, store
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor, lazy
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError, DataError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
@@ -32,6 +32,7 @@ from parallel.exact import ExactGradients, check_alignment
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
+from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -345,8 +346,7 @@ def saved_rows(name: str, tensor: Tensor | LazyTensor, model: Transformer) -> in
 
 def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
-    padding = padded(model.vocab_size) - model.vocab_size
-    return {name: tensor.padded(tensor.rows + padding) if is_vocabulary(name) and tensor.shape else tensor
+    return {name: tensor.padded(padded(model.vocab_size)) if is_vocabulary(name) and tensor.shape else tensor
             for name, tensor in tensors.items()}
 
 
@@ -393,14 +393,39 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
     return [f"the model in {folder} was trained with other settings: {description}"] if saved_values else []
 
 
-def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
-    """Compare the tokenizer's size with an imported model; return messages for the log."""
-    rows = huggingface.read_json(folder / "config.json").get("vocab_size")
-    if not isinstance(rows, int) or rows < vocab_size:
-        raise CheckpointError(f"the tokenizer has {vocab_size:,} ids, but the model in {folder} has {rows}; "
-                              "set TOKENIZER_PATH to the model's tokenizer, and prepare the data with it")
-    unused = rows - vocab_size
-    return [f"dropping the model's last {unused:,} vocabulary rows, which have no token"] if unused else []
+def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> list[str]:
+    """Compare the tokenizer with the model that a run starts from; return messages for the log.
+
+    The tokenizer may have more ids if all of the model's ids mean the same to it.
+    """
+    rows, ids = huggingface.vocabulary_rows(huggingface.load_model_weights(folder)), tokenizer.vocab_size
+    advice = "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added, and prepare the data"
+    if (described := huggingface.read_json(folder / "config.json").get("vocab_size")) != rows:
+        raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
+                              f"{described} in its config.json; correct it")
+    if rows >= ids:
+        unused = f"dropping the model's last {rows - ids:,} vocabulary rows, which have no token"
+        return [unused] if rows > ids else []
+    try:
+        own = load_tokenizer(str(folder))
+    except DataError as error:
+        raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,} and no "
+                              f"tokenizer to compare with ({error}); {advice}") from error
+    if difference := own.differing_id(tokenizer):
+        number, theirs, ours = difference
+        raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,}, and "
+                              f"the id {number} is {theirs!r} there and {ours!r} here; {advice}")
+
+    # Tell which rows are new, and whether they stay as they start.
+    names, trained = config.lora_train_tokens, {*range(ids)}
+    if config.lora_enabled and names != "auto":
+        trained = {tokenizer.special_ids.get(name.strip()) for name in names.split(",")}
+    whole = config.lora_train_embeddings and (config.lora_train_head or config.tie_embeddings)
+    frozen_by = f"LORA_TRAIN_TOKENS={names}" if not (whole or trained >= {*range(rows, ids)}) else (
+        f"TRAIN_ONLY={config.train_only}" if config.train_only else "")
+    frozen = f"; {frozen_by} does not train all of them" if frozen_by else ""
+    place = f"{rows:,} to {ids - 1:,} of the embedding{'' if config.tie_embeddings else ' and of the head'}"
+    return [f"{ids - rows:,} new tokens: rows {place} start as the mean of the others{frozen}"]
 
 
 def find_model(name: str) -> Path:

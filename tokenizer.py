@@ -144,6 +144,21 @@ class BaseTokenizer:
         """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
         return sha256 == self.sha256 or sha256 in self.other_sha256
 
+    def differing_id(self, other: "BaseTokenizer") -> tuple[int, str, str] | None:
+        """Return an id that both have, but with different texts, and the texts; None if there is none.
+
+        Control tokens may have other names, but those with the same name must have the same id.
+        """
+        control = {*self.special_ids.values(), *other.special_ids.values()}
+        for name, number in self.special_ids.items():
+            if other.special_ids.get(name, number) != number:
+                return number, name, other.decode([number])
+        for number in range(min(self.vocab_size, other.vocab_size)):
+            texts = self.decode([number]), other.decode([number])
+            if texts[0] != texts[1] and number not in control and "\ufffd" not in "".join(texts):
+                return number, *texts
+        return None
+
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` without a bos."""
         ids = self.encode(text)

@@ -215,12 +215,15 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
 
 def select_rows_and_layers(tensors: Mapping[str, LazyTensor], vocab_size: int,
                            keep_layers: Optional[int]) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors without unused ids, and only its first `keep_layers` layers."""
+    """Return a Hugging Face Llama's tensors with `vocab_size` ids, and only its first `keep_layers` layers.
+
+    New ids get the mean of all rows, in the embedding and in a separate head.
+    """
     kept, by_id = {}, {huggingface_name(name) for name in VOCABULARY}
     for name, tensor in tensors.items():
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if not (keep_layers and layer and int(layer[1]) >= keep_layers):
-            kept[name] = tensor.first_rows(vocab_size) if name in by_id else tensor
+            kept[name] = tensor.resized(vocab_size) if name in by_id else tensor
     return kept
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional
 
@@ -58,6 +59,23 @@ class LazyTensor:
     def first_rows(self, rows: int) -> "LazyTensor":
         """Return the first `rows` rows, or all if there are fewer."""
         return replace(self, shape=(min(rows, self.rows), *self.shape[1:]))
+
+    def resized(self, rows: int) -> "LazyTensor":
+        """Return a matrix with so many rows; those beyond its last are the mean of all that it has."""
+        if rows <= self.rows:
+            return self.first_rows(rows)
+
+        @cache
+        def mean() -> Tensor:
+            # NumPy adds row by row; the order of torch's sum depends on the number of threads.
+            sums = (self.read(*span).float().numpy().sum(axis=0, dtype="float64") for span in self.spans())
+            return (torch.from_numpy(sum(sums)) / self.rows).to(self.dtype)
+
+        def read(start: int, stop: int) -> Tensor:
+            stored = self.read(min(start, self.rows), min(stop, self.rows))
+            return torch.cat([stored, mean().expand(stop - start - len(stored), -1)])
+
+        return LazyTensor((rows, *self.shape[1:]), self.dtype, read)
 
     def padded(self, rows: int) -> "LazyTensor":
         """Return the tensor padded with zeros to at least `rows` rows."""

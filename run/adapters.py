@@ -53,18 +53,24 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     peft.refuse_adapters(source)
     config, tensors = read_model_config(source), huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
-    if base:
-        adapter = peft.load_adapter_folder(folder, config, padded(rows))
-        adapter.check_base(huggingface.weights_sha256(tensors), base)
-        if adapter.base_sha256 is None:
-            print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
     place = folder if (folder / "tokenizer.json").is_file() else source
     if tokenizer is None:
         tokenizer = load_tokenizer(str(place))
         tokenizer.generation = read_generation(source)
-        if tokenizer.vocab_size > rows:
-            raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids, but the model "
-                                  f"in {source} has {rows:,}; replace it by the model's tokenizer")
+    ids = tokenizer.vocab_size
+    if base:
+        adapter = peft.load_adapter_folder(folder, config, padded(max(rows, ids)))
+        adapter.check_base(huggingface.weights_sha256(tensors), base)
+        if adapter.base_sha256 is None:
+            print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
+        matrices, new = ("tok_embeddings", *["output"] * (not config.tie_embeddings)), {*range(rows, ids)}
+        has_new = all(f"{name}.weight" in adapter.state or new <= {*adapter.token_ids.get(name, ())}
+                      for name in matrices)
+        if new and (has_new or adapter.base_sha256):  # trained here: untrained rows start as in training
+            rows, tensors = ids, huggingface.select_rows_and_layers(tensors, ids, None)
+    if ids > rows:
+        raise CheckpointError(f"{place}: its tokenizer has {ids:,} ids, but the model in {source} has "
+                              f"{rows:,}; replace it by the model's tokenizer")
     device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
     if adapter:

@@ -330,8 +330,8 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
         layers = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
         notes.append(f"weights from {layers}{folder}; optimizer, schedule and step restart")
-        if inputs and not state:  # an imported model may have another vocabulary
-            notes += model_utils.check_vocabulary(folder, inputs.tokenizer.vocab_size)
+        if inputs:
+            notes += model_utils.check_vocabulary(folder, inputs.tokenizer, config)
     allowed = {*loaded.warnings} if loaded.is_plan else ()
     if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
         raise SettingsError(*conflicts)
@@ -533,11 +533,17 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
-    """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects."""
+    """Return the rows of the embedding and of an untied head that LORA_TRAIN_TOKENS selects.
+
+    `auto` includes the rows that the base lacks.
+    """
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
     parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size)
     head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
     ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
+    if config.lora_train_tokens == "auto":
+        rows = huggingface.vocabulary_rows(huggingface.load_model_weights(base))
+        ids = sorted({*ids, *range(rows, inputs.tokenizer.vocab_size)})
     return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
 
 

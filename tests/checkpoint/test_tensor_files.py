@@ -102,6 +102,38 @@ def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tm
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_rows_are_the_mean_of_the_others_which_do_not_change(dtype, monkeypatch):
+    whole = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    monkeypatch.setattr("checkpoint.tensors.BLOCK_BYTES", 7 * 6 * dtype.itemsize)  # read in several blocks
+    larger = lazy(whole).resized(43)
+    rows = larger.read(0, 43)
+    assert larger.shape == (43, 6) and rows.dtype == dtype and torch.equal(rows[:40], whole)
+    assert torch.equal(rows[40:], whole.double().mean(dim=0).to(dtype).expand(3, 6))
+    for span in ((0, 5), (38, 42), (41, 43), (40, 40)):  # as the ranks of a sharded model read it
+        assert torch.equal(larger.read(*span), rows[slice(*span)])
+    assert torch.equal(lazy(whole).resized(9).whole(), whole[:9]) and torch.equal(lazy(whole).resized(40).whole(), whole)
+    assert torch.equal(larger.padded(128).whole()[:43], rows) and not larger.padded(128).whole()[43:].any()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_with_more_ids_starts_with_the_old_rows_and_their_mean(tied, tokenizer, tmp_path):
+    config = ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=16, tie_embeddings=tied)
+    old, new = Transformer(config, tokenizer.vocab_size), Transformer(config, tokenizer.vocab_size + 3)
+    old.init_weights(torch.Generator().manual_seed(0))
+    huggingface.save_model_folder(tmp_path, old.state_dict(), config, tokenizer, 64)
+    load_weights(tmp_path, new)
+    ids = tokenizer.vocab_size
+    for name, parameter in new.named_parameters():
+        before = old.get_parameter(name)
+        if name not in huggingface.VOCABULARY:
+            assert torch.equal(parameter, before)
+            continue
+        assert torch.equal(parameter[:ids], before[:ids]) and not parameter[ids + 3:].any()
+        assert torch.equal(parameter[ids:ids + 3], before[:ids].double().mean(dim=0).float().expand(3, 32))
+    assert ("output.weight" in dict(new.named_parameters())) is not tied
+
+
 def test_a_file_that_is_replaced_or_deleted_is_not_read_on(tmp_path):
     write_tensors(tmp_path / "file", {"a": torch.ones(3)})
     tensor = open_tensors(tmp_path / "file")["a"]

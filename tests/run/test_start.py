@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ from checkpoint import store
 from checkpoint.huggingface import read_json
 from checkpoint.tensors import write_tensors
 from config import Config
+from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import RowOrder
 from debug.replay import replay
 from learn.optim import learning_rate
-from run.adapters import base_of_adapters
+from lora import merged_state_dict
+from run.adapters import base_of_adapters, load_for_use, merge
 from run.start import rows_read
 from settings.load import Layer, load_config
 from tokenizer import load_tokenizer
@@ -355,6 +358,99 @@ def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told,
     assert run.train() == train.main([*run.argv(), "--check"]) == 5
     shown = capsys.readouterr()
     assert told in shown.err and told in shown.out and not run.folder.exists()
+
+
+class MoreTokens(NamedTuple):
+    """A tokenizer with three control tokens more than the base, and chats in which one of them occurs."""
+
+    tokenizer: Path
+    chats: Path
+    ids: int  # of the base
+
+
+def with_tokens(tokenizer: Path, folder: Path, *names: str) -> int:
+    """Save a tokenizer with more control tokens; return how many ids it had."""
+    folder.mkdir(parents=True)
+    (old := load_tokenizer(str(tokenizer))).save_huggingface(folder)
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["added_tokens"] += [document["added_tokens"][0] | {"id": old.vocab_size + number, "content": name}
+                                 for number, name in enumerate(names)]
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    return old.vocab_size
+
+
+@pytest.fixture(scope="module")
+def more_tokens(stages, tmp_path_factory) -> MoreTokens:
+    folder = tmp_path_factory.mktemp("more tokens")
+    ids = with_tokens(stages.prepared.tokenizer, folder / "tokenizer", "<|plan|>", "<|act|>", "<|see|>")
+    template = "{% for m in messages %}<|plan|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|plan|>assistant: {% endif %}"
+    (folder / "tokenizer" / "chat_template.jinja").write_text(template)
+    options = PreparationOptions(str(folder / "tokenizer"), "auto", 100_000, 0.1, workers=1)
+    return MoreTokens(folder / "tokenizer", prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), folder / "chats", options), ids)
+
+
+def of_more_tokens(stages: Stages, more: MoreTokens, mode: str, folder: Path, **changes) -> TinyRun:
+    return without_shape(stages.run(mode, folder, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=1, SFT_DATA_PATH=more.chats,
+                                    TOKENIZER_PATH=more.tokenizer, **changes))
+
+
+@pytest.mark.parametrize("mode, changes", [("sft", {}), ("lora-sft", {}), ("lora-sft", {"LORA_TRAIN_TOKENS": "<|plan|>"})])
+def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used(mode, changes, stages, more_tokens, tmp_path, capsys):
+    run = of_more_tokens(stages, more_tokens, mode, tmp_path, **changes)
+    ids = more_tokens.ids
+    assert run.train() == 0
+    frozen = "; LORA_TRAIN_TOKENS=<|plan|> does not train all of them" if changes else ""
+    assert f"3 new tokens: rows {ids} to {ids + 2} of the embedding start as the mean of the others{frozen}\n" in capsys.readouterr().out
+    shutil.rmtree(run.checkpoint(2))
+    first = run.copy(tmp_path / "again")
+    assert first.train() == 0 == of_more_tokens(stages, more_tokens, mode, tmp_path / "whole", **changes).train()
+    whole = TinyRun(stages.prepared, tmp_path / "whole", **first.settings)
+    assert first.hashes(2) == whole.hashes(2), "the resumed run equals an uninterrupted one"
+
+    model, tokenizer = load_for_use(first.checkpoint(2))
+    base = load_file(stages.base / "model.safetensors")["model.embed_tokens.weight"]
+    assert model.vocab_size == tokenizer.vocab_size == ids + 3 and len(base) == ids
+    embedding = merged_state_dict(model)["tok_embeddings.weight"]
+    mean = base.double().mean(dim=0).float()
+    assert not torch.equal(embedding[ids], mean), "the new token's row is trained"
+    if mode == "sft":
+        return
+    assert torch.equal(embedding[ids + 1], mean) is bool(changes)
+    trained = read_json(first.checkpoint(2) / "adapter_config.json")["trainable_token_indices"]
+    kept = [token for token in range(ids) if token not in trained]
+    assert len(kept) > 100 and torch.equal(embedding[kept], base[kept])
+    merge(first.checkpoint(2), tmp_path / "merged")
+    assert len(load_file(tmp_path / "merged" / "model.safetensors")["model.embed_tokens.weight"]) == ids + 3
+    theirs = pytest.importorskip("peft").AutoPeftModelForCausalLM.from_pretrained(first.checkpoint(2)).eval()
+    tokens_BT = torch.tensor([[1, ids, 5, 9, ids]])
+    with torch.no_grad():
+        assert (theirs(tokens_BT).logits - model.logits(tokens_BT)[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("damage, told", [
+    ("renumbered", "is '<|eot_id|>' there and"), ("retrained", " there and "), ("alone", "no tokenizer to compare with")])
+def test_a_larger_tokenizer_of_another_family_is_no_start(damage, told, stages, more_tokens, tmp_path, capsys):
+    """Its ids mean something else to the model."""
+    base, tokenizer = model_from_elsewhere(stages, tmp_path / "base"), tmp_path / "tokenizer"
+    shutil.copytree(more_tokens.tokenizer, tokenizer)
+    if damage == "alone":
+        (base / "tokenizer.json").unlink()
+    document = json.loads((tokenizer / "tokenizer.json").read_text())
+    if damage == "renumbered":
+        first, last = (next(token for token in document["added_tokens"] if token["content"] == name) for name in ("<|eot_id|>", "<|see|>"))
+        first["content"], last["content"] = last["content"], first["content"]
+    elif damage == "retrained":
+        vocabulary = document["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(document))
+    options = PreparationOptions(str(tokenizer), "auto", 100_000, 0.1, workers=1)
+    chats = prepare_set("chats", str(stages.chats.parents[1] / "chats.jsonl"), tmp_path / "chats", options)
+    run = of_more_tokens(stages, MoreTokens(tokenizer, chats, 0), "sft", tmp_path / "runs", PRETRAIN_CHECKPOINT=base)
+    capsys.readouterr()
+    assert run.train() == 5
+    error = capsys.readouterr().err
+    assert told in error and "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added" in error
+    assert not run.folder.exists()
 
 
 def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp_path, capsys):
