@@ -135,11 +135,6 @@ class BaseTokenizer:
                 start = match.end()
         return ids
 
-    def with_control_tokens(self, names: Collection[str]) -> "BaseTokenizer":
-        """Return this tokenizer, or a copy in which the added tokens with these names are control tokens."""
-        assert not names
-        return self
-
     def is_same(self, sha256: str) -> bool:
         """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
         return sha256 == self.sha256 or sha256 in self.other_sha256
@@ -363,9 +358,8 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.pad_id = ids.get("pad_token")
         self.document_start_id = self.eos_id if self.bos_id is None else self.bos_id
 
-    def with_control_tokens(self, names: Collection[str]) -> BaseTokenizer:
-        if not names:
-            return self
+    def with_control_tokens(self, names: Collection[str]) -> "HuggingFaceTokenizer":
+        """Return a copy in which the added tokens with these names are control tokens."""
         copy = HuggingFaceTokenizer(self._file, self._name, names)
         copy.generation = self.generation
         return copy

@@ -73,7 +73,7 @@ class ChatFormat:
 
         # Find control tokens, and everything besides the tokenizer that affects ids.
         more = self._added_tokens_around_messages()
-        self.tokenizer = tokenizer = tokenizer.with_control_tokens(more)
+        self.tokenizer = tokenizer = tokenizer.with_control_tokens(more) if more else tokenizer
         content = json.dumps([template, control_tokens, TEMPLATE_VERSION, *([sorted(more)] if more else [])])
         content = "Llama 3" if template == CHAT_TEMPLATE else content
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
@@ -124,8 +124,6 @@ class ChatFormat:
                 return {name for name in names if name in text}
             return set()
 
-        if not names:
-            return names
         *calls, _ = CALL_TRIAL
         return written(*TRIAL) | written(SYSTEM_TRIAL, *TRIAL) | (written(*CALL_TRIAL) - written(*calls))
 
@@ -229,7 +227,8 @@ class ChatFormat:
         pieces = self._render(messages, add_generation_prompt, options, marks)
         pieces = re.split(f"[{marks}]", pieces) if marks else [pieces]
         rendered = "".join(pieces)
-        neutral = [{**map_texts(message, lambda text: "words" if text.strip() else text[:1]),
+        # Mistral's templates accept only ids of calls with nine letters.
+        neutral = [{**map_texts(message, lambda text: "textwords" if text.strip() else text[:1]),
                     "role": message["role"]} for message in messages]
         expected = self._controls_of_neutral_words(json.dumps([neutral, options]), add_generation_prompt)
         actual = [name.strip() for name in self._control.findall(rendered)]

@@ -54,9 +54,8 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     config, tensors = read_model_config(source), huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
     place = folder if (folder / "tokenizer.json").is_file() else source
-    if tokenizer is None:
-        tokenizer = load_tokenizer(str(place))
-        tokenizer.generation = read_generation(source)
+    tokenizer = tokenizer or load_tokenizer(str(place))
+    tokenizer.generation = read_generation(source)
     ids = tokenizer.vocab_size
     if base:
         adapter = peft.load_adapter_folder(folder, config, padded(max(rows, ids)))

@@ -39,10 +39,10 @@ def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt], special: bool
     has_chats = any(not isinstance(each.content, str) for each in contents)
     chat_format = load_chat_format(tokenizer) if has_chats else None
     texts = [each.content if isinstance(each.content, str) else each.content[-1]["content"]
-             for each in contents]
+             for each in contents if not (special and isinstance(each.content, str))]
     advice = "" if has_chats else "; --parse-special makes it one"
     controls = chat_format.tokenizer if chat_format else tokenizer
-    if not special and (note := note_of_controls(controls, texts, advice)):
+    if note := note_of_controls(controls, texts, advice):
         print_safely(note, sys.stderr)
     for each in contents:
         if isinstance(each.content, str):

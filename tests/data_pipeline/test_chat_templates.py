@@ -279,6 +279,18 @@ def test_a_template_that_training_refuses_still_writes_prompts(with_template, tm
     assert odd.tokenizer.special_ids["<odd>"] in odd.stop_ids, "an answer stops where the template ends it"
 
 
+def test_a_template_may_accept_only_some_ids_of_calls(with_template):
+    """Such as Mistral's, of nine letters; the check for rewritten words does not change them."""
+    calls = "{% for call in message.tool_calls or [] %}{{ raise_exception('id') if call.id|length != 9 else call.function.name }}{% endfor %}"
+    chat_format = load_chat_format(with_template(CHATML.replace("message['content'] +", "message['content'] }}" + calls + "{{"), "<|im_start|>", "<|im_end|>"))
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "a cat"}}}
+    messages = [*DIALOG[:1], {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", **call}]}, {"role": "tool", "content": "It is"}]
+    assert "look" in chat_format.tokenizer.decode(chat_format.encode_prompt(messages))
+    messages[1]["tool_calls"][0]["id"] = "abc"
+    with pytest.raises(DataError, match="rejects this chat: id"):
+        chat_format.encode_prompt(messages)
+
+
 def test_a_template_may_require_a_system_message(with_template, tmp_path):
     template = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))

@@ -239,7 +239,35 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     assert 0 < len(lines) < 2000 and lines == sorted(lines)
 
 
+def test_names_of_control_tokens_in_a_prompt_are_said_and_can_be_meant(folder, tokenizer, tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(TextGenerator, "stream", lambda self, prompts: seen.extend(prompts) or iter(()))
+    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi<|eot_id|>"}]}) + "\n")
+
+    def told(*flags) -> str:
+        monkeypatch.setattr(sys, "argv", ["generate.py", str(folder), *map(str, flags)])
+        script.main()
+        return capsys.readouterr().err.strip()
+
+    sentence = "<|eot_id|> in the prompt is encoded as text, not as a control token"
+    assert told("--prompt", "Hi<|eot_id|>", "a") == f"{sentence}; --parse-special makes it one"
+    assert told("--prompt", "Hi<|eot_id|>", "a", "--parse-special") == told("--prompt", "a") == ""
+    assert told("--chat", "--prompt", "Hi<|eot_id|>") == told("--prompts", tmp_path / "p.jsonl", "--parse-special") == sentence
+    ends = [list(prompt.ids).count(tokenizer.eot_id) for prompt in seen]
+    assert ends == [0, 0, 1, 0, 0, 1, 1], "in a chat, only the format's own"
+
+
+def test_generation_settings_that_are_not_applied_are_said(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder, tmp_path / "m")
+    content = json.loads((tmp_path / "m" / "generation_config.json").read_text())
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**content, "temperature": 0.6, "transformers_version": "5.0"}))
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "m"), "--max-new-tokens", "0"])
+    script.main()
+    assert "generation_config.json also has temperature=0.6, which is not applied" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags, reason", [
+    (["--chat", "--prompt", "a", "--parse-special"], "--parse-special and --chat"),
     (["--top-k", "-1"], "argument --top-k: "), (["--min-p", "2"], "argument --min-p: "),
     (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop must not be empty"),
     (["--prompt", "a", "--prompts", "f"], "cannot be combined"), (["--output", "o"], "--output requires --prompts"),
