@@ -187,8 +187,9 @@ An interrupted preparation continues where it stopped.""")
         '{LABEL: 0.9, ...}}, {"weights": ...}]}, where 0.8 is a share of MAX_STEPS and a label is by default '
         "the path or name. Weights are shares of the training's tokens. Each source is prepared as a "
         "separate set")
-    add("--config-name", "NAME", "the hub dataset's config")
-    add("--split", "NAME", "the split of the hub dataset or of a folder saved by `datasets` [train]")
+    add("--config-name", "NAME", "the config of the hub dataset or of a folder whose README.md lists some")
+    add("--split", "NAME", "the split of the hub dataset, or of a folder with files such as train.jsonl and "
+        "test.jsonl [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
     example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",

@@ -23,7 +23,7 @@ from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import sha256
+from common.files import WrongContentError, check_start, sha256
 from common.text import counted, pip_install, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
@@ -219,6 +219,8 @@ def reading_errors(name: str) -> Iterator[None]:
         yield
     except PaddockError:
         raise
+    except WrongContentError as error:
+        raise DataError(f"{name}: {error}") from error
     except Exception as error:  # fsspec, arrow, zlib and the hub have no common base class
         raise DataError(f"{name}: {remote.first_line(error)}; check that it exists, is complete "
                         "and can be read") from error
@@ -311,7 +313,7 @@ def _stored_file(fs: Any, name: str) -> StoredFile:
     if flaw_of(name):  # JSON files could not contain it
         raise DataError(f"{name}: the file's name is not UTF-8; rename it")
     if is_local(fs) and not os.path.isfile(name):
-        raise DataError(f"{name}: " + ("is not a plain file; remove it" if os.path.exists(name) else
+        raise DataError(f"{name}: " + ("is not a plain file; give another" if os.path.exists(name) else
                                        f"is a link to {os.readlink(name)}, which does not exist; restore the "
                                        "file, or remove the link"))
     return StoredFile(fs, name, fs.size(name) or 0, *kind_of(name))
@@ -518,6 +520,7 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
             stream = io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
             stem = os.path.splitext(file.name)[0]
+        check_start(file.url, stream.peek(SNIFF_BYTES), is_text=True)
         if file.kind == "text":
             column = columns[0] if columns else ""
             for where, line in _read_lines(file, raw, stream, reading):
@@ -652,6 +655,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
         import pyarrow as pa
         import pyarrow.parquet as pq
     with reading_errors(file.url), file.open() as raw:
+        check_start(file.url, raw.peek(SNIFF_BYTES))
         if is_parquet:
             table = pq.ParquetFile(raw)
             has_all = columns and {*columns} <= {*table.schema_arrow.names}

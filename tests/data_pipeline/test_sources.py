@@ -6,6 +6,8 @@ import json
 import lzma
 import os
 import re
+import shutil
+import subprocess
 from dataclasses import fields, replace
 
 import datasets
@@ -513,3 +515,22 @@ def test_every_field_of_a_source_is_in_the_table():
     for documents in ("whole", "line"):
         with pytest.raises(SettingsError, match=f"--documents {documents} has no effect .*each row is a document"):
             sources.check_flags(Source(path="x", documents=documents), {"records"})
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_text_in_another_encoding_is_named_with_a_command_that_converts_it(tmp_path, suffix, encoding):
+    path = tmp_path / f"my texts.{suffix}"
+    path.write_bytes(jsonl("one", "two").encode(encoding))
+    with pytest.raises(DataError, match="UTF-(16|32).* text; .*: iconv -f .* && mv ") as refused:
+        texts_of(path)
+    command = str(refused.value).rpartition("with: ")[2]
+    if shutil.which("iconv"):
+        subprocess.run(["bash", "-c", command], check=True)
+        assert len(texts_of(path)[0]) == (1 if suffix == "txt" else 2)
+
+
+def test_a_table_that_git_lfs_did_not_fetch_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(DataError, match="x.parquet: it is a git-lfs pointer.* git lfs pull"):
+        texts_of(tmp_path / "x.parquet")

@@ -287,11 +287,11 @@ RECORDS = group(
     digits=(text_line('{"text": ' + "1" * 5000 + "}"), ":2: "),
     ten_megabytes=(text_line(b'{"text": "' + b"x" * 10_000_000), ":2: not valid"),
     empty=(put("in.jsonl"), "in.jsonl: no document is left"),
-    utf16=(put("in.jsonl", "{}\n".encode("utf-16")), ":1: byte 1 .*UTF-8"),
+    utf16=(put("in.jsonl", "{}\n".encode("utf-16")), "in.jsonl: it is UTF-16 text; .*iconv"),
     all_empty=(put("in.jsonl", lines({"text": ""}, {"text": " "})), "no document is left to train on: 2 empty;"),
     missing=(nothing, "in.jsonl: no such file"),
-    pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: no such file"), loop=(lambda: loop("in.jsonl"), "symbolic links"),
-    device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "no such file")) + [
+    pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: is not a plain file"), loop=(lambda: loop("in.jsonl"), "in.jsonl: is a link to"),
+    device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "is not a plain file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
