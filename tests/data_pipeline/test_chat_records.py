@@ -139,8 +139,9 @@ def test_every_shape_of_an_unpaired_answer_is_a_prompt_an_answer_and_a_label(tmp
     assert (answer.messages[-1], answer.answers, answer.label) == (ASK, (SAY,), label)
 
 
-def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(prepared, tmp_path):
-    records = [{"prompt": f"ask {number // 3}", "completion": f"say {number}", "label": number % 4 > 0} for number in range(30)]
+@pytest.mark.parametrize("count, prompt_of", [(30, lambda number: number // 3), (32, lambda number: number % 2)], ids=["groups", "alternating"])
+def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target(count, prompt_of, prepared, tmp_path):
+    records = [{"prompt": f"ask {prompt_of(number)}", "completion": f"say {number}", "label": number % 4 > 0} for number in range(count)]
     options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.0, workers=1)
     folder = prepare_set("pairs", write_jsonl(tmp_path / "rated.jsonl", records), tmp_path, options)
     tokenizer = load_tokenizer(str(prepared.tokenizer))
@@ -153,8 +154,8 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
         assert record["prompt"] in prompt and record["completion"] in own
         assert (segments & 1).tolist() == [0, int(record["label"]), int(not record["label"])]
         rows.append(int(other.split()[1].split("<")[0]))
-        assert rows[-1] // 3 != number // 3
-    assert sorted(rows) == list(range(30)), "each answer is beside one other prompt"
+        assert prompt_of(rows[-1]) != prompt_of(number)
+    assert sorted(rows) == list(range(count)), "each answer is beside one other prompt"
     alone = write_jsonl(tmp_path / "alone.jsonl", records[:1])
     with pytest.raises(DataError, match="no record near it has another prompt"):
         prepare_set("pairs", alone, tmp_path, options)

@@ -123,6 +123,19 @@ def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
     assert [json.loads(line)["prompt"] for line in samples if line] == ["line\u2028separator\n"] * 3
 
 
+def test_of_a_step_that_a_signal_interrupted_after_its_update_the_answers_stay(tmp_path):
+    """The checkpoint has metrics up to step 2 and the update of step 3, which is not taken again."""
+    answers = [{"step": step, "group": 0, "prompt": "?", "answer": "!", "reward": 1.0, "advantage": 0.0, "tokens": 1} for step in (1, 2, 3, 4)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in answers))
+    for name in ("metrics", "samples"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"step": step, "prompt": "", "text": ""}) + "\n" for step in (1, 2, 3, 4)))
+    log = RunLog(Config(training_stage="grpo"), 0, "cpu")
+    log.open(tmp_path, step=2, steps_taken=3)
+    log.close()
+    kept = {name: [line["step"] for line in written(tmp_path / f"{name}.jsonl")] for name in ("rollouts", "metrics", "samples")}
+    assert kept == {"rollouts": [1, 2, 3], "metrics": [1, 2], "samples": [1, 2]}
+
+
 @pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])
 def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"

@@ -485,6 +485,12 @@ def compare_all(comparison: Comparison, only: list[str], jobs: int) -> None:
         return not only or any(word in name for word in only)
 
     comparison.check_data(wanted("data"))
+    # The runs of both versions read what the reference has prepared: other rows would hide a change of training.
+    old, new = comparison.old.folder, comparison.new.folder
+    shutil.rmtree(new / "data")
+    shutil.copytree(old / "data", new / "data")
+    for path in (old / "tokenizer.model", *old.glob("*.prepared")):
+        shutil.copy(path, new)
     cases: dict[str, Callable] = {}
     for name in RUNS:
         if wanted(name):
