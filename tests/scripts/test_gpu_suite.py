@@ -1,4 +1,4 @@
-"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. .ci/run runs most of the real parts."""
+"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
 import os
@@ -96,6 +96,7 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
 
+@pytest.mark.slow
 def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
     """In forked processes."""
     def run(task, script, *arguments, env=None, stdin=""):

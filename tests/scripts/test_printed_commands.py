@@ -40,7 +40,7 @@ def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
         assert done.returncode == 0 and "rror" not in done.stderr, (line, done.stderr)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("elsewhere", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv(CALLED_FROM, raising=False)
@@ -50,6 +50,7 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Your own data"})
 
 
+@pytest.mark.slow
 def test_what_adapters_recommend_works(stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})

@@ -27,6 +27,7 @@ def test_a_seed_that_misses_the_goal_is_counted_and_not_averaged():
     assert [line.split()[:5] for line in table(results)[1:]] == [["a", "2/2", "15.0", "±", "7.1"], ["b", "1/2", "30", "0.33", "2.0"]]
 
 
+@pytest.mark.slow
 def test_a_race_stops_at_its_goal_and_runs_only_the_seeds_that_are_missing(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=4000)
     race = ("scripts/dev/race.py", "--name", "a", "--goal", "0.01", "--every", "2", *run.argv())

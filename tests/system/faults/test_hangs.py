@@ -10,11 +10,12 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from commands import WORLD
-from factories import UNMEASURED, do_in_step, is_rank
+from factories import UNMEASURED, do_in_step, is_rank, wait_until
 from faults import act
 
 from checkpoint import tensors
@@ -28,7 +29,28 @@ from parallel.hang import HangWatchdog, describe_ranks
 TIMEOUT = 2  # seconds
 
 
+class Watch(HangWatchdog):
+    """Counts from the beginning of the fault, and not before all other ranks wait, so that a rank may take any time until then.
+
+    `began` is a file that the fault makes.
+    """
+
+    began, culprit = None, None
+
+    def _last_progress(self) -> float:
+        others = [rank for rank in range(len(self.statuses)) if rank != self.culprit]
+        wait = [self.heartbeat.is_waiting if rank == self.rank else self.statuses[rank]["waiting"] for rank in others]
+        return super()._last_progress() if self.began.exists() and all(wait) else time.monotonic()
+
+
+def patiently(began: Path, culprit, plant) -> None:
+    """In a rank: plant a fault for a watchdog that makes allowance for a slow machine."""
+    Watch.began, Watch.culprit, hang.RESPONSE_SECONDS, collectives.HangWatchdog = began, culprit, 10, Watch
+    plant()
+
+
 def stop_here() -> None:
+    Watch.began.touch()
     time.sleep(2 * hang.PUBLISH_SECONDS)  # until all know where it is
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -39,7 +61,8 @@ def stop(rank: int, when) -> None:
 
 
 def stall() -> None:
-    time.sleep(60)
+    Watch.began.touch()
+    time.sleep(600)
 
 
 def on_such_a_disk(before_write) -> None:
@@ -53,6 +76,11 @@ def on_such_a_disk(before_write) -> None:
         tensors.open = lambda path, mode: File(path, mode) if mode == "r+b" else open(path, mode)
 
 
+def write_slowly() -> None:
+    Watch.began.touch()
+    time.sleep(0.2)
+
+
 def wait_for_each_other() -> None:
     def wait() -> None:
         with HEARTBEAT.waiting():
@@ -61,12 +89,14 @@ def wait_for_each_other() -> None:
     do_in_step(3, wait)
 
 
-def lose_rank_1() -> None:
-    """Rank 0 does not notice, as if it waited in a GPU kernel."""
-    hang.EXITED_RANK_SECONDS = 1
+def lose_rank_1(known: Path) -> None:
+    """Rank 1 is killed once rank 0 knows it; rank 0 does not notice, as if it waited in a GPU kernel."""
+    hang.EXITED_RANK_SECONDS, Watch.began = 1, known
     if is_rank(1):
-        do_in_step(3, lambda: (time.sleep(2 * hang.PUBLISH_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
+        do_in_step(3, lambda: (wait_until(known.exists), os.kill(os.getpid(), signal.SIGKILL)))
     else:
+        poll = HangWatchdog._poll
+        HangWatchdog._poll = lambda watch: (poll(watch), watch.local_ranks and known.touch())
         wait_for_each_other()
 
 
@@ -88,10 +118,10 @@ IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
      {0: "backward", 1: "stall"}),
     (partial(on_such_a_disk, stall), 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and no rank made progress",
      {0: "stall", 1: "all_agree"})])
-def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
+def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run, tmp_path):
     run = tiny_run()
-    job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
-    codes = job.wait(TIMEOUT + 35)
+    job = run.start(WORLD, partial(patiently, tmp_path / "began", culprit, plant), DISTRIBUTED_TIMEOUT=TIMEOUT)
+    codes = job.wait()
     # A rank that was only stopped continues after the report, finds no other rank, and exits too.
     assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
     text = job.text()
@@ -103,9 +133,9 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
         assert "in train_loop" in stacks and f"in {place}" in stacks
 
 
-def test_one_process_that_does_not_move_is_reported_too(tiny_run):
+def test_one_process_that_does_not_move_is_reported_too(tiny_run, tmp_path):
     run = tiny_run(**UNMEASURED)
-    text = run.ends([6], partial(act, 0, 3, stall), TIMEOUT + 35, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    text = run.ends([6], partial(patiently, tmp_path / "began", 0, partial(act, 0, 3, stall)), DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert f"error: hang: rank 0 is in {STEP}, and no rank made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text
     assert "in stall" in (run.folder / "log" / "stacks-rank-0.txt").read_text() and "Traceback" not in text
 
@@ -134,28 +164,30 @@ def stall_and_listen_slowly() -> None:
     on_such_a_disk(stall)
     if is_rank(1):
         poll = HangWatchdog._poll
-        HangWatchdog._poll = lambda watch: (time.sleep(1), poll(watch))
+        Watch._poll = lambda watch: (time.sleep(1), poll(watch))
 
 
-def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run):
-    text = tiny_run().ends([6, 6], stall_and_listen_slowly, TIMEOUT + 36, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
+def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run, tmp_path):
+    plant = partial(patiently, tmp_path / "began", 0, stall_and_listen_slowly)
+    text = tiny_run().ends([6, 6], plant, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
     assert text.count("error: hang: ") == 1, text
 
 
-def test_ranks_that_all_wait_are_a_hang(tiny_run):
-    text = tiny_run().ends([6, 6], wait_for_each_other, TIMEOUT + 35, DISTRIBUTED_TIMEOUT=TIMEOUT)
+def test_ranks_that_all_wait_are_a_hang(tiny_run, tmp_path):
+    text = tiny_run().ends([6, 6], partial(patiently, tmp_path / "began", None, wait_for_each_other), DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert "error: hang: ranks 0-1 wait in data (step 3), and no rank made progress" in text
 
 
-def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
+def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run, tmp_path):
     run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # because the disk of this machine may be busy
-    text = run.ends([0, 0], partial(on_such_a_disk, partial(time.sleep, 0.2)), DISTRIBUTED_TIMEOUT=timeout)
+    plant = partial(on_such_a_disk, write_slowly)
+    text = run.ends([0, 0], partial(patiently, tmp_path / "began", 0, plant), DISTRIBUTED_TIMEOUT=timeout)
     assert float(re.search(r"Saved .* in ([\d.]+) s", text)[1]) > 1.5 * timeout
     assert run.steps_saved() == [2]
 
 
-def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run):
-    text = tiny_run().ends([1, -signal.SIGKILL], lose_rank_1, 30)
+def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run, tmp_path):
+    text = tiny_run().ends([1, -signal.SIGKILL], partial(lose_rank_1, tmp_path / "known"), DISTRIBUTED_TIMEOUT=3600)
     assert "error: rank 0 stops, because rank 1 has exited" in text and "hang" not in text
 
 
@@ -254,9 +286,9 @@ def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(watch_of):
     for count, timeout, reads in ((64, 600, 1), (256, 600, 4), (1024, 600, 16), (256, 5, 1), (10_000, 600, 48)):
         watch = watch_of(0, count, timeout)
         assert watch.extra_reads == reads - 1
-        watch.heartbeat.is_waiting, now = True, time.monotonic()
+        watch.heartbeat.is_waiting, began = True, watch.statuses[0]["last_beat"]
         round_seconds = (reads - 1) * (watch.interval + hang.PUBLISH_SECONDS)
-        assert abs(watch._last_progress() - now - round_seconds) < 1 and round_seconds <= timeout / 5
+        assert watch._last_progress() == began + round_seconds and round_seconds <= timeout / 5
 
 
 def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(watch_of):
@@ -286,7 +318,7 @@ TENSOR, OBJECT = (partial(under_a_limit, partial(*beyond)) for beyond in ((torch
     ((1, 3, out_of_gpu_memory), 2, "error: rank 1 is out of memory ("), ((1, 3, TENSOR), 2, "error: rank 1 is out of memory ("),
     ((0, IN_HELLASWAG, OBJECT), 2, "error: rank 0 is out of memory ("), ((0, IN_HELLASWAG, OBJECT), 1, "out of memory (")])
 def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, ranks, told, tiny_run):
-    text = tiny_run().ends([1] * ranks, partial(act, *plant), 30)
+    text = tiny_run().ends([1] * ranks, partial(act, *plant))
     assert told in text and "Traceback" not in text
     places = [text.index(name) for name in ("ACTIVATION_CHECKPOINTING=selective", "MICRO_BATCH_SIZE", "MAX_SEQ_LEN", "--check")]
     assert places == sorted(places), "what costs least comes first"
