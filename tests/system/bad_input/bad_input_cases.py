@@ -246,7 +246,7 @@ SHARDS = group(
     set_missing=(gone("set"), "set: no such file or folder"),
     set_pipe=(instead("set", os.mkfifo), "set: no such file"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
     set_text=(instead("set", lambda name: Path(name).write_text("x")), "call it .txt or .jsonl, and prepare it"),
-    set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with .*scripts/load_pretrain_dataset.py --source x.jsonl"),
+    set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with .*scripts/load_pretrain_dataset.py'? --source x.jsonl"),
     too_long=(env(PRETRAIN_DATA_PATH=LONG), "File name too long; check"),
     chats=(env(PRETRAIN_DATA_PATH="chats"), "holds chats, but PRETRAIN_DATA_PATH needs documents"),
     npy_deep=(npy(b"\x01\x00\xff\xff" + b"(" * 65535), "header cannot be read"),

@@ -231,7 +231,7 @@ def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
-    run, timeout = tiny_run(), 5
+    run, timeout = tiny_run(), 20
     with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
         assert command.wait() == 6, command.text()
     print_seconds(run)
@@ -244,7 +244,7 @@ def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
 @pytest.fixture(scope="module")
 def endless(prepared, tmp_path_factory):
     """A job that runs until the second of the two tests below."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 10})
+    run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 600})
     with launch(run) as command:
         command.wait_for_step(2)
         yield run, command

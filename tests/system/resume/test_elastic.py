@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import faults
 import pytest
@@ -71,15 +71,19 @@ LAYOUTS = {1: [FULL, NONE, OFFLOADED], 2: [FULL, NONE, OFFLOADED, {"SHARDING": "
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> dict[str, TinyRun]:
-    """Runs of two steps of one process."""
+def saved(tmp_path_factory):
+    """A function that returns a run of two steps of one process, which is trained once."""
     folder = tmp_path_factory.mktemp("saved")
-    prepared, runs = prepare(folder / "data", vocab_size=270), {}
-    for name, settings in SAVED.items():
-        named = {key: runs["base"].checkpoint(2) if value == "base" else value for key, value in settings.items()}
-        runs[name] = TinyRun(prepared, folder, RUN_NAME=name, **UNEVEN | named)
-        assert runs[name].train() == 0
-    return runs
+    prepared = prepare(folder / "data", vocab_size=270)
+
+    @cache
+    def run_of(name: str) -> TinyRun:
+        named = {key: run_of("base").checkpoint(2) if value == "base" else value for key, value in SAVED[name].items()}
+        run = TinyRun(prepared, folder, RUN_NAME=name, **UNEVEN | named)
+        assert run.train() == 0
+        return run
+
+    return run_of
 
 
 def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
@@ -101,11 +105,11 @@ def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
       for world_size in LAYOUTS for machines in (1, 2, 4) if machines <= world_size)])
 def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, machines, names, saved, tmp_path):
     """However many ranks write it, and also where rows come from other machines."""
-    runs = [saved[name].copy(tmp_path / name, RUN_NAME=name) for name in names]
+    runs = [saved(name).copy(tmp_path / name, RUN_NAME=name) for name in names]
     run_ranks(save_again, [run.argv() for run in runs], LAYOUTS[world_size], world_size=world_size, folder=tmp_path / "outputs",
               env={"LOCAL_WORLD_SIZE": str(world_size // machines)})
     for run in runs:
-        before = saved[run.settings["RUN_NAME"]]
+        before = saved(run.settings["RUN_NAME"])
         assert run.hashes(2) == before.hashes(2), run.settings["RUN_NAME"]
         manifests = [store.read_manifest(each.checkpoint(2)) for each in (before, run)]
         for name in before.hashes(2):
