@@ -20,8 +20,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.command_line import CommandParser, number
-from common.errors import DataError, SettingsError, local_path, run_script
-from common.files import disk_errors, read_json, unreadable
+from common.errors import DataError, SettingsError, local_path, run_script, unreadable
+from common.files import disk_errors, read_json
 from common.text import is_url, show, without_passwords
 from config import KINDS, Config
 from data_pipeline import mixture

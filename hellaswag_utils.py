@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint.item_scores import error_of_share
-from common.errors import DataError
-from common.files import check_start, json_sha256, plain, unreadable
+from common.errors import DataError, unreadable
+from common.files import check_start, json_sha256, plain
 from common.text import command
 from config import Config, EvalTask
 from data_pipeline.sources import flaw_of

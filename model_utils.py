@@ -416,16 +416,12 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
         raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,}, and "
                               f"the id {number} is {theirs!r} there and {ours!r} here; {advice}")
 
-    # Tell which rows are new, and whether they stay as they start.
-    names, trained = config.lora_train_tokens, {*range(ids)}
-    if config.lora_enabled and names != "auto":
-        trained = {tokenizer.special_ids.get(name.strip()) for name in names.split(",")}
-    whole = config.lora_train_embeddings and (config.lora_train_head or config.tie_embeddings)
-    frozen_by = f"LORA_TRAIN_TOKENS={names}" if not (whole or trained >= {*range(rows, ids)}) else (
-        f"TRAIN_ONLY={config.train_only}" if config.train_only else "")
-    frozen = f"; {frozen_by} does not train all of them" if frozen_by else ""
     place = f"{rows:,} to {ids - 1:,} of the embedding{'' if config.tie_embeddings else ' and of the head'}"
-    return [f"{ids - rows:,} new tokens: rows {place} start as the mean of the others{frozen}"]
+    trained = f"; TRAIN_ONLY={config.train_only} does not train them" if config.train_only else ""
+    whole = config.lora_train_embeddings and (config.lora_train_head or config.tie_embeddings)
+    if config.lora_enabled and not whole and config.lora_train_tokens != "auto":
+        trained = f"; LORA_TRAIN_TOKENS={config.lora_train_tokens} decides which of them are trained"
+    return [f"{ids - rows:,} new tokens: rows {place} start as the mean of the others{trained}"]
 
 
 def find_model(name: str) -> Path:

@@ -22,17 +22,8 @@ import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from common.errors import DataError, SettingsError
-from common.files import (
-    atomic_write,
-    disk_errors,
-    json_sha256,
-    plain,
-    read_json,
-    read_plain,
-    read_text,
-    unreadable,
-)
+from common.errors import DataError, SettingsError, unreadable
+from common.files import atomic_write, disk_errors, json_sha256, plain, read_json, read_plain, read_text
 from common.remote import hub_folder, is_hub_name, why_not
 from common.text import command, pip_install
 from config import SAMPLE
@@ -540,7 +531,7 @@ def refuse_sentencepiece(file: Path, name: str) -> None:
     with open(file, "rb", opener=plain) as opened:
         start = opened.read(4)
     # In a protocol buffer, its first piece: a text, perhaps with a score (5 bytes) and a type (2).
-    if start[::2] == b"\n\n" and start[1] - start[3] in (2, 4, 7, 9):
+    if len(start) == 4 and start[::2] == b"\n\n" and start[1] - start[3] in (2, 4, 7, 9):
         folder = json.dumps(str(file.parent))
         convert = ("from transformers import AutoTokenizer; "
                    f'AutoTokenizer.from_pretrained({folder}).save_pretrained("converted")')

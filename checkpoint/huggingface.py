@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from checkpoint.manifest import GONE
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
 from common import files
-from common.errors import CheckpointError, SettingsError
-from common.files import unreadable
+from common.errors import CheckpointError, SettingsError, unreadable
 from common.remote import hub_folder, why_not
 from common.text import command
 from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig, Section, grown_layers

@@ -24,17 +24,8 @@ from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sea
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
-from common.errors import CheckpointError
-from common.files import (
-    TRANSIENT_ERRORS,
-    free_bytes,
-    read_plain,
-    sha256,
-    sync,
-    sync_folder,
-    unreadable,
-    why_not_writable,
-)
+from common.errors import CheckpointError, unreadable
+from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
 from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
 from common.text import print_safely, printable

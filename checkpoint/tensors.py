@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
-from common.errors import CheckpointError
-from common.files import BLOCK_BYTES, plain, unreadable
+from common.errors import CheckpointError, unreadable
+from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT
 
 # Widest first, the order of tensors in a safetensors file.

@@ -59,10 +59,9 @@ def suggestion(name: str, known: Iterable[str], same: Mapping[str, str] = {}) ->
 
 
 def count_typos(one: str, other: str) -> float:
-    """Return the number of letters to insert, delete, change or swap in the words of a name; inf if unlike.
+    """Return the number of typos in the words of a name; inf if another name is meant.
 
-    Words of another length than a typo makes, other numbers, and short words in which a letter differs have
-    another meaning: dora and lora, fp8 and fp16, top_k and top_p.
+    Numbers, and letters of short words, make another name: fp8 and fp16, dora and lora, top_k and top_p.
     """
     words, others = (re.split("[-_.]+", text.lower().strip("-")) for text in (one, other))
     if "".join(words) == "".join(others):

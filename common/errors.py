@@ -87,6 +87,12 @@ def requires_package(package: str, feature: str) -> Iterator[None]:
         raise SettingsError(message) from error
 
 
+def unreadable(error: Exception, advice: str) -> str:
+    """Return why a file cannot be read, with `advice` unless the error has its own."""
+    reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    return reason if getattr(error, "has_remedy", False) else f"{reason}; {advice}"
+
+
 def local_path(text: str) -> Path:
     if is_url(text):
         raise SettingsError(f"{text} is a URL, but must be a path on this machine; mount it or copy it")

@@ -46,6 +46,8 @@ class NotAFileError(OSError):
 class WrongContentError(OSError):
     """The content is not what the file's name says; the message has the remedy."""
 
+    has_remedy = True
+
     def __init__(self, path: str | Path, content: str, remedy: str):
         super().__init__(errno.EINVAL, f"it is {content}; {remedy}", str(path))
 
@@ -67,12 +69,6 @@ def check_start(path: str | Path, start: bytes, is_text: bool = False) -> None:
         old, new = (shlex.quote(str(each)) for each in (path, f"{path}.utf8"))
         raise WrongContentError(path, f"{encoding} text", "save it as UTF-8, or convert it with: "
                                 f"iconv -f {encoding} -t UTF-8 {old} > {new} && mv {new} {old}")
-
-
-def unreadable(error: Exception, advice: str) -> str:
-    """Return why a file cannot be read, with `advice` unless the error has its own."""
-    reason = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    return reason if isinstance(error, WrongContentError) else f"{reason}; {advice}"
 
 
 def plain(path: str, flags: int) -> int:

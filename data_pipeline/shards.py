@@ -28,17 +28,8 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
-from common.errors import DataError, SettingsError
-from common.files import (
-    TRANSIENT_ERRORS,
-    plain,
-    read_json,
-    read_plain,
-    sha256,
-    unreadable,
-    why_not_writable,
-    write_json,
-)
+from common.errors import DataError, SettingsError, unreadable
+from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
 from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
 from common.text import command, print_safely

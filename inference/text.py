@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from common.errors import DataError
-from common.files import check_start, plain, unreadable
+from common.errors import DataError, unreadable
+from common.files import check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format

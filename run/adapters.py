@@ -62,10 +62,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         adapter.check_base(huggingface.weights_sha256(tensors), base)
         if adapter.base_sha256 is None:
             print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
-        matrices, new = ("tok_embeddings", *["output"] * (not config.tie_embeddings)), {*range(rows, ids)}
-        has_new = all(f"{name}.weight" in adapter.state or new <= {*adapter.token_ids.get(name, ())}
-                      for name in matrices)
-        if new and (has_new or adapter.base_sha256):  # trained here: untrained rows start as in training
+        elif ids > rows:  # trained here, where new rows started like this
             rows, tensors = ids, huggingface.select_rows_and_layers(tensors, ids, None)
     if ids > rows:
         raise CheckpointError(f"{place}: its tokenizer has {ids:,} ids, but the model in {source} has "

@@ -305,8 +305,13 @@ def test_a_sentencepiece_model_is_named_with_a_way_to_a_tokenizer_json(first, ba
 
 
 def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, ours, tmp_path):
-    write_tiktoken(ranks, tmp_path / "tokenizer.model")
+    write_tiktoken(ranks, file := tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).sha256 == ours.sha256
+    file.write_bytes(b"\n\n\n" + file.read_bytes())
+    assert load_tokenizer(str(file)).sha256 == ours.sha256
+    file.write_bytes(b"\n\n\n")
+    with pytest.raises(DataError, match="has no token for 256"):
+        load_tokenizer(str(file))
 
 
 def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):

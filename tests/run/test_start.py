@@ -399,7 +399,7 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
     run = of_more_tokens(stages, more_tokens, mode, tmp_path, **changes)
     ids = more_tokens.ids
     assert run.train() == 0
-    frozen = "; LORA_TRAIN_TOKENS=<|plan|> does not train all of them" if changes else ""
+    frozen = "; LORA_TRAIN_TOKENS=<|plan|> decides which of them are trained" if changes else ""
     assert f"3 new tokens: rows {ids} to {ids + 2} of the embedding start as the mean of the others{frozen}\n" in capsys.readouterr().out
     shutil.rmtree(run.checkpoint(2))
     first = run.copy(tmp_path / "again")
