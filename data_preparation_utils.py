@@ -203,9 +203,6 @@ An interrupted preparation continues where it stopped.""")
 
     group = parser.add_argument_group("preparation")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
-    add("--near-duplicates", "SIMILARITY", f"drop {items} at least this similar to an earlier one, from "
-        "0.5 to 1, such as 0.8: the share of 5-word runs that both have (Jaccard, by MinHash)",
-        type=number(float, "from 0.5 to 1", lambda value: 0.5 <= value <= 1 or not value), default=0.0)
     add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
     add("--on-bad-record", "HOW", "for an unusable record: fail, or skip and list it [fail]",
@@ -226,8 +223,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
-        system_prompt=config.system_prompt, near_duplicates=flags.near_duplicates,
-        decontaminate=flags.decontaminate or "")
+        system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "")
     output = local_path(flags.output)
     if flags.mix:
         if fields or flags.source:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, show, without_passwords
-from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, Filters
+from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, Filter
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
 from data_pipeline.workers import (
@@ -74,9 +74,8 @@ class PreparationPlan(NamedTuple):
     @property
     def settings(self) -> dict:
         options = self.options
-        filters = {"near_duplicates": options.near_duplicates} if options.near_duplicates else {}
-        filters |= {"decontaminate": OVERLAP_WORDS} if options.decontaminate else {}
-        filters |= {"filters_version": FILTERS_VERSION} if filters else {}
+        filters = {"decontaminate": OVERLAP_WORDS, "filters_version": FILTERS_VERSION}
+        filters = filters if options.decontaminate else {}
         # Seed, stop and weights are left over from sets with several sources, and keep keys unchanged.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
@@ -227,7 +226,7 @@ def build(plan: PreparationPlan, folder: Path) -> None:
     working.rename(folder)
     sync_folder(folder.parent)
     # Including temporary files left by a kill.
-    for path in (*folder.glob(f"{JOURNAL}*"), folder / SIGNATURES):
+    for path in folder.glob(f"{JOURNAL}*"):
         path.unlink(missing_ok=True)
 
 
@@ -254,7 +253,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
-    filters = Filters(options, folder, journal.get("filters", {}))
+    overlaps = Filter(options, journal.get("removed", {}))
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
                       frozenset(split_plan.common))
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
@@ -267,11 +266,11 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         workers = options.workers or cores
-        only_tokenize = not kind.name and not filters.removed and isinstance(plan.tokenizer, Tokenizer)
+        only_tokenize = not kind.name and not options.decontaminate and isinstance(plan.tokenizer, Tokenizer)
         TOKENIZERS.clear()
         TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer
         in_order = stack.enter_context(open_workers(workers, only_tokenize and workers <= MAX_THREADS))
-        passed = filters.apply(chunks, in_order)
+        passed = overlaps.apply(chunks, in_order)
         results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = last_shown = time.monotonic()
@@ -284,7 +283,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
 
         reading.advance = show_fraction
         for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
-            filters.count(chunk.removed)
+            overlaps.count(chunk.removed)
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
             for split, writer in writers.items():
@@ -300,7 +299,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 end = {"end": {**chunk.end._asdict(), "split": split_plan}} if has_place else {}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
-                    "filters": filters.sync(chunk.signatures), **end})
+                    "removed": overlaps.removed, **end})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
@@ -311,8 +310,9 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     if reading.dropped:
         skipped["dropped"] = dict(reading.dropped)
     if not splits["train"]["documents"]:
-        raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, filters)
-    return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {}),
+        raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, overlaps)
+    return {"splits": splits, "skipped": skipped,
+            **({"removed": overlaps.removed} if overlaps.removed else {}),
             **({"cut_from_each": TAIL} if fraction is None else
                {"held_out": fraction} if fraction != options.validation_fraction else {}),
             **({"common_openings": len(split_plan.common)} if split_plan.common else {}),
@@ -340,11 +340,11 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
     return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
 
 
-def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
+def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, overlaps: Filter) -> DataError:
     """Return the error for a set without training documents, with the reasons and the remedy."""
     source, kind = plan.inputs[0], plan.kind.name
     counts = {"in validation": held_out, "empty": skipped["empty"], "bad": skipped["bad"],
-              "removed": sum(removed["count"] for removed in filters.removed.values())}
+              "removed": sum(removed["count"] for removed in overlaps.removed.values())}
     why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     advice = how_to_get_more(kind, [source.path])
@@ -437,8 +437,9 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
                      "without them")
     bad = counted(skipped["bad"], "bad record")
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
-    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
-                  removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
+    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} that share text with evaluation "
+                  "items", removed["count"], removed["listed"])
+                 for removed in manifest.get("removed", {}).values()]
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:
@@ -463,8 +464,8 @@ def describe_split(manifest: dict) -> Iterator[str]:
     elif "cut_from_each" not in manifest and is_far(held_out, asked * (trained + held_out)):
         yield (f"Warning: {held_out:,} of {trained + held_out:,} {noun}s are in validation, "
                f"{held_out / (trained + held_out):.1%} instead of {asked:.1%}, because equal ones"
-               f"{' and those with one prompt' * bool(kind)} stay together; drop repeats (--near-duplicates "
-               f"0.95), {more}, or shuffle the source if its first {COUNTED:,} differ from the rest")
+               f"{' and those with one prompt' * bool(kind)} stay together; remove repeats, {more}, or "
+               f"shuffle the source if its first {COUNTED:,} differ from the rest")
 
 
 def read_prepared(folder: Path) -> dict:

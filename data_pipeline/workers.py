@@ -38,7 +38,6 @@ class PreparationOptions:
     max_documents: int = 0  # use only the first documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list unusable records
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
-    near_duplicates: float = 0.0  # drop documents with at least this Jaccard similarity; 0 = none
     decontaminate: str = ""  # path of evaluation items: drop documents that share a 13-word span
     journal_seconds: float = 10.0  # between entries of the journal
 

@@ -1,7 +1,7 @@
 """Prepare data for training: read and tokenize it, and write it as token shards.
 
     ./paddock prepare text corpus/
-    ./paddock prepare chats 'chats/*.jsonl' --near-duplicates 0.8
+    ./paddock prepare chats 'chats/*.jsonl' --on-bad-record skip
     ./paddock prepare pairs pairs.parquet --map chosen=better,rejected=worse
     ./paddock prepare tokenizer corpus/ --vocab-size 32000 --output my.model
 

@@ -174,9 +174,8 @@ OPTIONS = {"tokenizer_backend": "tiktoken", "shard_tokens": 50_000, "workers": 2
 def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path, kills):
     texts = stories(1000 * kills)
     source = write_texts(tmp_path / "x.jsonl", [text for number in range(len(texts)) for text in texts[number::-700][:2]])
-    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000, near_duplicates=0.8)
-    assert json.loads((undisturbed / MANIFEST).read_text())["removed"]["near_duplicates"]["count"] == len(texts) - 700
-    prepare_under_fire(kills, 0.15, "documents", source, tokenizer_path, tmp_path / "out", 4000, **OPTIONS, near_duplicates=0.8)
+    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
+    prepare_under_fire(kills, 0.15, "documents", source, tokenizer_path, tmp_path / "out", 4000, **OPTIONS)
     folder = tmp_path / "out" / undisturbed.name
     assert shards_of(folder) == shards_of(undisturbed) and len(shards_of(folder)) > 4
     assert {path.name for path in folder.iterdir()} == {MANIFEST, *shards_of(folder)}
@@ -274,11 +273,6 @@ def test_no_validation_is_a_warning(tmp_path, tokenizer_path):
     assert "no document fell into validation" in "\n".join(describe(folder))
 
 
-def test_a_similarity_is_between_0_and_1(tokenizer_path):
-    with pytest.raises(SettingsError, match="--near-duplicates"):
-        prepare_from_flags("documents", ["--near-duplicates", "80", "--tokenizer-path", tokenizer_path])
-
-
 def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
     write_texts(tmp_path / "x.jsonl", ["a"])
     for output in (tmp_path, tmp_path / "deep" / "out"):
@@ -340,7 +334,7 @@ def die(spec, texts):
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
     tokenize_by(monkeypatch, die)
     with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
-        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2, near_duplicates=0.8)
+        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
 
 
 def test_two_at_once_make_one_set(tmp_path, tokenizer_path):

@@ -319,8 +319,7 @@ def test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then(syn
     assert [path for path, _, _ in synced[1:]] == [str(tmp_path)]
 
 
-@pytest.mark.parametrize("near_duplicates", [0.0, 0.8])
-def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, synced, prepared, tmp_path, monkeypatch):
+def test_what_a_preparation_counts_as_done_is_on_the_disk(synced, prepared, tmp_path, monkeypatch):
     """Everything in its folder before the journal counts it, and before the folder gets its name; and then the name itself."""
     unsynced, rename, replace = [], os.rename, os.replace
 
@@ -341,8 +340,7 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, synce
     monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 1000)
     monkeypatch.setattr(os, "rename", checked_rename)
     monkeypatch.setattr(os, "replace", checked_replace)
-    options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.1, workers=1, near_duplicates=near_duplicates,
-                                 journal_seconds=0)
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.1, workers=1, journal_seconds=0)
     prepare_set("documents", str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
     assert len(unsynced) > 3 and not any(unsynced), unsynced
     assert {number for _, number, _ in synced} == {(tmp_path / "out").stat().st_ino}
