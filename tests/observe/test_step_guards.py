@@ -211,6 +211,18 @@ def test_after_nan_nothing_is_advised_that_was_already_on(settings, advice, tmp_
     assert str(error.value).endswith(f", or {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
 
 
+def test_of_bad_gradients_those_with_the_smallest_share_of_bad_numbers_are_kept(monkeypatch):
+    model = make_model()
+    norms = {"norm.weight": 1, "layers.0.ffn_norm.weight": 64, "layers.1.ffn_norm.weight": 0}
+    for name, bad in norms.items():
+        parameter = model.get_parameter(name)
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[:bad] = torch.nan
+    for room, kept in ((256, ["norm.weight"]), (512, ["norm.weight", "layers.0.ffn_norm.weight"]), (255, [])):
+        monkeypatch.setattr(guards, "KEPT_BYTES", room)
+        assert [*guards.bad_gradients(model, "gradient")] == [f"gradient.{name}" for name in kept]
+
+
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
               {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from factories import new_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from checkpoint.manifest import CARD
 from common import __version__
 from common.errors import CheckpointError
 from common.text import printable
-from config import Config
+from config import Config, ModelConfig
 from run.adapters import merge
 from run.card import (
     NOT_IN_RECIPE,
@@ -30,6 +31,7 @@ from run.card import (
     read_card,
     run_and_step,
     sections_of,
+    trained_count,
 )
 from run.log import RunHistory
 from settings.load import load_config
@@ -38,6 +40,12 @@ from settings.load import load_config
 def ledger_sha256(run, step: int) -> str:
     lines = (run.folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     return hashlib.sha256(b"".join(lines[:step])).hexdigest()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_parameters_are_counted_without_the_padding_of_the_vocabulary(tied):
+    config = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=48, tie_embeddings=tied)
+    assert trained_count(new_model(config, 300), 300) == (1 if tied else 2) * 300 * 32 + 4 * 32 * 32 + 3 * 48 * 32 + 3 * 32
 
 
 def test_the_metadata_are_what_the_hub_reads(whole):
