@@ -17,4 +17,5 @@ if [ "${1:-}" = --torch ]; then
     shift 2
 fi
 set_up requirements.txt requirements-extras.txt requirements-dev.txt
-exec env OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+# Compiled modules are kept, so that each process of the tests starts sooner.
+exec env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -155,7 +155,7 @@ def roll_dice() -> None:
                  marks=pytest.mark.slow),
     pytest.param(begin_anew, {"resumed"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
     pytest.param(forget_progress, {"metrics", "progress"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
-    (roll_dice, {"weights", "straight again"}, "two uninterrupted runs differ too")])
+    pytest.param(roll_dice, {"weights", "straight again"}, "two uninterrupted runs differ too", marks=pytest.mark.slow)])
 def test_what_is_not_restored_is_found(plant, differing, words, verify):
     code, text, left = verify("--steps", "12", plant=plant)
     lines = table(text)
@@ -192,7 +192,7 @@ def test_a_layout_with_another_gradient_is_found(verify):
 
 
 @pytest.mark.parametrize(("settings", "first"), [
-    ({"RESUME": "step-00000002"}, 2),
+    pytest.param({"RESUME": "step-00000002"}, 2, marks=pytest.mark.slow),
     pytest.param({"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}, 0, marks=pytest.mark.slow)])
 def test_it_starts_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
     """The name is that of a step of the user's own run."""

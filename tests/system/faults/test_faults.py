@@ -197,7 +197,8 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(("plant", "codes"), [
-    ((1, 3, fail), [1, 1]), ((1, 3, die), [1, -9]), ((1, ("evaluation.during_run", "evaluate_batches", 2), die), [1, -9]),
+    pytest.param((1, 3, fail), [1, 1], marks=pytest.mark.slow), ((1, 3, die), [1, -9]),
+    pytest.param((1, ("evaluation.during_run", "evaluate_batches", 2), die), [1, -9], marks=pytest.mark.slow),
     ((0, ("checkpoint.huggingface", "save_settings", 2), die), [-9, 1])])
 def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, tiny_run):
     """And the run can be resumed from its last checkpoint and finished."""

@@ -183,7 +183,8 @@ def test_a_disk_that_is_away_for_a_moment_is_written_again_by_all_ranks(whole_sh
 
 
 @pytest.mark.parametrize("plant, codes", [
-    (partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ENOSPC)), [5, 5]), (die_while_rank_0_writes, [-9, 1]), (die_while_rank_1_writes, [1, -9])])
+    (partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ENOSPC)), [5, 5]),
+    pytest.param(die_while_rank_0_writes, [-9, 1], marks=pytest.mark.slow), (die_while_rank_1_writes, [1, -9])])
 def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_goes_on(plant, codes, whole_sharded, tiny_run):
     run = tiny_run(**FULL)
     text = run.ends(codes, plant)

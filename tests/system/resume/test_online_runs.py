@@ -91,7 +91,7 @@ def kill_and_resume(stages, whole, folder, turn: int) -> None:
     assert_same_run(run, whole, 4)
 
 
-@pytest.mark.parametrize("turn", [5, 33, 80])
+@pytest.mark.parametrize("turn", [pytest.param(5, marks=pytest.mark.slow), 33, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_kill_while_generating_changes_neither_weights_nor_rollouts(turn, stages, whole, tmp_path):
     kill_and_resume(stages, whole, tmp_path, turn)
 

@@ -337,7 +337,7 @@ def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(s
     assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["dpo-stored", "dpo-live", "lora-sft", "lora-dpo"])
+@pytest.mark.parametrize("mode", ["dpo-stored", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dpo-live", "lora-sft")), "lora-dpo"])
 def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finished):
     by_path = run(mode, RESUME=stages.base)
     del by_path.settings["PRETRAIN_CHECKPOINT"]
