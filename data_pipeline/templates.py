@@ -113,16 +113,15 @@ class ChatFormat:
 
         Tags such as <think> are not among them: models write them, and transformers reads them in answers.
         """
-        added = {token["content"] for token in self._given.added_tokens}
-        names = {token["content"] for token in self._given.added_tokens if not token["special"]
-                 and not {token["content"].replace("<", "</", 1), token["content"].replace("</", "<", 1)}
-                 - {token["content"]} & added}
+        added = {token["content"]: token["special"] for token in self._given.added_tokens}
+        names = {name for name, is_special in added.items() if not is_special and f"</{name[1:]}" not in added
+                 and not (name.startswith("</") and f"<{name[2:]}" in added)}
 
         def written(*messages: dict[str, Any]) -> set[str]:
+            text = ""
             with suppress(DataError):
                 text = self._render([*messages], False, None)
-                return {name for name in names if name in text}
-            return set()
+            return {name for name in names if name in text}
 
         *calls, _ = CALL_TRIAL
         return written(*TRIAL) | written(SYSTEM_TRIAL, *TRIAL) | (written(*CALL_TRIAL) - written(*calls))
