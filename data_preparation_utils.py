@@ -194,7 +194,7 @@ An interrupted preparation continues where it stopped.""")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
     example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
                "pairs": "prompt=question,chosen=better,rejected=worse", "prompts": "prompt=problem"}[kind]
-    add("--map", "NAME=COLUMN,...", f"columns to read under other names, such as {example}")
+    add("--map", "NAME=COLUMN,...", f"new names of columns, such as {example}; others keep theirs")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")
         add("--documents", "HOW", "how to split plain text into documents: whole (one per file), line, "

@@ -135,6 +135,9 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
     for where, record in read_records(replace(source, column=""), reading):
         dropped: list[str] = []
         try:
+            if mark := next((name for name, value in MARKS.items() if isinstance(
+                    record.get(name), (bool, int, float)) and bool(record[name]) != value), None):
+                raise DataError(f"is excluded from training by {mark} = {record[mark]}; leave it out")
             if kind == "chats":
                 examples = chats_of(where, record, dropped.append, mapped)
             else:

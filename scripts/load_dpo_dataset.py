@@ -1,7 +1,8 @@
 """Prepare preference pairs: read and tokenize them, and write them as token shards.
 
-A record has the columns chosen and rejected, each a text or a list of messages. The prompt is the column
-prompt (text or messages) or, without that column, the common beginning of chosen and rejected. A column
+A record has the columns chosen and rejected, each a text, a message or a list of messages. The prompt is the
+column prompt (text or messages), instruction, question, messages or conversations or, without them, the
+common beginning of chosen and rejected. Or it has the columns of a chat and a label, true or false. A column
 system holds the system message.
 """
 

@@ -1,8 +1,8 @@
 """Prepare prompts for GRPO: read and tokenize them, and write them as token shards.
 
-A record has a column prompt (text or messages), question, instruction or messages, which ends in the user's
-message, and whatever the reward needs, such as a column answer: REWARD's functions get the whole record.
-A column system holds the system message.
+A record has a column prompt (text or messages), instruction, question, messages or conversations, which ends
+in the user's message, and whatever the reward needs, such as a column answer: REWARD's functions get the
+whole record. A column system holds the system message.
 """
 
 import sys

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
-from data_pipeline.chats import messages_in, with_system
+from data_pipeline.chats import messages_in, options_in, with_system
 from inference.engine import Request, Sampling
 from inference.generate import TextChunk
 from inference.grammar import JsonGrammar
@@ -359,7 +359,7 @@ class Api:
                         for message in body.messages]
             messages = messages_in("messages", messages, drop=refuse_field, may_be_blank=True)
             messages = with_system(messages, "")
-            options = {**body.chat_template_kwargs, **({"tools": body.tools} if body.tools else {})}
+            options = options_in(body.model_dump(), batcher.model.chat_format.fields)
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
             if body.tool_choice not in ("auto", "none"):
                 field = "tool_choice"

@@ -227,6 +227,8 @@ def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path,
     (answer,), _ = read("pairs", tmp_path, {"messages": marked, "label": True})
     assert (answer.messages, answer.answers, answer.label) == (TWO[:3], (AGAIN[1],), True)
     for kind, record, reason in (
+            ("chats", {"prompt": "Why?", "completion": "So.", **mark}, f"is excluded from training by {name} = "),
+            ("prompts", {"prompt": "Why?", **mark}, f"is excluded from training by {name} = "),
             ("chats", {"messages": [ASK, {**SAY, **mark}]}, "has no target"),
             ("chats", {"messages": [{**ASK, **included}, SAY]}, rf"messages\[0\] is marked for training \({name}\), but is the user's"),
             ("chats", {"messages": [ASK, {**SAY, name: 0.5}]}, rf"messages\[1\] has {name} = 0.5, expected true or false"),

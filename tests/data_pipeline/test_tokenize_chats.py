@@ -317,7 +317,8 @@ def chat(*words, system=""):
     return [*[{"role": "system", "content": system}] * bool(system), *({"role": role, "content": word} for role, word in zip(roles, words))]
 
 
-def example(*words, system="", **fields):
+def example(*words, system="", answers=(), **fields):
+    fields["answers"] = [{"role": "assistant", "content": answer} for answer in answers]
     return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
 
 
@@ -364,3 +365,32 @@ def test_unpaired_answers_to_one_prompt_are_compared_with_one_another(tokenizer)
         TOKENIZERS[tokenizer.sha256] = tokenizer
         done = tokenize_chats.tokenize_examples(spec, examples)
         assert done.splits["train"].documents == count and not done.refused
+
+
+def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_the_template(tmp_path, tokenizer_path, folder_path):
+    marked = TEMPLATE.replace("{{- '<|start_header_id|>' ~ m.role ~ ': ' ~ m.content | trim ~ '<|eot_id|>\\n' }}",
+                              "{{- '<|start_header_id|>' ~ m.role ~ ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content ~ '<|eot_id|>' }}"
+                              "{% endgeneration %}{% else %}{{ m.content ~ '<|eot_id|>' }}{% endif %}")
+    assert marked != TEMPLATE
+    dialog = [{"role": role, "content": f"{role} {number}"} for number in range(4) for role in ("user", "assistant")]
+    for template in (TEMPLATE, marked):
+        (Path(folder_path) / "chat_template.jinja").write_text(template)
+        records = [{"messages": dialog}, {"messages": dialog, "loss_mask": [0, 0, 0, 1, 0, 0, 0, 1]}, {"messages": dialog, "weight": [0, 0, 0, 1, 0, 1, 0, 0]}]
+        folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", records), folder_path, tmp_path / "out", validation_fraction=0)
+        whole, *masked = examples_of(folder, "train")
+        starts = np.cumsum([0, *(len(ids) for ids, _ in whole)]).tolist()
+        tokens = [token for ids, _ in whole for token in ids]
+        for example, answers in zip(masked, ((1, 3), (1, 2))):
+            borders = [border for answer in answers for border in starts[2 * answer + 1:2 * answer + 3]]
+            assert [ids for ids, _ in example] == [tokens[start:end] for start, end in zip([0, *borders], borders)]
+            assert [is_target for _, is_target in example] == [False, True] * 2
+    (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_path, tokenizer_path):
+    records = [{"text": f"Story {number}", "url": "x", "date": None, **{f"column{more}": 1 for more in range(number % 2 * 12)}} for number in range(30)]
+    folder = prepare("documents", write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out")
+    lines = "\n".join(describe(folder))
+    assert "Dropped: url 30 times, column0 15 times, column1 15 times, column2 15 times," in lines
+    assert f"column8 15 times and 3 more (see {folder / MANIFEST}); training uses the text without them" in lines
+    assert files_of(folder)[MANIFEST]["skipped"]["dropped"] == {"url": 30, **{f"column{more}": 15 for more in range(12)}}
