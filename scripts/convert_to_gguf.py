@@ -31,7 +31,7 @@ from checkpoint import huggingface
 from checkpoint.huggingface import permuted
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, requires_package, run_script
+from common.errors import CheckpointError, DataError, local_path, requires_package, run_script, unreadable
 from common.files import read_text
 from common.text import ROOT, show
 from config import ModelConfig
@@ -376,7 +376,11 @@ def main() -> None:
                         help="limit of the KL divergence (default: by type)")
     parser.add_argument("--llama-cpp", metavar="FOLDER", help="no longer used")
     args = parser.parse_args()
-    text, output = read_text(args.text.expanduser()), args.output.expanduser()
+    output = args.output.expanduser()
+    try:
+        text = read_text(args.text.expanduser())
+    except (OSError, ValueError) as error:
+        raise DataError(f"--text {args.text} {unreadable(error, 'name a text in UTF-8')}") from error
     limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
     results = convert(find_model(args.model), output, args.type, text, limit)
     show(*(f"{name}: {value}" for name, value in results.items()),

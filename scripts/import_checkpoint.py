@@ -27,7 +27,8 @@ from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new, publish_model
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, run_script
+from common.errors import CheckpointError, local_path, run_script, unreadable
+from common.files import WrongContentError, plain
 from common.text import show
 from config import ModelConfig
 from model_utils import find_model
@@ -43,7 +44,10 @@ def read_meta(file: Path,
                               "Hugging Face's format")
     params = read_json(file.parent / "params.json")
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        with open(file, "rb", opener=plain):  # refuses a git-lfs pointer
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except WrongContentError as error:
+        raise CheckpointError(f"{file} {unreadable(error, '')}") from error
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{file} is damaged, or contains more than plain weights "
                               f"({str(error).splitlines()[0]:.60} ...); download it again") from error

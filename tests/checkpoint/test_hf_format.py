@@ -243,6 +243,13 @@ def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
 
 
+def test_metas_weights_that_git_lfs_did_not_download_are_named(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match=f"it is a git-lfs pointer.*run git lfs pull in {tmp_path}"):
+        import_checkpoint(tmp_path, tmp_path / "output")
+
+
 def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(tokenizer, tmp_path):
     """generation_config.json wins over config.json, as in transformers; what is imported or saved again keeps every id."""
     config, source = config_of("3.1 scaling"), tmp_path / "source"
