@@ -97,7 +97,7 @@ class DataConfig(Section):
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
     eval_tasks: Optional[str] = safe(
-        None, "more multiple-choice sets in HellaSwag's format: name:file,name:file,...")
+        None, "more multiple-choice sets, scored as written: name:file,name:file,...")
     tokenizer_path: Optional[str] = safe(None, "tiktoken BPE file, tokenizer.json, or hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe(
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")

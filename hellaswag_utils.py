@@ -10,8 +10,11 @@ HellaSwag asks which of four endings is most likely. Other sets (EVAL_TASKS) hav
     Llama 3.2 1B          64.3       Source: an evaluation after pytorch/torchtitan#1210
     Llama 3.1 8B   60.1   78.9       Source: PsycheFoundation/psyche, shared/eval/src/tasks/hellaswag.rs
 
-acc picks the ending with the highest log-probability, acc_norm the highest per character. The harness joins
-`ctx_a` and a capitalized `ctx_b`; an item with only `ctx` is used unchanged, which changes scores slightly.
+acc picks the ending with the highest log-probability, acc_norm the highest per character.
+
+The wording of HellaSwag (HELLASWAG_PATH) is that of the harness: the activity, then `ctx_a` and a capitalized
+`ctx_b` (or `ctx` alone, which changes scores slightly), without WikiHow's markup. The text of other sets
+(EVAL_TASKS) is scored as it is written: `ctx`, a space, and the ending.
 
 Shape suffixes: N items, B items of a batch, E endings, T tokens of an item, M ending tokens of a batch.
 """
@@ -20,6 +23,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,16 +45,17 @@ from model import SHARED_PREFIX, Transformer
 
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits after decompression; HellaSwag has 3 kB and 13 MB
-HELLASWAG = "HELLASWAG_PATH="  # its items are checked more strictly than those of other sets
+HELLASWAG = "HELLASWAG_PATH="  # only its items are cleaned, and they are checked more strictly
 
 
 class Item(NamedTuple):
-    """A question as the harness words it."""
+    """A question as it is scored."""
 
     where: str  # file:line
     context: str
     endings: list[str]
     label: int
+    unused: tuple[str, ...] = ()  # fields of the line that are not scored; none for HellaSwag
 
 
 class Task(NamedTuple):
@@ -72,6 +77,7 @@ class ChoiceSet(NamedTuple):
     tasks: list[Task]
     chance: float  # expected accuracy of random guessing
     sha256: str  # hash of the items' wording and order
+    unused: str = ""  # a sentence about fields that are not scored
 
     def metrics(self, correct_N2: np.ndarray) -> dict[str, float]:
         """Return the metrics of all answers. The standard error is for acc."""
@@ -86,9 +92,14 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     """Return the first HELLASWAG_EXAMPLES items of a file, tokenized."""
     items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
-    wording = json_sha256([item[1:] for item in items])
+    wording = json_sha256([item[1:4] for item in items])
     tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
-    return ChoiceSet(named.name, named.title, tasks, chance, wording)
+    counts = Counter(name for item in items for name in item.unused)
+    unused = ", ".join(f"{name} ({count:,})" for name, count in counts.items())
+    if unused:
+        belongs = "; HellaSwag itself belongs in HELLASWAG_PATH" if counts["activity_label"] else ""
+        unused = f"{named.setting}{named.path} has fields that are not scored: {unused}{belongs}"
+    return ChoiceSet(named.name, named.title, tasks, chance, wording, unused)
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
@@ -115,7 +126,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
 
 
 def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
-    """Parse a line into an item, worded as in the harness; one of HellaSwag has 4 endings and an activity."""
+    """Parse a line into an item. One of HellaSwag has 4 endings and an activity, and the harness's wording."""
     def invalid(problem: str) -> DataError:
         return DataError(f"{where}: {problem}; correct the line, or remove it")
 
@@ -132,7 +143,6 @@ def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
     if not isinstance(record, dict):
         raise invalid(f"expected an object in HellaSwag's schema, got {type(record).__name__}")
 
-    context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}" if "ctx_a" in record else text("ctx")
     endings, label = record.get("endings"), record.get("label")
     counts, expected = (range(4, 5), "4") if is_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
     if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
@@ -140,12 +150,17 @@ def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
     if str(label) not in map(str, range(len(endings))):
         raise DataError(f"{where}: 'label' must be 0 to {len(endings) - 1}, got {label!r:.60}; use the "
                         "validation split, as the test split has no labels")
-    endings = [clean(ending) for ending in endings]
+    used = ["ctx"] if "ctx" in record or "ctx_a" not in record else ["ctx_a", *{"ctx_b"} & record.keys()]
+    unused = tuple(sorted(record.keys() - {*used, "endings", "label"}))
+    context = " ".join(map(text, used))
+    if is_hellaswag:
+        if "ctx_a" in record:
+            context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}"
+        context, unused = clean(f"{text('activity_label')}: {context}"), ()
+        endings = [*map(clean, endings)]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    if is_hellaswag or "activity_label" in record:
-        context = f"{text('activity_label')}: {context}"
-    return Item(where, clean(context), endings, int(label))
+    return Item(where, context, endings, int(label), unused)
 
 
 def clean(text: str) -> str:

@@ -80,6 +80,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
 
     verified = ranks.on_rank0(lambda: read(config.verify_data))
     inputs = ranks.raise_on_all(lambda: verified or read("never"))
+    for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
+        context.log.info(unused)
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
     run_dir = folder.resolve().parent.parent
     objective = None

@@ -141,6 +141,8 @@ def print_overview(run: Run) -> None:
         info(line)
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
         info("Validation: bits per byte are not available, because the tokenizer is not byte-level")
+    for unused in filter(None, (choices.unused for choices in run.inputs.choice_sets)):
+        info(f"Evaluation: {unused}")
     info(f"Batch: {describe_batch(config)}")
     info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
@@ -176,7 +178,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
         best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" * ("; best" in others)
         results.append(f"loss {since[5:]}{latest['val_loss']:.4f}{best}")
-    for name, title, _, chance, _ in run.inputs.choice_sets:
+    for name, title, _, chance, *_ in run.inputs.choice_sets:
         if f"{name}_acc" in latest:
             acc, acc_norm, n, stderr = (
                 latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr"))
@@ -379,11 +381,13 @@ class Check:
                 self.line("reward", f"REWARD={config.reward}: all functions can be imported")
         for named in config.choice_sets:
             with self.entry("evaluation"):
-                items = (read_choice_set(named, self.tokenizer, config).tasks if self.tokenizer
-                         else read_items(named.path, named.setting))
+                choices = self.tokenizer and read_choice_set(named, self.tokenizer, config)
+                items = choices.tasks if choices else read_items(named.path, named.setting)
                 when = (f"evaluated every {config.hellaswag_every} steps" if config.hellaswag_every else
                         "never evaluated (HELLASWAG_EVERY=0)")
-                self.line("evaluation", f"{len(items):,} questions ({named.title}) from {named.path}, {when}")
+                unused = f"\n{choices.unused}" if choices and choices.unused else ""
+                self.line("evaluation",
+                          f"{len(items):,} questions ({named.title}) from {named.path}, {when}{unused}")
 
         if self.inputs and (objectives.reference_is_stored(config)
                             or config.distillation_enabled and config.distillation_top_k):

@@ -13,8 +13,9 @@ from factories import new_model, write_jsonl
 
 from checkpoint.huggingface import save_model_folder
 from common.errors import DataError
-from config import ModelConfig
-from hellaswag_utils import Task, batches_of, ending_logprobs, evaluate_batches, prepare_task, read_items
+from common.files import json_sha256
+from config import Config, ModelConfig
+from hellaswag_utils import Task, batches_of, ending_logprobs, evaluate_batches, prepare_task, read_choice_set, read_items
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -102,9 +103,27 @@ def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_pat
     assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
     for change, word in (({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
                          ({"endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
-                         ({"activity_label": None}, "'activity_label' is null, expected text")):
+                         ({"ctx": None}, "'ctx' is null, expected text"), ({"endings": ["a", ""]}, "ending 1 is empty")):
         with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
             read_items(write_jsonl(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
+
+
+WRITTEN = [{"ctx": "  Two  spaces [title] and x[0]\n", "endings": [" x[1]", "[1, 2] ", "A  [note] b"], "label": 1},
+           {"ctx_a": "First: [a]", "ctx_b": "the Man", "endings": ["[]", "b"], "label": "0", "ind": 3},
+           {"ctx": "The second", "ctx_a": "x", "activity_label": "Sailing", "endings": ["a", "b"], "label": 0}]
+
+
+def test_the_text_of_other_sets_is_scored_as_written_and_what_is_not_scored_is_counted(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", WRITTEN)
+    found = read_items(path, "EVAL_TASKS=a:")
+    assert [item.context for item in found] == ["  Two  spaces [title] and x[0]\n", "First: [a] the Man", "The second"]
+    assert [item.endings for item in found] == [record["endings"] for record in WRITTEN]
+    config = Config(eval_tasks=f"a:{path}", hellaswag_examples=0)
+    choices = read_choice_set(config.choice_sets[0], tokenizer, config)
+    assert choices.unused == (f"EVAL_TASKS=a:{path} has fields that are not scored: ind (1), activity_label (1), ctx_a (1); "
+                              "HellaSwag itself belongs in HELLASWAG_PATH")
+    assert choices.sha256 == json_sha256([[item.context, item.endings, item.label] for item in found])
+    assert read_choice_set(config.choice_sets[0]._replace(path=write_jsonl(tmp_path / "b.jsonl", WRITTEN[:1])), tokenizer, config).unused == ""
 
 
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
@@ -240,10 +259,13 @@ def harness(model, tokenizer, tmp_path_factory):
 
     theirs = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
 
-    def judge(records: list[dict]) -> list[tuple[float, float, list[float]]]:
+    def judge(records: list[dict], is_hellaswag: bool = True) -> list[tuple[float, float, list[float]]]:
         file = write_jsonl(folder / "records.jsonl", records)
-        own_data = {"include": str(theirs), "task": "on_our_records", "dataset_path": "json", "training_split": None,
+        own_data = {"task": "on_our_records", "dataset_path": "json", "training_split": None,
                     "dataset_kwargs": {"data_files": {"validation": file}, "cache_dir": str(folder / "cache")}}
+        own_data |= {"include": str(theirs)} if is_hellaswag else {
+            "validation_split": "validation", "output_type": "multiple_choice", "doc_to_text": "ctx", "doc_to_choice": "endings",
+            "doc_to_target": "label", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
         (folder / "task.yaml").write_text(json.dumps(own_data))
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         results = lm_eval.simple_evaluate(lm, tasks=["on_our_records"], task_manager=manager, log_samples=True, bootstrap_iters=0)
@@ -260,12 +282,23 @@ def assert_equal_judgement(judged, model, tokenizer, items) -> None:
         np.testing.assert_allclose(ending_logprobs(model, [task], CPU)[0], logprobs, atol=1e-3)
     correct_N2 = evaluate(model, tasks, 4000)
     assert correct_N2.tolist() == [[bool(acc), bool(acc_norm)] for acc, acc_norm, _ in judged]
-    assert correct_N2[:, 0].sum() != correct_N2[:, 1].sum(), "else a confusion of the two would not show"
+    assert correct_N2[:, 0].tolist() != correct_N2[:, 1].tolist(), "else a confusion of the two would not show"
 
 
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways
 def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, items):
     assert_equal_judgement(harness(records), model, tokenizer, items)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_local_task_is_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path):
+    """With marks in brackets, in which endings differ, doubled spaces, and spaces around a text."""
+    dice = random.Random(1)
+    written = [{"ctx": f" {dice.choice((record['ctx_a'], '[title]  x[0]'))}{dice.choice(('', ' '))}", "label": record["label"],
+                "endings": [f"x[{number}] {ending}{' ' * number}" for number, ending in enumerate(record["endings"])]}
+               for record in records[:20]]
+    path = write_jsonl(tmp_path / "written.jsonl", written)
+    assert_equal_judgement(harness(written, is_hellaswag=False), model, tokenizer, read_items(path, "EVAL_TASKS=a:"))
 
 
 @pytest.mark.filterwarnings("default")
