@@ -126,7 +126,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
 
 
 def parse_item(line: bytes, where: str, is_hellaswag: bool = True) -> Item:
-    """Parse a line into an item. One of HellaSwag has 4 endings and an activity, and the harness's wording."""
+    """Parse a line into an item; one of HellaSwag has 4 endings, an activity and the harness's wording."""
     def invalid(problem: str) -> DataError:
         return DataError(f"{where}: {problem}; correct the line, or remove it")
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import Any, Optional
 
 from common.errors import HangError, SettingsError
@@ -58,6 +59,7 @@ from run.life import (
     save_checkpoint,
     saves_end,
     start_writing,
+    whole_step,
 )
 from run.start import open_run
 from run.trackers import abandoning_trackers
@@ -128,10 +130,8 @@ def train_loop(run: Run, measured: Measurements) -> int:
                 batches, count = prepared.batches, prepared.count
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 lr = learning_rate(progress.updates, config)
-                for _ in range(config.updates_per_step):
-                    result = train_step(run, ddp_model, batches, count, lr)
-                    if not result.finite:
-                        break
+                updates = take_updates(run, ddp_model, batches, count, lr)
+                result = whole_step(updates)
                 result = result._replace(metrics=prepared.metrics | result.metrics)
 
                 # Log the step first: a bad step raises here and is not counted.
@@ -142,7 +142,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
                     recheck = partial(recheck_locally, run, batches, result.count)
                     guards.stop_non_finite(run, batches, result, first_bad, recheck)
                 if result.spike:
-                    guards.handle_loss_spike(run, batches, result)
+                    guards.handle_loss_spike(run, batches, max(updates, key=attrgetter("spike")))
                 run.advance(result)
 
                 measured.end_step(progress.step, batches * config.updates_per_step)
@@ -167,6 +167,18 @@ def train_loop(run: Run, measured: Measurements) -> int:
         log.info(run.why_early())
     check.print_summary(run, measured.phases, first, latest)
     return 0
+
+
+@collective
+def take_updates(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int,
+                 lr: float) -> list[StepResult]:
+    """Make a step's updates, up to the first that is not finite; `run.undo` restores the state before."""
+    run.undo, restore = None, run.copy_state() if run.config.updates_per_step > 1 else None
+    updates = [train_step(run, ddp_model, batches, count, lr)]
+    while updates[-1].finite and len(updates) < run.config.updates_per_step:
+        run.undo = restore
+        updates.append(train_step(run, ddp_model, batches, count, lr))
+    return updates
 
 
 @collective

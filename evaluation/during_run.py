@@ -228,6 +228,8 @@ def validation_reward(run: Run) -> Result:
     rewards_N = np.array([answer.reward for answer in every if not answer.failure])
     reward, error = float(rewards_N.mean()), item_scores.standard_error(rewards_N)
     metrics = {"val_reward": reward, "val_reward_stderr": error}
+    unread = rollouts.count_misunderstood(every, "validation")
+    metrics |= {f"val_{name}": share for name, share in unread.items()}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
     items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
     line = {"name": item_scores.REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}

@@ -207,10 +207,10 @@ class MemoryEstimate(NamedTuple):
     parameters: int
     gradients: int
     optimizer: int
-    frozen: int  # weights of a teacher or a live reference
+    frozen: int  # weights of a teacher or a live reference; on a CPU the copy for GRPO_UPDATES
     activations: int  # kept for the backward
     working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
-    host: int = 0  # with CPU_OFFLOAD; with ASYNC_SAVE, a copy of the state on rank 0's machine
+    host: int = 0  # with CPU_OFFLOAD; copies of the state with ASYNC_SAVE and for GRPO_UPDATES
 
     @property
     def total(self) -> int:
@@ -473,9 +473,13 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
-    copied = FLOAT32 * (trained + moments) * config.async_save
+    copy = FLOAT32 * (trained + moments)
+    before_step = copy * (config.updates_per_step > 1)
+    frozen += before_step * (device_type == "cpu")
+    copied = copy * config.async_save
     if device_type == "cuda" and not config.lora_enabled:
         copied *= pinned_share(config, vocab_size)
+    copied += before_step * (device_type != "cpu")
     if config.cpu_offload:
         return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held) + copied)))
     return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied)))

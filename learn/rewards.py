@@ -11,13 +11,48 @@ import queue
 import re
 import sys
 import threading
+import unicodedata
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+")
-BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+
+
+class Misunderstood(float):
+    """The reward 0 of an answer whose value is not understood; such answers are counted."""
+
+
+# How text, Markdown and LaTeX write numbers, and what replaces it, in this order.
+NOTATIONS = tuple((re.compile(pattern), replacement) for pattern, replacement in (
+    (r"[⁰¹²³⁴-⁹⁻]+", lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    (r"[¼-¾⅐-⅞]", lambda found: f" {unicodedata.normalize('NFKC', found[0])}"), ("\u2044", "/"),
+    (r"[\u2012\u2013\u2212\ufe63\uff0d]", "-"), (r"\{,\}|,\\!", ","),
+    (r"\\[,;: ()\[\]]|[~\u00a0\u2009\u202f]", " "), (r"\\([%{}])", r"\1"),
+    (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!|\\?[$€£¥]", ""),
+    (r"\^\s*\{?\s*\\circ\s*\}?|°", " "), (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
+    (r"\\(?:text|math|mbox|operatorname)[a-z]*\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\(?:approx|equiv|implies|[Rr]ightarrow|to|therefore|q?quad)(?![A-Za-z])|≈", "="),
+    (r"([A-Za-z])\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)", r"\1")))  # the exponent of a unit
+DIGITS = (r"(?:(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+          r"(?:[eE][-+]?\d{1,3}(?!\w))?")
+AMOUNT = rf"(?:-\s*)?(?:«-?\d+;\d+»|{DIGITS})"  # « » enclose what was computed
+# Fractions, mixed numbers, ratios and powers: replaced by their value, the innermost first.
+COMPUTED = tuple((re.compile(pattern), is_power) for pattern, is_power in (
+    (rf"(?<![\w.])({DIGITS})\s*[*x]\s*(10)\s*\^\s*(?:\{{\s*(-?\d{{1,3}})\s*\}}|(-?\d{{1,3}}))(?!\d)", True),
+    (rf"(?<![\w.])({DIGITS})\s*\^\s*(?:\{{\s*(-?\d{{1,3}})\s*\}}|(-?\d{{1,3}}))(?!\d)", True),
+    (rf"(?:(?<![\w.,])(\d+)\s*)?\\[dtc]?frac\s*(?:\{{\s*({AMOUNT})\s*\}}|(\d))\s*(?:\{{\s*({AMOUNT})\s*\}}|(\d))",
+     False),
+    (r"(?<![\w.,/])(\d+) +(\d+)\s*/\s*(\d+)(?![\d.,]*/)(?!\w)", False),
+    (rf"(?<![\w.,/])({DIGITS})\s*/\s*({DIGITS})(?![\d.]*\s*/)", False)))
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+TERM = re.compile(
+    rf"(?<![\w\\.])(?P<sign>-\s*)?(?P<amount>«-?\d+;\d+»|{DIGITS})(?P<percent>\s*(?:%|per ?cent\b))?"
+    rf"(?:\s+(?P<scale>{'|'.join(SCALES)})\b)?|\\[A-Za-z]+|[√π∞±]|\b(?:sqrt|pi)\b"  # the rest is not rational
+    rf"|[(\[{{]\s*{AMOUNT}(?:\s*,(?!\d{{3}}\b)\s*{AMOUNT})+\s*[)\]}}]")
+JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the terms of an expression
+UNITS = frozenset("mgshlLJNWVACF")  # other single letters after a number are variables
 
 
 def exact(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -36,23 +71,24 @@ def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
 
 
 def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-    """Return 1 if the last numbers of the answer and of `record["answer"]` are equal, else 0.
-
-    A number in LaTeX's \\boxed{} precedes others. 0.5 equals 1/2, and 1,000 equals 1000.
-    """
-    if (wanted := last_number(str(record["answer"]))) is None:
-        raise ValueError(f"the record's answer {str(record['answer'])[:80]!r} has no number")
-    return float(last_number(answer) == wanted)
+    """Return 1 if the answer's value is exactly that of `record["answer"]`, else 0; see docs/online.md."""
+    wanted, found = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    if wanted is None:
+        raise ValueError(f"the record's answer {text[:80]!r} is not one number; correct the record, or use "
+                         "REWARD=math_verify, which also compares expressions")
+    return Misunderstood() if found is None else float(found == wanted)
 
 
 def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
-    """Return 1 if math-verify finds the answer equal to `record["answer"]`, both perhaps in LaTeX, else 0."""
+    """Return what `numeric` does; where one is not a number, 1 if math-verify finds them equal, else 0."""
     from math_verify import parse, verify
 
-    text = str(record["answer"])
-    if not (wanted := parse(text) or parse(f"${text}$")):
+    wanted, found = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    if wanted is not None and found is not None:
+        return float(found == wanted)
+    if not (expected := parse(text) or parse(f"${text}$")):
         raise ValueError(f"math-verify finds nothing in the record's answer {text[:80]!r}")
-    return float(verify(wanted, parse(answer)))
+    return float(verify(expected, parsed)) if (parsed := parse(answer)) else Misunderstood()
 
 
 def length(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -60,13 +96,93 @@ def length(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     return float(len(answer))
 
 
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, or in its last \\boxed{}; None without one."""
-    found = NUMBER.findall((BOXED.findall(text) or [text])[-1])
+def final_value(text: str, is_reference: bool = False) -> Fraction | None:
+    """Return the number that a text gives as its answer; None if it is not understood.
+
+    That is the only number in the last \\boxed{}, in <answer> or after a last ####; else the first one after
+    "the answer is", continued over "="; else the last number. A reference has only one.
+    """
+    text, is_only = text.rpartition("</think>")[2], True
+    if boxed := [*re.finditer(r"\\(?:boxed|fbox)\s*", text)]:
+        text = first_argument(text[boxed[-1].end():])
+    elif marked := re.findall(r"<answer>(.*?)</answer>|####([^\n]+)\s*$", text, re.DOTALL):
+        text = "".join(marked[-1])
+    else:
+        is_only = is_reference
+        cue = [*re.finditer(r"\banswer\b[^\w\n]*?(?:(?:is|are)\b(?! +not\b)|[:=])", text, re.IGNORECASE)]
+        text = text[cue[-1].end():] if cue else text
+    values, is_equal = terms_in(re.sub(r"^\s*[A-Za-z]\w*(\([^()=]*\))?\s*=", "", text) if is_only else text)
+    if is_only or not values:
+        return values[0] if len(values) == 1 and not re.search("[<>≤≥≠]", text) else None
+    if not cue:
+        return values[-1]
+    return values[next((number for number, equal in enumerate(is_equal) if not equal), len(values) - 1)]
+
+
+def first_argument(text: str) -> str:
+    """Return the LaTeX argument with which a text starts, without its braces; empty if it is cut off."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:place] if place else re.match(r"[^\s$]*", text)[0]
+    return ""
+
+
+def terms_in(text: str) -> tuple[list[Fraction | None], list[bool]]:
+    """Return a text's values, None for what is not a number, and if "=" leads from each to the next."""
+    for pattern, replacement in NOTATIONS:
+        text = pattern.sub(replacement, text)
+    before = ""
+    while before != text:
+        before = text
+        for pattern, is_power in COMPUTED:
+            text = pattern.sub(partial(computed, is_power=is_power), text)
+    values: list[Fraction | None] = []
+    is_equal, end, was_number = [], 0, True
+    for term in TERM.finditer(text):
+        gap, value = text[end:term.start()], value_of(term, text)
+        is_touching = not (was_number and term["amount"]) and not gap.strip(" {}()[]*+/^_-")
+        if values and (is_touching or JOINED.fullmatch(gap)):
+            values[-1] = None
+            was_number &= bool(term["amount"])
+        else:
+            is_equal += [gap.strip() == "="] if values else []
+            values.append(value)
+            was_number = bool(term["amount"])
+        end = term.end()
+    return values, is_equal
+
+
+def rational(amount: str) -> Fraction:
+    return Fraction(re.sub("[«», ]", "", amount).replace(";", "/"))
+
+
+def computed(found: re.Match, is_power: bool) -> str:
+    """Return the value of a fraction, mixed number or power between « and »; unchanged without a value."""
     try:
-        return Fraction(found[-1].replace(",", "")) if found else None
-    except ZeroDivisionError:
+        *others, first, last = (rational(each) for each in found.groups() if each)
+        value = math.prod([*others, first ** int(last)]) if is_power else sum(others) + first / last
+        return "«{};{}»".format(*value.as_integer_ratio())
+    except (ValueError, ZeroDivisionError):  # also too many digits
+        return found[0]
+
+
+def value_of(term: re.Match, text: str) -> Fraction | None:
+    """Return the value of a number of a text with its sign; None for other terms, such as 2x."""
+    before, rest = text[:term.start()], text[term.end():]
+    if term["amount"] is None or rest[:1].isalpha() and not rest[1:2].isalpha() and rest[0] not in UNITS:
         return None
+    try:
+        value = rational(term["amount"])
+    except ValueError:  # too many digits
+        return None
+    value *= 10 ** SCALES.get(term["scale"], 0)
+    sign, last = term["sign"] or "", before.rstrip()[-1:]
+    # The hyphen of a range, a difference or a list is not a minus.
+    is_minus = bool(sign) and not (last.isdigit() or last in ")]}»%" and last)
+    is_minus &= not (sign[1:] and (last.isalpha() or before.endswith("\n")))
+    return (-value if is_minus else value) / (100 if term["percent"] else 1)
 
 
 BUILT_IN: dict[str, Reward] = {"exact": exact, "contains": contains, "regex": regex, "math": numeric,
@@ -82,9 +198,10 @@ def load(name: str) -> Reward:
 
 
 def serve(names: list[str]) -> None:
-    """Answer each line [prompt, answer, record] of stdin with a line: a list of rewards, or an error's text.
+    """Answer each line [prompt, answer, record] of stdin with a line: the rewards, or an error's text.
 
-    The first line answers the start. The process exits when stdin ends, even within a reward.
+    After the rewards follows whether a function did not understand the answer. The first line answers the
+    start. The process exits when stdin ends, even within a reward.
     """
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # functions may print
@@ -108,12 +225,13 @@ def serve(names: list[str]) -> None:
 
     threading.Thread(target=read, daemon=True).start()
 
-    def rewards() -> list[float]:
+    def rewards() -> list[float | bool]:
         prompt, answer, record = json.loads(lines.get())
-        values = [float(function(prompt, answer, json.loads(record))) for function in functions]
+        returned = [function(prompt, answer, json.loads(record)) for function in functions]
+        values = [*map(float, returned)]
         if not all(map(math.isfinite, values)):
             raise ValueError(f"the rewards {values} are not finite")
-        return values
+        return [*values, any(isinstance(each, Misunderstood) for each in returned)]
 
     while True:
         reply(rewards)

@@ -243,8 +243,10 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
 
+    if run.undo:  # earlier updates of the step were finite, so the state before it is good
+        run.undo()
     # Do not save weights that were not finite before the step.
-    if any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"]):
+    elif any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"]):
         return folder, reports, "the weights were already non-finite and are not saved"
     try:
         finish_saving(run)
@@ -255,8 +257,10 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     return folder, reports, f"the state before it {'is' if run.saved else 'could not be'} saved"
 
 
-def replay_command(run: Run) -> str:
-    return command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
+def how_to_examine(run: Run) -> str:
+    """Return a sentence about the step's replay; empty for GRPO, whose steps cannot be replayed."""
+    replay = command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
+    return "" if run.config.training_stage == "grpo" else f". Examine it with {replay}"
 
 
 def banner(reports: list[dict], advice: str) -> list[str]:
@@ -299,8 +303,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     for line in banner(reports, advice):
         run.log.info(line)
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
-                         "its rows (rank-*.json), tokens and non-finite gradients (rank-*.safetensors). "
-                         f"Examine it with {replay_command(run)}, or {advice}")
+                         "its rows (rank-*.json), tokens and non-finite gradients (rank-*.safetensors)"
+                         f"{how_to_examine(run)}. To continue, {advice}")
 
 
 @collective
@@ -312,12 +316,12 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
     text = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
             f"above the median of the last {len(run.progress.recent_losses)}; rows {shown}")
     if config.loss_spike_policy != "stop":
-        skipped = "; its update is skipped" if config.loss_spike_policy == "skip" else ""
-        run.log.warn(f"{text}{skipped}. Examine it with {replay_command(run)}")
+        skipped = "" if result.updated else "; its update is skipped"
+        run.log.warn(f"{text}{skipped}{how_to_examine(run)}")
         return
     folder, _, saved = dump_step(run, batches, result)
-    raise LossSpikeError(f"{text}. Nothing was updated, {saved}, and {folder} has its rows. Examine it with "
-                         f"{replay_command(run)}; to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
+    raise LossSpikeError(f"{text}. Nothing was updated, {saved}, and {folder} has its rows"
+                         f"{how_to_examine(run)}; to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
 
 
 # -------------------------------------------------------------------------------------------- replicas

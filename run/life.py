@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import lora
 from checkpoint import huggingface, peft, store
@@ -131,6 +132,18 @@ class StepResult(NamedTuple):
     is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
 
 
+def whole_step(updates: Sequence[StepResult]) -> StepResult:
+    """Return the result of a step of these updates: means, the largest spike, and if all were finite."""
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(updates)
+
+    metrics = {name: mean(each.metrics[name] for each in updates) for name in updates[0].metrics}
+    return updates[-1]._replace(
+        loss=mean(each.loss for each in updates), metrics=metrics, spike=max(each.spike for each in updates),
+        grad_norm=mean(each.grad_norm for each in updates), updated=any(each.updated for each in updates),
+        finite=all(each.finite for each in updates), stop=any(each.stop for each in updates))
+
+
 @dataclass
 class Run:
     """Everything that one rank of a run holds."""
@@ -150,6 +163,7 @@ class Run:
     saving: Optional[Saving] = None  # the checkpoint that is being written
     pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
     share: Optional[Share] = None  # of the rows that this rank saves
+    undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
 
     @property
     def ranks(self) -> Ranks:
@@ -204,6 +218,26 @@ class Run:
         if is_past and is_kept:
             return self.folder.with_name(f"{self.folder.name}{store.BEST}")
         return self.saved or self.folder
+
+    def copy_state(self) -> Callable[[], None]:
+        """Copy the trained state into host memory; return a function that restores it."""
+        def tensors() -> dict[str, Tensor]:
+            trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+            return trained | self.optimizer.state_tensors()
+
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors().items()}
+        exponent = self.progress.gradient_exponent
+
+        @torch.no_grad()
+        def restore() -> None:
+            for name, tensor in tensors().items():
+                tensor.copy_(copies.get(name, tensor))
+            if len(copies) < len(tensors()):  # before the first update, the optimizer has no state
+                for optimizer in self.optimizer.optimizers:
+                    optimizer.state.clear()
+            self.progress.gradient_exponent = exponent
+
+        return restore
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""

@@ -69,8 +69,8 @@ class Rewards:
             raise SettingsError(f"REWARD={self.config.reward}: a function cannot be imported: {reply}; "
                                 "modules are searched in the folder of the command and in PYTHONPATH")
 
-    def __call__(self, prompt: str, answer: str, record: str) -> list[float] | str:
-        """Return the rewards of an answer, one per function, or why there are none."""
+    def __call__(self, prompt: str, answer: str, record: str) -> list[float | bool] | str:
+        """Return an answer's reward by each function, and if one did not understand it; or why not."""
         self.start()
         try:
             self.process.stdin.write((json.dumps([prompt, answer, record]) + "\n").encode())
@@ -79,7 +79,7 @@ class Rewards:
             pass
         return self._reply(self.config.reward_timeout)
 
-    def _reply(self, seconds: float) -> list[float] | str:
+    def _reply(self, seconds: float) -> list[float | bool] | str:
         """Return the next reply; end the process if it is late."""
         deadline, process = time.monotonic() + seconds, self.process
         while (left := deadline - time.monotonic()) > 0:
@@ -120,6 +120,7 @@ class Answer(NamedTuple):
     prompt: str = ""
     text: str = ""
     advantage: float = 0.0
+    misunderstood: bool = False  # by `math`, and therefore worth 0
 
 
 class Growth:
@@ -150,7 +151,7 @@ class Rollouts:
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(config)
-        self.collapsed_steps, self.growth = 0, Growth()
+        self.collapsed_steps, self.growth, self.is_told = 0, Growth(), False
         self.together = config.answers_per_row
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
         self.row_tokens = longest if config.compile else 0  # a compiler wants equal shapes
@@ -258,10 +259,13 @@ class Rollouts:
                 prompt = self.tokenizer.decode(prompts.tokens_BT[row, :length].tolist())
             complete = ids[-1] in self.chat_format.stop_ids
             text = self.tokenizer.decode(ids[:-1] if complete else ids)
-            values = self.rewards(prompt, text, record) if with_values else []
-            failure, values = (values, []) if isinstance(values, str) else ("", values)
+            reply, failure = self.rewards(prompt, text, record) if with_values else [False], ""
+            if isinstance(reply, str):
+                reply, failure = [False], reply
+            *values, misunderstood = reply
             reward = None if failure else sum(map(float.__mul__, self.rewards.weights, values))
-            rewarded.append(Answer(len(ids), complete, reward, values, failure, record, prompt, text))
+            rewarded.append(Answer(len(ids), complete, reward, values, failure, record, prompt, text,
+                                   misunderstood=misunderstood))
         return rewarded
 
     def by_group(self, answers: Sequence[Answer]) -> torch.Tensor:
@@ -282,6 +286,7 @@ class Rollouts:
         if len(failed) > SHOWN_FAILURES:
             warn(f"step {step + 1}: REWARD failed for {len(failed)} of {len(answers)} answers")
         self.check_any(answers, f"step {step + 1}")
+        lengths |= self.count_misunderstood(answers, f"step {step + 1}")
         rewards = np.array([answer.reward for answer in answers if not answer.failure])
         equal = all_equal(self.by_group(answers)).double().mean().item()
         self.collapsed_steps = self.collapsed_steps + 1 if equal == 1 else 0
@@ -298,6 +303,18 @@ class Rollouts:
                  "length*-0.001 in REWARD, or a larger GRPO_BETA, works against it".format(step + 1, *grew))
         return {"reward": rewards.mean().item(), "reward_std": rewards.std().item(),
                 "equal_groups": equal, **lengths}
+
+    def count_misunderstood(self, answers: Sequence[Answer], place: str) -> dict[str, float]:
+        """Return the share of answers whose value a reward does not understand; warn of the first ones."""
+        if not {"math", "math_verify"} & {*self.rewards.names}:
+            return {}
+        count = sum(answer.misunderstood for answer in answers)
+        if count and not self.is_told:
+            self.is_told = True
+            self.context.log.warn(f"{place}: REWARD={self.config.reward} finds no single value in {count} of "
+                                  f"{len(answers)} answers, which are worth 0 (answers_misunderstood in "
+                                  "metrics.jsonl, their texts in rollouts.jsonl); reported once")
+        return {"answers_misunderstood": count / len(answers)}
 
     def check_any(self, answers: Sequence[Answer], place: str) -> None:
         """Raise DataError if no answer has a reward; all ranks have the same answers."""

@@ -15,7 +15,15 @@ from checkpoint.huggingface import save_model_folder
 from common.errors import DataError
 from common.files import json_sha256
 from config import Config, ModelConfig
-from hellaswag_utils import Task, batches_of, ending_logprobs, evaluate_batches, prepare_task, read_choice_set, read_items
+from hellaswag_utils import (
+    Task,
+    batches_of,
+    ending_logprobs,
+    evaluate_batches,
+    prepare_task,
+    read_choice_set,
+    read_items,
+)
 from model import Transformer
 from tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from inference.engine import Engine
 from learn.cost import as_trained, estimate_memory, generation_bytes
 from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
-from learn.rewards import BUILT_IN
+from learn.rewards import BUILT_IN, Misunderstood, final_value
 from learn.teacher import LlamaTeacher
-from run.rollouts import training_batch
+from run.rollouts import Answer, Rollouts, training_batch
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
@@ -246,8 +246,52 @@ def test_the_forecast_has_the_longest_rows_that_a_step_can_train_on(group, expec
     assert batch.tokens_BT.shape == (expected[0], expected[1] - 1), "the last token is only a target"
 
 
+VALUES = {  # what answers are worth, by their text; None: it is not understood
+    r"\boxed{\frac{7}{2}}": "7/2", r"\boxed{\text{42}}, from step 3": 42, r"\boxed{42\text{ cm}^2}": 42, "The answer is \u22125.": -5,
+    "The range is 5-10": 10, "5\u201310": 10, "1.5e3": 1500, "It is 1,000.": 1000, r"\boxed{12} or 13": 12, "So it is 2.": 2, r"$\boxed{12}$": 12,
+    "The answer is 3.0": 3, "50%": "1/2", r"\boxed{50\%}": "1/2", "5 percent": "1/20", r"$-\frac{1}{2}$": "-1/2", r"\frac12": "1/2", ".5": "1/2",
+    r"\boxed{1{,}234}": 1234, "1 234": 1234, r"\boxed{12\,345}": 12345, r"\boxed{1,\!234}": 1234, "1,234,567": 1234567, "(3,400)": 3400, "1 1/2": "3/2",
+    r"-1\frac12": "-3/2", "½": "1/2", "2½ cups": "5/2", r"1.5 \times 10^3": 1500, r"\boxed{3 \cdot 10^{-2}}": "3/100", "10⁻²": "1/100", r"\boxed{2^{10}}": 1024,
+    r"\boxed 5": 5, r"$\boxed5$": 5, r"\boxed{\boxed{3}}": 3, "so 5\n#### 72": 72, "#### Step 2\nIt is 9": 9, r"\boxed{x=-5}": -5, r"\boxed{f(2) = 5}": 5,
+    r"\boxed{90^{\circ}}": 90, "5 m²": 5, r"-\$12.50": "-25/2", "7 / 2": "7/2", r"\boxed{\frac{\frac{1}{2}}{3}}": "1/6", r"\boxed{\dfrac{3}{-4}}": "-3/4",
+    "The answer is 2 + 2 = 4.": 4, "The answer is 42. I checked it in 3 ways.": 42, "**Answer:** 42": 42, "**42**": 42, "x-5": 5, "it is -5": -5, "5 - 10": 10,
+    "- 5 apples\n- 6 pears": 6, "Therefore, $x = 3 - 5 = -2$.": -2, r"<think>\boxed{3}</think> It is 4": 4, "<answer>7</answer> of 9": 7, "5 million": 5000000,
+    "It costs 5 (10 before).": 10, "total 5\n* 6 pears": 6, "１２": 12,
+    **dict.fromkeys(["none", "1,5", "(1, 2)", r"2\pi", r"\boxed{\sqrt{2}}", r"\boxed{\{1, 2\}}", r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{a}{2}}", "2x", "3 + 4i",
+                     r"\boxed{2x+3}", "2 + 3", "1/0", "3/4/5", "3:30", r"\boxed{5-10}", r"\boxed{5 \text{ or } 6}", r"\boxed{\pm 5}", r"\boxed{x > 5}", r"\boxed{0.\overline{3}}",
+                     r"\boxed{\frac{1}{2}, \frac{1}{3}}", r"\boxed{", r"\boxed{7", "10^99999999", "9" * 5000])}
+
+
+@pytest.mark.parametrize("answer, value", VALUES.items(), ids=ascii)
+def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
+    for other in (value, "17/19") if value is not None else (0, 7):
+        reward = BUILT_IN["math"]("prompt", answer, {"answer": other})
+        assert reward == (other == value) and isinstance(reward, Misunderstood) == (value is None)
+    if value is not None and final_value(answer, is_reference=True) is not None:
+        assert BUILT_IN["math"]("prompt", rf"\boxed{{{value}}}", {"answer": answer}) == 1, "the reference is read alike"
+
+
+@pytest.mark.parametrize("answer", ["no number", "5-10", "12 or 13", r"\frac{\sqrt{2}}{2}", "(1, 2)", "2x", "1,5"])
+def test_a_reference_that_is_not_one_number_is_an_error_and_needs_math_verify(answer):
+    with pytest.raises(ValueError, match="is not one number; correct the record, or use REWARD=math_verify"):
+        BUILT_IN["math"]("prompt", "5", {"answer": answer})
+
+
+def test_answers_that_are_not_understood_are_counted_and_told_of_once():
+    told: list[str] = []
+    rollouts = SimpleNamespace(config=Config(reward="math"), rewards=SimpleNamespace(names=("math",)), is_told=False,
+                               context=SimpleNamespace(log=SimpleNamespace(warn=told.append)))
+    answers = [Answer(1, True, 0.0, [0.0], "", "", misunderstood=number < 3) for number in range(4)]
+    for step in (1, 2):
+        assert Rollouts.count_misunderstood(rollouts, answers, f"step {step}") == {"answers_misunderstood": 0.75}
+    assert len(told) == 1 and told[0].startswith("step 1: REWARD=math finds no single value in 3 of 4 answers")
+    rollouts.rewards.names = ("exact",)
+    assert Rollouts.count_misunderstood(rollouts, answers, "step 3") == {}
+
+
 @pytest.mark.parametrize("name, answer, record, expected", [
-    ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
+    ("math_verify", "The answer is \u22125", {"answer": "-5"}, 1), ("math_verify", "The range is 5-10", {"answer": 10}, 1),
+    ("math_verify", "1.5e3", {"answer": "1500"}, 1), ("exact", " 42\n", {"answer": 42}, 1), ("exact", "42.", {"answer": "42"}, 0),
     ("contains", "It is Paris.", {"answer": "Paris"}, 1), ("contains", "Rome", {"answer": "Paris"}, 0),
     ("regex", "a1b", {"pattern": r"^a\d"}, 1), ("regex", "ba1", {"pattern": r"^a\d"}, 0),
     ("math", "2 + 2 = 4", {"answer": "so 5\n#### 4"}, 1), ("math", r"\boxed{1,000} of 3", {"answer": "1000.0"}, 1),

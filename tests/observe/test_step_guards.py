@@ -208,7 +208,7 @@ def test_after_nan_nothing_is_advised_that_was_already_on(settings, advice, tmp_
     run = SimpleNamespace(config=Config(**settings), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lambda text: None))
     with pytest.raises(NonFiniteError) as error:
         guards.stop_non_finite(run, [], None, None, None)
-    assert str(error.value).endswith(f", or {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
+    assert str(error.value).endswith(f". To continue, {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
 
 
 def test_of_bad_gradients_those_with_the_smallest_share_of_bad_numbers_are_kept(monkeypatch):

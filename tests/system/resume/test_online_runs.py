@@ -20,7 +20,7 @@ from dataloaders import PromptRows, RowOrder, open_example_set
 from debug.replay import read_settings
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
-from learn.grpo import advantages
+from learn.grpo import GRPO, advantages
 from learn.optim import Optimizer
 from report.page import Report
 from run import rollouts
@@ -127,6 +127,36 @@ def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_pat
     monkeypatch.setattr(train, "gradient_norm", lambda model: norm(model) * (torch.nan if len(updates) >= 3 else 1))
     run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
     assert run.train() == 4 and len(updates) == 4
+
+
+def test_a_step_is_all_of_its_updates(stages, tmp_path, monkeypatch, capsys):
+    """Its metrics are their means. If the second is not finite, there is no third, and the saved state is that before the first."""
+    changes = dict(GRPO_UPDATES=3, MAX_STEPS=2, SAVE_EVERY=1, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    calm, run = (stages.run("grpo", tmp_path / name, **changes) for name in ("calm", "bad"))
+    results, step, loss_sum = [], train.train_step, GRPO.loss_sum
+    monkeypatch.setattr(train, "train_step", lambda *facts: results.append(step(*facts)) or results[-1])
+    assert calm.train() == 0 and len(results) == 6
+    for line, logged, updates in zip(calm.lines("ledger"), calm.metrics()[-2:], (results[:3], results[3:]), strict=True):
+        for name, value in {"loss": line["loss"], "grad_norm": line["grad_norm"]}.items():
+            assert value == pytest.approx(sum(getattr(each, name) for each in updates) / 3, rel=1e-12)
+        assert logged["clipped"] == pytest.approx(sum(each.metrics["clipped"] for each in updates) / 3)
+
+    def not_finite(objective, model, batch):
+        found = loss_sum(objective, model, batch)
+        return found._replace(total=found.total * torch.nan) if len(results) == 4 else found
+
+    first = stages.run("grpo", tmp_path / "first", **changes)
+    for poisoned, saved in ((run, 1), (first, 0)):  # in the second step, and in the first, before which the optimizer has no state
+        monkeypatch.setattr(GRPO, "loss_sum", not_finite)
+        results[:] = [None] * (3 - 3 * saved)
+        assert poisoned.train(SAVE_EVERY=0) == 4 and len(results) == 5
+        error = capsys.readouterr().err
+        assert "nothing was updated, the state before it is saved" in error and "replay" not in error
+        assert poisoned.steps_saved() == [saved]
+        monkeypatch.setattr(GRPO, "loss_sum", loss_sum)
+        assert poisoned.train() == 0
+        assert poisoned.hashes(2) == calm.hashes(2)
+    assert run.hashes(1) == first.hashes(1) == calm.hashes(1)
 
 
 def test_a_teacher_scores_own_and_recorded_answers(stages, tmp_path, capsys):
@@ -266,7 +296,8 @@ def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
         both = np.concatenate([RowOrder(50, 8, 2, 7, rank, 2).micro_batches(step) for rank in (0, 1)])
         assert (one == both).all()
     rewards = Rewards(Config(reward="exact*2"))
-    assert rewards("", "4", json.dumps({"answer": 4})) == [1.0]
+    assert rewards("", "4", json.dumps({"answer": 4})) == [1.0, False]
+    assert Rewards(Config(reward="length,math"))("", "four", json.dumps({"answer": 4})) == [4.0, 0.0, True]
     process = rewards.process
     process.stdin.close()
     assert process.wait(10) == 0
