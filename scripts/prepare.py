@@ -31,6 +31,8 @@ def main() -> None:
     parser.add_argument("kind", choices=SCRIPTS)
     kind, flags = parser.parse_args(sys.argv[1:2] or ["--help"]).kind, sys.argv[2:]
     if flags and not flags[0].startswith("-") and kind != "tokenizer":  # which takes several sources
+        if any(flag.split("=")[0] == "--source" for flag in flags):
+            parser.error(f"the source is given twice, as {flags[0]} and by --source; remove one")
         flags.insert(0, "--source")
     os.environ["PADDOCK_COMMAND"] = f"./paddock prepare {kind}"
     script = str(Path(__file__).with_name(SCRIPTS[kind]))

@@ -160,6 +160,7 @@ def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
         clone.paddock(*words)
         assert clone.calls()[-1][1] == expected
     assert "invalid choice: 'txet'" in clone.paddock("prepare", "txet", "corpus", code=2)
+    assert "given twice, as corpus and by --source" in clone.paddock("prepare", "text", "corpus", "--source=other", code=2)
 
 
 def test_a_file_that_is_named_from_another_folder_is_found_there(clone):
@@ -170,9 +171,11 @@ def test_a_file_that_is_named_from_another_folder_is_found_there(clone):
         (here / name).mkdir()
         (here / name / "a.jsonl").touch()
     (here / "mix.json").touch()
+    (here / "x[1].jsonl").touch()
     for words, expected in (
             (["prepare", "text", "corpus"], ["--source", f"{here}/corpus"]),
             (["prepare", "text", "my chats/*.jsonl"], ["--source", f"{here}/my chats/*.jsonl"]),
+            (["prepare", "text", "x[1].jsonl"], ["--source", f"{here}/x[1].jsonl"]),
             (["prepare", "text", "--mix=mix.json"], [f"--mix={here}/mix.json"]),
             (["prepare", "text", "s3://b/x.parquet"], ["--source", "s3://b/x.parquet"]),
             (["train", "--preset", "debug", "--source", "./corpus"], ["--preset", "debug", "--source", f"{here}/./corpus"]),
