@@ -359,7 +359,7 @@ def test_several_answers_to_one_prompt_stay_together(answers):
 
 def test_unpaired_answers_to_one_prompt_are_compared_with_one_another(tokenizer):
     for count in (5, 200):
-        examples = [example("Say a number.", answers=({"role": "assistant", "content": f"{number}"},), label=number % 2 == 0) for number in range(count)]
+        examples = [example("Say a number.", answers=(f"{number}",), label=number % 2 == 0) for number in range(count)]
         spec = WorkerSpec(SimpleNamespace(system_prompt="", tokenizer_path="", tokenizer_backend=""), tokenizer.sha256, "uint32", 0.0,
                           frozenset(plan(examples).common))
         TOKENIZERS[tokenizer.sha256] = tokenizer
