@@ -184,7 +184,6 @@ def validation(run: Run) -> Result:
     batches = inputs.validation_batches(config, ranks)
     if prepare:  # KTO's reference point is that of all rows
         batches = prepare([*batches], run.progress.step).batches
-        HEARTBEAT.enter("validation", run.progress.step)
     loss, others, by_item = validation_loss(
         run.model, run.objective, run.context.progress(batches, per_rank, "Validation"), run.context,
         inputs.tokenizer.byte_lengths, kind)

@@ -302,7 +302,8 @@ class KTO(PairwiseObjective):
 
     @torch.no_grad()
     def prepare_step(self, batches: list, step: int) -> Prepared:
-        HEARTBEAT.enter("forward and backward")
+        if HEARTBEAT.phase == "data":  # else a validation calls it, maybe before the first step
+            HEARTBEAT.enter("forward and backward")
         sums = []
         for batch in batches:
             HEARTBEAT.beat()
