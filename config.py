@@ -306,7 +306,7 @@ class EvaluationConfig(Section):
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
     sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)
-    sample_prompts: str = safe("", "prompts for samples (user messages in sft and dpo), separated by |")
+    sample_prompts: str = safe("", "prompts for samples, separated by |; none = for chats, held-out prompts")
     sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
     sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)

@@ -525,6 +525,16 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
     return examples
 
 
+def first_prompts(rows: "Rows", count: int) -> list[list[int]]:
+    """Return the token ids of up to `count` prompts from the first rows of chats, pairs or prompts."""
+    batch = rows(np.arange(min(count, len(rows))))
+    if "prompt_B1" in batch.stored:
+        return [ids[:length].tolist() for ids, (length,) in zip(batch.tokens_BT, batch.stored["prompt_B1"])]
+    with suppress(DataError):  # none fits into a row
+        return [example.prompt for example in read_held_out(rows, count)]
+    return []
+
+
 # ---------------------------------------------------------------------------------------- opening and loading
 
 Rows = TokenRows | ExampleRows | PromptRows | MixedRows

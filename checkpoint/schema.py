@@ -205,12 +205,22 @@ class RolloutLine(Line):
     rewards: dict[str, float] = {}  # by function, without weights
 
 
+class AnswerText(Open):
+    """An answer to a held-out prompt, in a line of evaluations.jsonl."""
+
+    prompt: str
+    answer: str
+    reference: str = ""
+    reward: Optional[Number] = None
+
+
 class EvaluationLine(Line):
     """A line of evaluations.jsonl, without its scores (see `item_scores`)."""
 
     name: str
     items: str
     n: Count
+    texts: list[AnswerText] = []
 
 
 SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,

@@ -14,6 +14,7 @@ from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.templates import load_chat_format
+from dataloaders import Rows, first_prompts
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from inference.engine import Sampling
@@ -31,6 +32,7 @@ from run.rollouts import Answer
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
 MEASURED_WITH_ERROR = ("loss", "reward_accuracy")  # validation metrics that are logged with one
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
+HELD_OUT_SAMPLES = 2
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 
 
@@ -111,7 +113,8 @@ def evaluate(run: Run) -> None:
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
-        for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
+        for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step,
+                                    run.inputs.validation_rows):
             run.log.sample(progress.step, prompt, text)
 
 
@@ -325,8 +328,12 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
             {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
 
 
-def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
-    """Return (prompt, completion) pairs; they depend on the step, but not on the rank."""
+def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: Optional[Rows] = None
+            ) -> list[tuple[str, str]]:
+    """Return (prompt, completion) pairs; they depend on the step, but not on the rank.
+
+    Without SAMPLE_PROMPTS, chats answer the first held-out prompts, if there are any.
+    """
     prompts = config.sample_prompts.split("|")
     if config.training_stage == "pretrain":
         prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
@@ -334,6 +341,9 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
     else:
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        if held_out is not None and not config.sample_prompts:
+            prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES) or prompt_ids
+            prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
     with forced_eager():
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)

@@ -567,11 +567,10 @@ class Distillation(NextToken):
 
     def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
         weight, sums, blocks = self.config.distillation_weight, {}, []
-        names = self.loss_sum(model, batch, blocks).metrics
-        for name, parts in zip(names, [*zip(*blocks)][1:]):
-            values = torch.cat(parts)
+        zeros = torch.zeros(batch.targets_BT.numel(), device=batch.targets_BT.device)
+        for place, name in enumerate(self.loss_sum(model, batch, blocks).metrics, 1):
+            values = torch.cat([zeros[:0], *(block[place] for block in blocks)])
             if batch.target_index_M is not None:
-                zeros = values.new_zeros(batch.targets_BT.numel())
                 values = zeros.index_put((batch.target_index_M,), values)
             sums[name] = sums_by_item(values.view_as(batch.targets_BT), batch, items)
         return LossSum(weight * sums["divergence"] + (1 - weight) * sums["cross_entropy"], sums)

@@ -268,6 +268,11 @@ class RunReader:
     def _add_evaluations(self, line: schema.EvaluationLine) -> None:
         scores = item_scores(line.model_dump())
         self.logs["evaluations"].invalid += scores is None
+        for text in line.texts:  # answers to held-out prompts
+            reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
+            reference = f"\nReference: {text.reference}" * bool(text.reference)
+            self.samples.append({"step": line.step, "prompt": text.prompt[:SAMPLE_CHARACTERS],
+                                 "text": f"{text.answer}{reward}{reference}"[:SAMPLE_CHARACTERS]})
         for trend in self.trends.values() if scores else ():
             trend.add(scores)
 

@@ -61,8 +61,8 @@ class Process:
         return self.events[0]["time"]
 
     @property
-    def end(self) -> Event:  # empty if the process was killed or is running
-        return next((event for event in self.events if event["event"] == "end"), {})
+    def end(self) -> Event:  # empty if the process was killed or is running; the launcher's comes last
+        return next((event for event in reversed(self.events) if event["event"] == "end"), {})
 
     @property
     def last_sign(self) -> float:

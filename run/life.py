@@ -203,7 +203,10 @@ class Run:
         """Return why this process takes no more steps; `error` is the exception that it raised, if any."""
         if error is not None:
             report = classify_exception(error)
-            return report.sentence if report else f"{type(error).__name__}: {error}"
+            # The launcher records the cause on another rank; a lost connection is its effect.
+            effect = report and report.is_secondary
+            sentence = report.sentence if report else f"{type(error).__name__}: {error}"
+            return sentence.partition(" (")[0] if effect else sentence
         if not (self.finished or self.stops_here) or self.progress.pending_metrics is not None:
             return "stopped by a signal"
         early = "early stopping" if self.finished else "STOP_STEP"

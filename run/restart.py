@@ -3,13 +3,16 @@
 import json
 import os
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from checkpoint.manifest import read_sealed
+from checkpoint.schema import read_entries
 from common.errors import CheckpointError, HangError
+from common.files import plain
 from common.text import print_safely
 from config import Config
 from parallel import process
@@ -80,6 +83,20 @@ def agree(store: Any, keys: list[str], node: int, state: dict[str, Any], seconds
     return {**state, "again": False}
 
 
+def record_cause(ending: Ending) -> None:
+    """Write a failure that began on this machine into the run's events: rank 0 may know only its effect."""
+    cause = ending.cause
+    if not (ending.run_folder and cause) or cause.is_secondary or cause.code == process.EXIT_PREEMPTED:
+        return
+    path = ending.run_folder / "events.jsonl"
+    with suppress(OSError, CheckpointError, IndexError):
+        last = [*read_entries(path)][-1]
+        if last.get("reason") != cause.sentence:
+            line = {"time": time.time(), "step": last["step"], "event": "end", "reason": cause.sentence}
+            with open(path, "ab", opener=plain) as file:
+                file.write(json.dumps(line).encode() + b"\n")
+
+
 class Job:
     """A job that starts again after a crash or a hang. scripts/launch.py defines how it starts."""
 
@@ -109,6 +126,7 @@ class Job:
             os.environ[process.RESTART] = json.dumps(
                 {"restart": number, "left": self.most - number, "cause": cause})
             ending = self.start(number, flags)
+            record_cause(ending)
             if ending.cause is None or not self.most:
                 return ending, words
             folder = ending.run_folder or folder

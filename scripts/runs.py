@@ -67,8 +67,10 @@ def read_run(folder: Path, name: str) -> Run:
     reader.read()
     step, max_steps = max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0
     state, _ = reader.state(step, max_steps)
-    losses = ((kind, reader.value(f"{kind}_loss")) for kind in ("val", "train"))
-    loss = next((f"{value:.4f} {kind}" for kind, value in losses if value is not None), "-")
+    words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
+    results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
+    found = ((kind, reader.value(curve)) for curve, kind in results.items())
+    loss = next((f"{value:.4f} {kind}" for kind, value in found if value is not None), "-")
     stage = reader.settings.get("TRAINING_STAGE", "-") + "+lora" * bool(reader.settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
     starts = " ".join(spelt(reader.settings.get(setting)) for setting in STARTS)

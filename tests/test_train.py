@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -285,7 +286,8 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
 
     def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
-        return losses[len(seen) - 1], {}, {"count": np.ones(2), "loss": np.ones(2)}
+        loss = losses[len(seen) - 1]
+        return loss, {}, {"count": np.ones(4), "loss": loss + np.array([-1.0, -0.01, 0.01, 1.0])}
 
     monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     return seen
@@ -321,6 +323,24 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
     assert [why for event, _, why in tell(run) if event == "end"] == ["early stopping"] * 3
+
+
+def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_checkpoint(tiny_run, monkeypatch, capsys):
+    """The last validations are worse on each of the same rows. Later commands use RUN:best, and none asks for more steps."""
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 3.0, 3.5, 3.6, 2.9, 2.92])))
+    run = tiny_run(VALIDATE_EVERY=1, SAVE_EVERY=3, HELLASWAG_EVERY=0)
+    monkeypatch.setattr(life.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run.train(MAX_STEPS=6) == 0
+    told = capsys.readouterr()
+    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 4 rows\)", " ".join(told.err.split()))
+    assert warnings == [("3.0000", "2", "+0.50")], "of the rise from step 3 on, once; 2.92 is no clear rise"
+    assert "resume" in told.out and f"{run.folder}:best" not in told.out.split("Finished")[-1]
+    with_validation_losses(monkeypatch, {0: 3.3})
+    assert run.train(MAX_STEPS=7) == 0
+    told = capsys.readouterr().out
+    assert "best 2.9000 at step 5" in told and re.search(r"use it .*run:best", told) and "resume  " not in told
+    assert store.locate(f"{run.folder}:best", run.folder).name == "step-00000005"
 
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):

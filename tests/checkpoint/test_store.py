@@ -399,6 +399,24 @@ def test_locate_takes_the_name_of_a_run_of_the_same_folder(tmp_path, monkeypatch
     assert store.locate("./first/checkpoints", Path("runs/other")).resolve() == other
 
 
+def test_best_is_the_checkpoint_with_the_lowest_validation_loss(tmp_path):
+    """Also behind a run's name, of a damaged one the next, and of none with a loss it says so."""
+    run_dir, losses = tmp_path / "runs" / "first", {1: 3.0, 2: 1.5, 3: 2.0, 4: None}
+    for step, loss in losses.items():
+        save(run_dir / "checkpoints", step, val_loss=loss)
+    best = run_dir / "checkpoints" / "step-00000002"
+    for name in ("first:best", f"{run_dir}:best"):
+        assert store.locate(name, tmp_path / "runs" / "-") == best
+    assert store.locate("first", tmp_path / "runs" / "-").name == "step-00000004"
+    file = best / next(iter(store.read_manifest(best)["files"]))
+    file.write_bytes(b"x" * file.stat().st_size)
+    told = []
+    assert store.locate("first:best", tmp_path / "runs" / "-", told.append, store.verify).name == "step-00000003" and len(told) == 1
+    save(tmp_path / "runs" / "reward" / "checkpoints", 1, val_loss=None)
+    with pytest.raises(CheckpointError, match="has a validation loss, so none is the best; leave out :best"):
+        store.locate("reward:best", tmp_path / "runs" / "-")
+
+
 def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_path):
     write_model(tmp_path)
     assert store.locate(str(tmp_path), tmp_path / "run") == tmp_path

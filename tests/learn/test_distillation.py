@@ -1,6 +1,7 @@
 """Divergences compared with torch's KL and TRL, and the objective compared with autograd on plain logits."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -156,12 +157,25 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
     assert not any(value.requires_grad for value in summed.metrics.values())
     with torch.no_grad():
         assert torch.equal(objective.loss_sum(student, batch).total, summed.total), "validation gives the same"
+        by_item = objective.by_item(student, batch, "chats")
+    assert by_item.total.shape == (3, 3) and not by_item.total[:, 0].any(), "two documents a row, and none with number 0"
+    second, numbers = student.logits(batch.tokens_BT, batch.document_ids_BT)[1], batch.document_ids_BT[1]
+    here = counted[1] & (numbers == 2)
+    expected = F.cross_entropy(second[here], batch.targets_BT[1, here], reduction="sum")
+    torch.testing.assert_close(by_item.metrics["cross_entropy"][1, 2], expected.detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
+    for ours_B, total in ((by_item.total, summed.total), *((by_item.metrics[name], value) for name, value in summed.metrics.items())):
+        torch.testing.assert_close(ours_B.sum(), total.detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
     for name, gradient in plain.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_batch_without_any_target_gives_zero_and_gradients():
     student, batch = llama(1), a_batch(True)
+    nothing = a_batch(True).ignore_from(0)
+    nothing = replace(nothing, target_index_M=torch.zeros(0, dtype=torch.long))
+    objective = Distillation(settings(), Teacher(llama(2)))
+    with torch.no_grad():
+        assert not objective.by_item(student, nothing, "rows").total.any()
     for positions in (torch.zeros(0, dtype=torch.long), None):
         empty = Batch(batch.tokens_BT, torch.full_like(batch.targets_BT, IGNORE_INDEX), batch.document_ids_BT, positions)
         summed = Distillation(settings(), Teacher(llama(2))).loss_sum(student, empty)

@@ -223,6 +223,25 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_the_sums_by_item_add_up_to_the_loss(mode):
+    objective, rows = MODES[mode][0](), MODES[mode][1](8)
+    model, kinds = model_of(0), ("rows", "chats") if isinstance(objective, NextToken) else ("pairs",)
+    summed = objective.loss_sum(model, rows)
+    for kind in kinds:
+        by_item = objective.by_item(model, rows, kind)
+        for found, expected in ((by_item.total, summed.total), *((by_item.metrics[name], summed.metrics[name]) for name in summed.metrics)):
+            assert found.ndim == 2 and float(found.double().sum()) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+    if isinstance(objective, NextToken):
+        single = replace(rows, **{name: getattr(rows, name)[1:2] for name in ("tokens_BT", "targets_BT", "document_ids_BT")}, target_index_M=None)
+        of_row, = objective.by_item(model, single, "chats").total
+        assert len(of_row) > 2
+        for number, total in enumerate(of_row.tolist()):
+            only = single.targets_BT.where(single.document_ids_BT == number, IGNORE_INDEX)
+            assert total == pytest.approx(float(objective.loss_sum(model, replace(single, targets_BT=only)).total), rel=1e-4, abs=1e-5)
+
+
+@torch.no_grad()
 def test_the_text_loss_of_kto_is_that_of_the_own_answers():
     batch, model = unpaired_rows(8), model_of(0)
     labels = [label for label in batch.stored["label_BP"].flatten().tolist() if label]

@@ -39,7 +39,8 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
             "goodput": {"share": 0.5, "seconds": 1000, "parts": [{"name": "steps", "seconds": 500}, {"name": "away", "seconds": 500}],
                         "interruptions": [{"time": 1.7e9, "step": 410, "resumed_from": 400, "resumed_time": 1.7e9, "reason": "killed by a test",
                                            "away_seconds": 500, "repeated_steps": 10}]},
-            "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "failure": None,
+            "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "stage": "sft, LoRA",
+            "headline": {"curve": "val_loss", "title": "Validation loss", "higher": False}, "failure": None,
             "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}],
             "power": {"start": 1.7e9, "gpus": {"0": {"x": [0, 500, 1000, 1500], "y": [100, 200, 150, None]}},
                       "marks": [[0, "forward", 7], [0.8, "backward", 7], [1.6, "forward", 8]]}}
@@ -300,6 +301,32 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
     assert page.locator("#time .box").first.locator(".bar").count() == 3, "one bar of phases for each run that is shown"
 
 
+def test_a_failed_run_among_many_is_told_in_words_and_stages_names_and_data_have_their_place(show, four):
+    four["runs"][1] |= {"state": "failed", "failure": {"where": "in step 7", "reason": "killed.", "saved": "no checkpoint", "command": None}}
+    four["runs"][3]["sources"] = [{"label": "other text", "share": 1.0}]
+    page = show(four)
+    assert "[object" not in page.locator("main").inner_text() and "Failed in step 7" in page.locator("#overview").inner_text()
+    assert page.locator("#overview thead th").nth(1).inner_text() == "stage" and "sft, LoRA" in page.locator("#overview tbody").inner_text()
+    assert page.evaluate("charts.get('loss').lines.map(({label}) => label)")[:3] == ["A a1, training", "A a1, validation", "B a2, training"]
+    assert page.evaluate("charts.get('speed').lines[0].label") == "A a1", "one curve needs no other words"
+    assert page.locator("#sources table").count() == 1
+    rows = page.locator("#sources tbody tr").all_inner_texts()
+    assert len(rows) == 3 and rows[0].endswith("A a1, B a2, C b1") and rows[2].startswith("other text") and rows[2].endswith("D b2")
+
+
+def test_rare_values_are_never_interpolated(show, four):
+    """The mean of two seeds is known where both were validated, and the cursor names the step of what it shows."""
+    four["comparison"]["configurations"] = [{"name": "a=1", "runs": ["a1", "a2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}]
+    for name in ("val_loss", "val_loss_stderr"):
+        four["runs"][1]["curves"][name] = curve([100, 250, 400], lambda step: 1.0)
+    page = show(four)
+    known = page.evaluate("""charts.get('loss').lines.filter(({label}) => label === 'a=1 validation')
+        .map(({steps, y}) => steps.filter((_, i) => y[i] !== null))[0]""")
+    assert known == [100, 400]
+    page.evaluate("charts.get('loss').moveTo(270)")
+    assert "(step 200)" in spoken(page, "loss") or "(step 300)" in spoken(page, "loss")
+
+
 def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show, four):
     four["comparison"]["configurations"] = [
         {"name": name, "runs": [name[0] + "1", name[0] + "2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}
@@ -475,10 +502,10 @@ def test_a_run_can_be_left_out_and_a_series_too(show):
     labels = page.locator("#chart-loss .legend button")
     assert labels.count() == 4
     page.locator("[data-run=first]").uncheck()
-    assert [each.split(" 2.")[0] for each in labels.all_inner_texts()] == ["B training", "B validation"]
+    assert [each.split(" 2.")[0] for each in labels.all_inner_texts()] == ["B second, training", "B second, validation"]
     labels.first.click()
     assert labels.first.get_attribute("aria-pressed") == "false"
-    assert page.evaluate("charts.get('loss').slots.map(({line}) => line.label)") == 3 * ["B validation"]  # and its band
+    assert page.evaluate("charts.get('loss').slots.map(({line}) => line.label)") == 3 * ["B second, validation"]  # and its band
 
 
 def test_the_table_of_a_chart_holds_its_data(show):
