@@ -131,13 +131,14 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
     dropped and counted.
     """
     mapped = source.renamed.keys()
+    unwritten = [name for name in ("name", "reasoning_content") if name not in fields]
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         dropped: list[str] = []
         try:
-            if mark := next((name for name, value in MARKS.items() if isinstance(
-                    record.get(name), (bool, int, float)) and bool(record[name]) != value), None):
-                raise DataError(f"is excluded from training by {mark} = {record[mark]}; leave it out")
+            for name in record.keys() & MARKS.keys():
+                if isinstance(record[name], (bool, int, float)) and bool(record[name]) != MARKS[name]:
+                    raise DataError(f"is excluded from training by {name} = {record[name]}; leave it out")
             if kind == "chats":
                 examples = chats_of(where, record, dropped.append, mapped)
             else:
@@ -148,9 +149,10 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
                 if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
                                     "chat_template.jinja with tool_calls beside tokenizer.json")
-                for name in ("name", "reasoning_content"):
-                    if name not in fields and message["role"] != "tool" and message.pop(name, None):
+                for name in unwritten:
+                    if name in message and message["role"] != "tool":
                         dropped.append(f"messages[].{name}")
+                        del message[name]
         except DataError as error:
             reading.refuse(where, str(error))
             continue
@@ -392,13 +394,15 @@ def messages_in(name: str, value: Any, role: str = "", drop: Drop = str, may_be_
 def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{name} is {type_name(message)}, expected a message")
-    role_name, content_name = ("from", "value") if _is_filled(message, "from") else ("role", "content")
+    role_name, content_name = ("role", "content") if message.get("from") is None else ("from", "value")
     if role_name not in message:
         raise DataError(f"{name} has no {role_name!r}; it has {columns_of(message)}")
     written, content, read = message[role_name], message.get(content_name), {}
     role = ROLES.get(written) if isinstance(written, str) else None
     if role is None:
         raise DataError(f"{name} has the role {written!r:.40}; known are {', '.join(ROLES)}")
+    if len(message) == 2 and isinstance(content, str) and content.strip() and written not in CALL_ROLES:
+        return {"role": role, "content": text_in(f"{name}.{content_name}", content)}  # the usual case, faster
     others = [key for key in message if key not in (role_name, content_name) and key not in FIELDS[role]
               and message[key] is not None]
     marks = {key: message[key] for key in others if key in MARKS}
