@@ -39,7 +39,8 @@ INTENDED: list[tuple[str, str]] = [
     (r"^data: (chats|pairs|prompts|unpaired)", "the key of the split is all before the first answer"),
     (r"^grpo-2-updates.*: (ledger|recent)", "the loss and norm of a step are means of its updates"),
     (r"/generation_config\.json$", "it has the id of padding too"),
-    (r": (metrics|evaluations\.jsonl)$", "evaluations have a value for each row, pair or chat, and other errors")]
+    (r": (metrics|keys of metrics|evaluations\.jsonl|console)$", "evaluations have a value for each row, pair or chat, and other errors"),
+    (r"^grpo-2-updates.*(ledger\.jsonl|trainer_state\.json|card)$", "a step records the mean of its updates, not the last one")]
 
 # Names of settings and state that the reference does not record, or with another default.
 NEW_SETTINGS: list[str] = ["split"]  # of a source that is read whole
