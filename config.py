@@ -322,7 +322,7 @@ class CheckpointConfig(Section):
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
     keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
     keep_every: int = safe(
-        0, "also save and keep the checkpoint of every N-th step, for at-step and bisect; 0 = none", ge=0)
+        0, "also save and keep the checkpoint of every N-th step, for at-step; 0 = none", ge=0)
     model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
     model_language: str = safe("", "comma-separated languages in the model card, such as en,de")
 

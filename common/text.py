@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CALLED_FROM = "PADDOCK_CALLED_FROM"  # an environment variable: the user's folder, if a script leaves it
 # The commands of ./paddock, by the script that each one runs.
 COMMANDS = {
-    "scripts/at_step.py": "at-step", "scripts/bisect_run.py": "bisect", "scripts/diff_runs.py": "diff",
+    "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff",
     "scripts/chat.py": "chat", "scripts/convert_to_gguf.py": "export --to gguf",
     "scripts/doctor.py": "doctor", "scripts/evaluate.py": "eval", "scripts/generate.py": "generate",
     "scripts/import_checkpoint.py": "import", "scripts/inspect_data.py": "inspect",

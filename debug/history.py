@@ -1,4 +1,4 @@
-"""Past steps of a run: compare two runs, re-create any step with proof, find the step that changed an answer.
+"""Past steps of a run: compare two runs, and re-create any step with proof.
 
 train.py itself repeats the steps, with the recorded settings and number of ranks, in a temporary folder.
 Nothing is written into the run's folder, so that a run can be examined while it continues.
@@ -27,18 +27,9 @@ from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import disk_errors, read_json
 from common.text import ROOT, counted, duration, last_line, show
 from config import Config
-from data_pipeline.templates import load_chat_format
-from debug.inspect import DataReport
 from debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
-from evaluation.during_run import evaluations
-from evaluation.standalone import open_model, settings_for
-from hellaswag_utils import evaluate_batches
-from inference.generate import generate
-from inference.text import text_prompt
 from model_utils import choose_device
-from parallel.ranks import Ranks, RunContext, StopSignals
 from run.card import commit, device_name
-from run.start import read_inputs
 from settings.load import Layer
 
 NO_FLAGS = Layer({}, [])
@@ -206,84 +197,6 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
     details = {name: manifest[name] for name in ("step", "world_size", "val_loss")}
     store.publish(output, write_files, details, sum(file["size"] for file in manifest["files"].values()))
     store.verify(output)
-
-
-# --------------------------------------------------------------------------------- when an answer changed
-
-
-def judge(folder: Path, question: dict[str, Any]) -> tuple[bool, str]:
-    """Return whether a checkpoint answers as asked, and its answer.
-
-    A question has an `item` (counted from 1) and perhaps its `set`; or `prompt` and `expect`; or `metric`.
-    """
-    flags = {"validate_every": (int("metric" in question), ""), "generation_eval_every": (0, ""),
-             "hellaswag_every": (int("prompt" not in question), "")}
-    config = settings_for(folder, Layer(flags, []), None)
-    context = RunContext(Ranks(), StopSignals(), SimpleNamespace(info=lambda text: None, warn=print))
-    run = open_model(folder, config, None, context)
-    if "metric" in question:
-        condition = re.fullmatch(r"\s*(\w+)\s*([<>])\s*(-?\d*\.?\d+(?:e-?\d+)?)\s*", question["metric"])
-        if not condition:
-            raise SettingsError(f"--metric {question['metric']!r} is not of the form 'val_loss > 2'")
-        name, sign, limit = condition.groups()
-        values = {key: value for each in evaluations(run) for key, value in each.measure().metrics.items()}
-        if name not in values:
-            raise SettingsError(f"--metric {name}: an evaluation of this run gives {', '.join(values)}")
-        holds = values[name] > float(limit) if sign == ">" else values[name] < float(limit)
-        return holds, f"{name} = {values[name]:.4f}"
-    if "prompt" in question:
-        tokenizer = run.inputs.tokenizer
-        prompt = text_prompt(tokenizer, question["prompt"])
-        if config.training_stage != "pretrain":
-            chat = load_chat_format(tokenizer)
-            messages = [{"role": "user", "content": question["prompt"]}]
-            prompt = prompt._replace(ids=chat.encode_prompt(messages), stop_ids=chat.stop_ids)
-        ids, = generate(run.model, [prompt.ids], config.sample_tokens, stop_ids=prompt.stop_ids)
-        answer = tokenizer.decode(ids)
-        return question["expect"] in answer, repr(answer[:100])
-    sets = {each.name: each.tasks for each in run.inputs.choice_sets}
-    tasks = sets.get(question.get("set") or next(iter(sets), ""), [])
-    if not 1 <= question["item"] <= len(tasks):
-        known = ", ".join(f"{name} (items 1 to {len(tasks)})" for name, tasks in sets.items())
-        raise SettingsError(f"--item {question['item']}: no such item; the run's sets: "
-                            f"{known or 'none, so use --prompt with --expect, or --metric'}")
-    (_, correct_B2), = evaluate_batches(run.model, [tasks[question["item"] - 1]], device=run.ranks.device,
-                                        batch_tokens=config.hellaswag_batch_tokens)
-    return bool(correct_B2[0, 0]), "right" if correct_B2[0, 0] else "wrong"
-
-
-def bisect(run_dir: Path, question: dict[str, Any], force: bool = False, rows_shown: int = 16) -> int:
-    """Return the last step, as far as kept checkpoints show, that changed the answer; print its rows."""
-    kept, answers = kept_checkpoints(run_dir, max(read_ledger(run_dir))), {}
-
-    def ask(step: int) -> None:
-        answers[step] = judge(kept[step], question)
-        show(f"After step {step}: {answers[step][1]}")
-
-    for step in sorted(kept):
-        ask(step)
-    pairs = [(low, high) for low, high in zip(answers, [*answers][1:]) if answers[low][0] != answers[high][0]]
-    if not pairs:
-        raise SettingsError(f"the answer is the same at the {len(kept)} kept checkpoints of {run_dir}; ask "
-                            "something else, or keep more checkpoints with KEEP_EVERY")
-    low, high = pairs[-1]
-    with tempfile.TemporaryDirectory(prefix="paddock-bisect-") as temporary:
-        while high - low > 1:
-            middle = (low + high) // 2
-            folder = Path(temporary) / f"step-{middle:08d}"
-            recreate(run_dir, middle, folder, kept, force)
-            kept[middle] = folder
-            ask(middle)
-            low, high = (low, middle) if answers[middle][0] != answers[low][0] else (middle, high)
-    show(f"Step {high} changed the answer from {answers[low][1]} to {answers[high][1]}. Its rows:")
-    config = read_settings(run_dir, NO_FLAGS, high)[0].model_copy(
-        update={"validate_every": 0, "hellaswag_every": 0, "generation_eval_every": 0})
-    inputs = read_inputs(config, verify=False)
-    report = DataReport(Path(config.data_path), {}, config, inputs.tokenizer)
-    for row in inputs.order(config, Ranks()).all_rows(high - 1)[:rows_shown].reshape(-1, 1):
-        for line in report.describe_row(inputs.rows, row):
-            show(line)
-    return high
 
 
 # ------------------------------------------------------------------------------------ where two runs part

@@ -385,8 +385,6 @@ FAULTS = [
           "tests/observe/test_step_guards.py::test_a_checksum_knows_the_order_of_values_of_every_type"),
     fault("at-step: the ledger is not compared", "debug/history.py", "compare_ledgers(ledger, repeated)", "None, []",
           "tests/debug/test_history.py::test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written"),
-    fault("bisect: the other half is searched", "debug/history.py", "answers[middle][0] != answers[low][0] else",
-          "answers[middle][0] == answers[low][0] else", "tests/debug/test_history.py"),
     fault("weights' checksum: every shard begins at row 0", "observe/guards.py", "rows_R[start:end]",
           "rows_R[:len(rows)]", "tests/observe/test_weight_checksums.py"),
     fault("weights' checksum: columns have the factors of rows", "observe/guards.py", "for seed in (0, 1))", "for seed in (0, 0))",

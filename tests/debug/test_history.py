@@ -14,7 +14,7 @@ import debug.replay
 from checkpoint import store
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug.history import bisect, diff, judge, recreate
+from debug.history import diff, recreate
 
 CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
 PRINTED: list[str] = []
@@ -119,32 +119,6 @@ def test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written(mistak
     with pytest.raises((CheckpointError, SettingsError, PaddockError), match=words):
         recreate(run.folder, options.get("step", 5), tmp_path / "out" / "five")
     assert not (tmp_path / "out").exists() or not [*(tmp_path / "out").iterdir()]
-
-
-def test_an_answer_that_flips_is_found_with_the_rows_of_its_step(checked, lines):
-    run = checked[0]
-    losses = {step: value for step, value in run.column("val_loss").items()}
-    limit = (losses[4] + losses[6]) / 2
-    step = bisect(run.folder, {"metric": f"val_loss < {limit}"})
-    text = "\n".join(lines)
-    assert step in (5, 6) and f"Step {step} changed the answer" in text
-    rows = [line for line in lines if line.startswith("row ")]
-    assert len(rows) == 8 and "document 1" in text and "The " in text
-
-
-def test_items_and_prompts_are_asked(checked):
-    run = checked[0]
-    answer, text = judge(run.checkpoint(6), {"item": 3})
-    line = run.lines("evaluations")
-    assert text == ("right" if answer else "wrong") and line
-    assert judge(run.checkpoint(6), {"prompt": "The", "expect": ""})[0]
-    assert not judge(run.checkpoint(6), {"prompt": "The", "expect": "zzz"})[0]
-    for question, words in (({"item": 11}, "items 1 to 10"), ({"metric": "val_loss is 3"}, "not of the form"),
-                            ({"metric": "nothing > 3"}, "gives val_loss")):
-        with pytest.raises(SettingsError, match=words):
-            judge(run.checkpoint(6), question)
-    with pytest.raises(SettingsError, match="the answer is the same at the 2 kept checkpoints"):
-        bisect(run.folder, {"metric": "val_loss > 100"})
 
 
 def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path, lines):
