@@ -6,6 +6,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -13,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import counted, print_safely, show
-from data_pipeline.sources import READABLE, Reading, read_texts, source_of
+from data_pipeline.sources import READABLE, Reading, list_files, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
 
@@ -40,7 +41,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
-    sources = (source_of(source, column=args.column) for source in args.sources)
+    sources = [*map(source_of, args.sources)]
+    if args.column is not None:  # if none of the sources has columns, the first one is an error
+        tables = [source for source in sources if source.name
+                  or any(file.kind != "text" for file in list_files(source))] or sources[:1]
+        sources = [replace(source, column=args.column) if source in tables else source for source in sources]
     texts = (document.text for source in sources for document in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
