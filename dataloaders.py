@@ -526,13 +526,13 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
 
 
 def first_prompts(rows: "Rows", count: int) -> list[list[int]]:
-    """Return the token ids of up to `count` prompts from the first rows of chats, pairs or prompts."""
-    batch = rows(np.arange(min(count, len(rows))))
-    if "prompt_B1" in batch.stored:
-        return [ids[:length].tolist() for ids, (length,) in zip(batch.tokens_BT, batch.stored["prompt_B1"])]
-    with suppress(DataError):  # none fits into a row
-        return [example.prompt for example in read_held_out(rows, count)]
-    return []
+    """Return the token ids of the first prompt of each of the first rows of chats, pairs or prompts."""
+    prompts = []
+    for row in range(min(count, len(rows))):
+        batch = rows(np.array([row]))
+        length = (batch.targets_BT[0] != IGNORE_INDEX).int().argmax() + 1  # the first target is not in it
+        prompts.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
+    return prompts
 
 
 # ---------------------------------------------------------------------------------------- opening and loading

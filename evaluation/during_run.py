@@ -342,7 +342,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         if held_out is not None and not config.sample_prompts:
-            prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES) or prompt_ids
+            prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES)
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
     with forced_eager():
