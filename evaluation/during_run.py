@@ -234,7 +234,8 @@ def validation_reward(run: Run) -> Result:
     metrics |= {f"val_{name}": share for name, share in unread.items()}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
     items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
-    line = {"name": item_scores.REWARD, "items": items, "n": len(every), "texts": texts[:RECORDED_TEXTS]}
+    line = {"name": item_scores.REWARD, "items": items, "kind": "prompts", "n": len(every),
+            "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
     summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"

@@ -13,7 +13,7 @@ from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import Batch, ExampleRows, open_example_set
+from dataloaders import LENGTH_SHIFT, Batch, ExampleRows, first_prompts, open_example_set
 from fused.head import IGNORE_INDEX
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
@@ -141,6 +141,21 @@ def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_pat
     packed, expected = (loss_and_gradients(model, batches) for batches in (
         [rows(indices) for indices in np.array_split(np.arange(len(rows)), 3)], alone))
     assert float(packed[0]) == pytest.approx(float(expected[0]), rel=1e-5) and furthest(packed[1], expected[1]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_the_prompts_of_samples_are_the_first_ones_of_rows_also_of_rows_with_stored_outputs(kind, tmp_path):
+    rows = ExampleRows(opened(write(tmp_path, kind, DRAW[kind](9)), kind), 64)
+
+    class Wrapped:  # as `ReferencedRows`, it has nothing but batches and a length
+        __call__, __len__ = (lambda self, indices: rows(indices)), (lambda self: len(rows))
+
+    prompts = first_prompts(Wrapped(), 2)
+    assert len(prompts) == min(2, len(rows))
+    for row, prompt in enumerate(prompts):
+        ids, segments = rows.example_set.read(int(rows.examples_in(row)[0]))
+        assert prompt == ids[:(segments >> LENGTH_SHIFT)[0]].tolist()
+    assert len(first_prompts(rows, 1000)) == len(rows)
 
 
 def test_without_document_mask_chats_are_not_numbered_but_pairs_are(tmp_path):
