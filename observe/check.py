@@ -176,7 +176,8 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
-        best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" * ("; best" in others)
+        is_past = "; best" in others and progress.best_step < progress.step
+        best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" if is_past else ""
         results.append(f"loss {since[5:]}{latest['val_loss']:.4f}{best}")
     for name, title, _, chance, *_ in run.inputs.choice_sets:
         if f"{name}_acc" in latest:

@@ -77,7 +77,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
         if test:
-            right = round(last * test.n)
+            right, proof = round(last * test.n), f" (from chance, over {test.n:,} {trend.last.kind})"
             margin = 0.0 if sign_test(right, test.n - right) < SIGNIFICANT else math.inf
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)

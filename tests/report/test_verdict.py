@@ -85,8 +85,8 @@ def test_other_items_are_another_trend_and_one_item_proves_nothing():
 
 def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
     """The loss does not decide; the reference prefers no answer, so DPO begins at chance."""
-    for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance)."),
-                               ((0.0, 13 / 24), False, "Did not learn: held-out preference accuracy 50.0 % → 54.2 % (from chance)."),
+    for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance, over 24 chats)."),
+                               ((0.0, 13 / 24), False, "Did not learn: held-out preference accuracy 50.0 % → 54.2 % (from chance, over 24 chats)."),
                                ((10 / 24, 20 / 24), True, "Learned: held-out preference accuracy 41.7 % → 83.3 % (+42 ± 10 points, paired over 24 chats).")):
         given, followed = measured(*shares, metric="preferred")
         given |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
