@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 
 from common.heartbeat import HEARTBEAT
 from inference.engine import Engine, Request, Sampling, Score
-from inference.speculate import Speculator
 from inference.text import Prompt, TextStream
 from model import Transformer
 
@@ -76,8 +75,7 @@ class TextGenerator:
     max_new_tokens: int
     sampling: Sampling = Sampling()
     stop: Sequence[str] = ()  # stop strings
-    batch_size: int = 8  # prompts that run concurrently; one with a draft
-    draft: Optional[Transformer] = None  # proposes tokens; see inference.speculate
+    batch_size: int = 8  # prompts that run concurrently
 
     def stream(self, prompts: Sequence[Prompt]) -> Iterator[TextChunk]:
         """Yield the chunks of all completions. The last chunk of each has a finish reason."""
@@ -85,10 +83,7 @@ class TextGenerator:
             yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
             return
         length = max(len(prompt.ids) for prompt in prompts) + self.max_new_tokens
-        if self.draft is None:
-            engine = Engine(self.model, min(self.batch_size, len(prompts)), length)
-        else:
-            engine = Speculator(self.model, self.draft, length)
+        engine = Engine(self.model, min(self.batch_size, len(prompts)), length)
         requests = add_all(engine, prompts, self.max_new_tokens, self.sampling)
         streams = {request: (index, TextStream(self.tokenizer, self.stop, prompts[index].prefix))
                    for index, request in enumerate(requests)}

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import SEED, CommandParser, add_loading_flags, add_sampling_flags
-from common.errors import DataError, SettingsError, local_path, run_script
+from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
 from common.text import duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
@@ -159,9 +159,6 @@ def parse_args() -> argparse.Namespace:
                        help="end a text before any of these strings")
     group.add_argument("--batch-size", type=int, default=8, metavar="N",
                        help="number of prompts continued at the same time (default: %(default)s)")
-    group.add_argument("--draft", metavar="MODEL",
-                       help="a smaller model with the same tokenizer, which proposes tokens; faster for one "
-                            "prompt at a time, with the same result")
     group.add_argument("--output", metavar="FILE.jsonl",
                        help="write the results of --prompts to this file, one JSON object per line")
     args = parser.parse_args()
@@ -171,8 +168,6 @@ def parse_args() -> argparse.Namespace:
         parser.error("--batch-size must be at least 1, and --stop must not be empty")
     if args.prompts is not None and args.prompt:
         parser.error("--prompt and --prompts cannot be combined")
-    if args.draft and args.repetition_penalty != 1:
-        parser.error("--draft and --repetition-penalty cannot be combined")
     if args.output and args.prompts is None:
         parser.error("--output requires --prompts")
     if args.system and not args.chat and args.prompts is None:
@@ -193,11 +188,6 @@ def main() -> None:
                         args.seed)
     model, tokenizer = load_to_generate(find_model(args.model), args.base, args.weights)
     generator = TextGenerator(model, tokenizer, args.max_new_tokens, sampling, args.stop, args.batch_size)
-    if args.draft:
-        generator.draft, other = load_to_generate(find_model(args.draft), weights=args.weights)
-        if not tokenizer.is_same(other.sha256):
-            raise SettingsError(f"--draft {args.draft} has another tokenizer than {args.model}; "
-                                "choose a draft with the same one, or leave --draft out")
     if args.prompts is not None:
         chunks = generator.stream(encode_prompts(generator.tokenizer, prompts, args.parse_special))
         heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
