@@ -12,7 +12,6 @@ from typing import Any, Optional
 
 from common.errors import HangError, SettingsError
 from common.text import exit_if_unread, print_safely, printable, write_line_by_line
-from observe.forecast import FORECASTS
 from parallel.process import (
     EXIT_PREEMPTED,
     exit_at_signals,
@@ -24,7 +23,7 @@ from parallel.process import (
 from settings.load import Loaded, exit_with, load_or_exit
 
 USAGE = ("python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] "
-         "[--check [memory | scaling]]")
+         "[--check]")
 
 if __name__ == "__main__":
     open_missing_streams()
@@ -32,7 +31,7 @@ if __name__ == "__main__":
     exit_at_signals()
     write_line_by_line()
     # Before torch's import, which takes seconds: a typo is reported now.
-    LOADED = load_or_exit(sys.argv[1:], USAGE, FORECASTS)
+    LOADED = load_or_exit(sys.argv[1:], USAGE)
 
 # ruff: noqa: E402
 import torch
@@ -67,7 +66,7 @@ from run.trackers import abandoning_trackers
 
 def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
     """Run with these flags, or with settings that are already loaded; return the exit code."""
-    loaded = loaded or load_or_exit(argv, USAGE, FORECASTS)
+    loaded = loaded or load_or_exit(argv, USAGE)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
             check.provide_sample(loaded.config, may_write=not loaded.check)

@@ -41,14 +41,13 @@ _paddock() {
         :*:--preset)
             case "$current" in *,*) before=$before${current%,*}, current=${current##*,} ;; esac
             words=$(cd "$root/settings/presets" && ls) words=${words//.env/} ;;
-        *:--check) words="memory scaling" ;;
         :*:--run-name) words=$(ls runs 2> /dev/null) ;;
         :*:--resume) words="auto never $(_paddock_checkpoints)" ;;
         :*:--*-checkpoint | :*:--teacher-model) words=$(_paddock_checkpoints) ;;
         :*:--*) words=$(_paddock_values) ;;
     esac
     case "$words$script" in
-        scripts/at_step.py | scripts/bisect_run.py | scripts/diff_runs.py | scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/export.py \
+        scripts/at_step.py | scripts/diff_runs.py | scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/export.py \
             | scripts/report.py | scripts/evaluate.py | scripts/verify_checkpoint.py | scripts/convert_to_gguf.py)
             words=$(_paddock_checkpoints) ;;
     esac
@@ -64,8 +63,6 @@ _paddock_flags() {
             grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
     done
     case "$script" in *train.py | *run.sh | *run.py) echo --check ;; esac
-    case "$script ${COMP_WORDS[*]}" in *train.py*" --check "*scaling*) file=$root/observe/forecast.py ;; *) file=/dev/null ;; esac
-    grep -oE '"--[a-z][a-z-]*"' "$file" | tr -d '"'
     case "$script" in
         *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *sweep.py | *race.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
             echo --config --env-file

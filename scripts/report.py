@@ -2,7 +2,7 @@
 
     ./paddock report first
     ./paddock report first second        two runs overlaid and compared
-    ./paddock report                     a table of all runs in OUTPUT_DIR, the newest first
+    ./paddock report                     a table of all runs, newest first
     ./paddock report first --serve       the page follows the run
     ./paddock report first second --figure loss.pdf --width 3.3in
 

@@ -33,7 +33,7 @@ from common.text import CALLED_FROM, show  # noqa: E402
 from config import KIND_OF_STAGE, KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from parallel import process  # noqa: E402
-from settings.load import exit_with, load_config, peek, read_flags, split_forecast  # noqa: E402
+from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
 SAMPLE_TEXT = (
@@ -73,8 +73,6 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
 
 
 def main() -> None:
-    if split_forecast(sys.argv[1:])[0]:  # needs neither data nor ranks
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *sys.argv[1:]])
     CommandParser(__doc__, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
     os.environ.setdefault(CALLED_FROM, os.getcwd())
     os.chdir(ROOT)

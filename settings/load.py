@@ -5,11 +5,9 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentParser
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
@@ -18,7 +16,7 @@ from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 
 from common.command_line import VERSION, filled, suggestion
-from common.errors import SettingsError, run_script
+from common.errors import SettingsError
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
@@ -35,9 +33,6 @@ LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA"
     "|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS"
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
-# Arguments of --check, and what they print.
-FORECASTS = {"memory": "memory of a step, forecast and traced, even if it exceeds this machine's memory",
-             "scaling": "traffic, step time and efficiency on 1 to 1,024 GPUs (docs/scaling.md)"}
 
 
 class Layer(NamedTuple):
@@ -147,7 +142,7 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Flags:
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")
-        if not has_value and has_next and (name != "check" or arguments[0] in FORECASTS):
+        if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
         elif not has_value and (name == "check" or name in SWITCHES):
             value, has_value = "true", "="
@@ -414,8 +409,6 @@ def help_text(usage: str) -> str:
     add("--config FILE.json", "read settings from a JSON file, flat or in sections")
     add("--env-file FILE", "read this file instead of .env")
     add("--check", "check settings, data, memory and time without training; exit with 0 if a run would start")
-    for name, meaning in FORECASTS.items():
-        add(f"--check {name}", f"{meaning}; --check {name} --help lists its options")
     add("--version", "show the version and exit")
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", section]
@@ -438,25 +431,8 @@ def find_run(name: str) -> Path:
     return path.parent if path.name == "checkpoints" else path
 
 
-def split_forecast(argv: Sequence[str]) -> tuple[Optional[str], list[str]]:
-    """Return the argument of --check if it is in FORECASTS, else None, and the other flags."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--check", nargs="?")
-    named, others = parser.parse_known_args(argv)
-    return (named.check if named.check in FORECASTS else None), others
-
-
-def load_or_exit(argv: Sequence[str], usage: str,
-                 forecasts: Mapping[str, Callable[[Sequence[str]], None]] = {}) -> Loaded:
-    """Return the configuration and export `.env`'s variables; exits after --help, --version and errors.
-
-    Exits also after a forecast, which a function prints, given the other flags.
-    """
-    name, others = split_forecast(argv)
-    if name in forecasts:
-        if os.environ.get("RANK", "0") == "0":  # one rank prints
-            run_script(partial(forecasts[name], others))
-        raise SystemExit(0)
+def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
+    """Return the configuration and export `.env`'s variables; exits after --help, --version and errors."""
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
             if first:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from factories import new_model
+from memory_trace import trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
@@ -18,7 +19,6 @@ from learn.cost import activation_bytes, estimate_memory, parameter_count
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
 from observe.check import GIB, memory_advice
-from observe.trace import trace
 from settings.load import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}

@@ -47,12 +47,12 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     import torch
     import transformers
     from factories import UNMEASURED, Prepared, TinyRun
+    from memory_trace import trace
 
     from checkpoint.huggingface import load_model_weights
     from config import Config
     from learn.cost import estimate_memory, parameter_count
     from model_utils import model_from_tensors, read_model_config
-    from observe.trace import trace
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED)
     assert run.train() == 0
@@ -83,11 +83,11 @@ def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     import bitsandbytes
     import torch
     from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, new_model, stop_at
+    from memory_trace import trace
 
     from config import Config
     from learn.cost import estimate_memory
     from learn.optim import Optimizer
-    from observe.trace import trace
 
     config = Config(dim=32, n_layers=2, n_heads=4, optimizer="lion", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99)
     model, other, generator = new_model(config, 128), new_model(config, 128), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The memory of a training step, traced with fake tensors and ranks for a model of any size.
+"""The memory of a training step, traced with fake tensors and ranks for a model of any size: the reference of the forecast.
 
 The model, sharding, objective and optimizer of a real run take one rank's step on shapes instead of numbers:
 two micro-batches (more need no additional memory), gradient norm, clipping and update.
