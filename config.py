@@ -437,8 +437,6 @@ class DistillationConfig(Section):
     distillation_lambda: float = fixed(
         1.0, "in grpo: share of micro-batches of own answers; the rest has the records' answers", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
-    distillation_top_k: int = curve(
-        0, "0 = run the teacher at every step; K = store its K most likely tokens once", ge=0)
 
 
 class OnlineConfig(Section):
@@ -822,8 +820,7 @@ def online_rules(c: Config) -> Iterator[str]:
                f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
                f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}": c.early_stopping_patience > 0}
     if c.distillation_enabled:  # the teacher scores new answers
-        refused |= {f"GRPO_BETA={c.grpo_beta}": c.grpo_beta > 0,
-                    f"DISTILLATION_TOP_K={c.distillation_top_k}": c.distillation_top_k > 0}
+        refused[f"GRPO_BETA={c.grpo_beta}"] = c.grpo_beta > 0
     for feature in (feature for feature, is_used in refused.items() if is_used):
         yield (f"{feature} does not work with TRAINING_STAGE=grpo"
                f"{' and DISTILLATION_ENABLED=true' * c.distillation_enabled}; remove it")

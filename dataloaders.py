@@ -488,12 +488,11 @@ def rows_by_source(rows) -> tuple:
     return rows.source_rows if isinstance(rows, MixedRows) else (rows,)
 
 
-def map_sources(rows, change: Callable[[Any, int], Any]):
-    """Return the rows with change(rows, index) applied to each source of a mixture, or to all rows."""
+def map_sources(rows, change: Callable[[Any], Any]):
+    """Return the rows with `change` applied to each source of a mixture, or to all rows."""
     if isinstance(rows, MixedRows):
-        changed = (each and change(each, index) for index, each in enumerate(rows.source_rows))
-        return replace(rows, source_rows=tuple(changed))
-    return change(rows, 0)
+        return replace(rows, source_rows=tuple(each and change(each) for each in rows.source_rows))
+    return change(rows)
 
 
 class HeldOut(NamedTuple):

@@ -107,7 +107,7 @@ def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
 def numbered(rows) -> Rows:
     """Return the rows with document ids regardless of DOCUMENT_MASK, and without stored outputs."""
     if isinstance(rows, MixedRows):
-        return map_sources(rows, lambda source_rows, _: numbered(source_rows))
+        return map_sources(rows, numbered)
     while hasattr(rows, "rows"):
         rows = rows.rows
     if isinstance(rows, TokenRows):

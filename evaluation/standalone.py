@@ -71,7 +71,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                         f"model has {model.vocab_size:,}; use the model's tokenizer")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
-    needs_rows = config.validate_every and (config.training_stage == "dpo" or config.distillation_enabled)
+    needs_rows = config.validate_every and config.training_stage == "dpo"
 
     def read(verify: str) -> Inputs:
         rows = open_rows(config, "train", tokenizer, verify) if needs_rows else None

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from fused.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # marks positions without a target
-LOWEST_LOGPROB = -1e4  # in place of log(0): causes no NaN, and fits float16
 CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk
 CACHED_LOGITS, CACHED_ROWS = 2**19, 2**12  # on a CPU, logits or weights' rows with gradients at a time
 CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits of a tile

@@ -1,8 +1,7 @@
 """Training objectives: cross-entropy, losses over preference pairs, and distillation.
 
 Objectives know nothing of ranks, files or clocks. Shapes: B rows, T tokens, P pairs of a row (padded),
-2 = chosen and rejected; M positions with a target, V vocabulary, K tokens that a stored teacher keeps,
-C = K + 1 classes, the last of which is all other tokens.
+2 = chosen and rejected; M positions with a target, V vocabulary.
 """
 
 import math
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from common.heartbeat import HEARTBEAT
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.attention import SHARED_PREFIX
-from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
+from fused.head import IGNORE_INDEX, add_at, slices
 from learn.cost import reference_is_live
 from parallel.ranks import widened
 
@@ -449,32 +448,6 @@ def _expectation_under_student(student_MV: Tensor, ratio_MV: Tensor) -> tuple[Te
     return value_M, ratio_MV.sub_(value_M[:, None]).mul_(q_MV)
 
 
-def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher_logprobs_MC: Tensor,
-                      kind: str, temperature: float = 1.0, jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return `divergence` over C = K + 1 classes: the teacher's K most likely tokens, and all others.
-
-    The student learns the total probability of the others, and keeps its own proportions among them.
-    Renormalizing the K tokens instead would teach that the others are impossible.
-
-    Args:
-        teacher_ids_MK: int64; the ids of a row differ.
-        teacher_logprobs_MC: at this temperature, the others last; at least LOWEST_LOGPROB.
-    Source: Anshumann et al. 2025 (arXiv:2503.16870).
-    """
-    scaled_MV = student_logits_MV / temperature
-    kept_MK = scaled_MV.gather(1, teacher_ids_MK)
-    # Log-sum-exp over the others, in place: the kept logits become -inf.
-    highest_M1 = scaled_MV.scatter_(1, teacher_ids_MK, -torch.inf).amax(dim=-1, keepdim=True)
-    highest_M1 = highest_M1.clamp(min=LOWEST_LOGPROB)
-    exp_MV = scaled_MV.sub_(highest_M1).exp_()
-    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # not 0
-    classes_MC = torch.cat([kept_MK, sum_M1.log() + highest_M1], dim=1)
-    value_M, gradient_MC = divergence(classes_MC, teacher_logprobs_MC, kind, 1.0, jsd_beta)
-    gradient_MV = exp_MV.mul_(temperature * gradient_MC[:, -1:] / sum_M1)
-    gradient_MV.scatter_(1, teacher_ids_MK, temperature * gradient_MC[:, :-1])
-    return value_M * temperature**2, gradient_MV
-
-
 class MixedLoss(NamedTuple):
     """The losses of positions, and the gradient of their weighted sum with respect to the logits."""
 
@@ -483,16 +456,14 @@ class MixedLoss(NamedTuple):
     cross_entropy_M: Tensor
 
 
-def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...], weight: float,
+def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher_logits_MV: Tensor, weight: float,
                settings: tuple[str, float, float]) -> MixedLoss:
     """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
 
     Args:
-        teacher: logits (M, V), or the ids (M, K) and log-probabilities (M, C) of a stored teacher.
         settings: kind, temperature and jsd_beta of `divergence`.
     """
-    compare = divergence if len(teacher) == 1 else sparse_divergence
-    divergence_M, gradient_MV = compare(logits_MV, *teacher, *settings)
+    divergence_M, gradient_MV = divergence(logits_MV, teacher_logits_MV, *settings)
     # Written out, so that value and gradient of the cross-entropy share its exponentials.
     counted_M = (targets_M != IGNORE_INDEX).float()
     index_M1 = targets_M.clamp(min=0)[:, None]
@@ -512,11 +483,10 @@ class Distillation(NextToken):
     Both, in nats per target and without weights, are also metrics.
 
     Args:
-        teacher: a live teacher; None if batches contain its stored outputs (`TeacherRows`).
         compiled: compile the computation over the vocabulary, which is faster only on a GPU.
     """
 
-    def __init__(self, config: DistillationConfig, teacher: Optional[Teacher] = None, compiled: bool = False):
+    def __init__(self, config: DistillationConfig, teacher: Teacher, compiled: bool = False):
         self.config, self.teacher = config, teacher
         self.mixed_loss = torch.compile(mixed_loss) if compiled else mixed_loss
 
@@ -526,29 +496,19 @@ class Distillation(NextToken):
         settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
         weight, targets_M = config.distillation_weight, batch.targets_BT.flatten()
         targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
-        if self.teacher is not None:
-            logits_of = self.teacher.logits(batch)
-        else:
-            ids_MK = batch.stored["teacher_ids"].flatten(0, 1)
-            logprobs_MC = batch.stored["teacher_logprobs"].flatten(0, 1)
-            if target_index_M is not None:
-                ids_MK, logprobs_MC = ids_MK[target_index_M], logprobs_MC[target_index_M]
+        logits_of = self.teacher.logits(batch)
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
         def loss(logits_MV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
             """Return a chunk's loss, and its gradient, which on a CPU overwrites the logits."""
-            if self.teacher is not None:
-                taught = (logits_of(chunk),)
-            else:
-                taught = ids_MK[chunk].long(), logprobs_MC[chunk].float()
-            chunk_targets_M, rows = targets_M[chunk], len(logits_MV)
+            taught_MV, chunk_targets_M, rows = logits_of(chunk), targets_M[chunk], len(logits_MV)
             total = torch.zeros_like(sums["divergence"])
             if logits_MV.device.type == "cpu":
                 rows = CACHE_BYTES // (4 * logits_MV.shape[1])
             gradient_MV = logits_MV
             for block in slices(len(logits_MV), max(1, rows)):
-                mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
-                                        tuple(tensor[block] for tensor in taught), weight, settings)
+                mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block], taught_MV[block], weight,
+                                        settings)
                 if rows < len(logits_MV):
                     logits_MV[block] = mixed.gradient_MV
                 else:

@@ -3,8 +3,6 @@
 Shapes: M positions with a target, V vocabulary, N documents of at most L tokens.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import store
-from checkpoint.huggingface import hub_model, load_model_weights, read_json, weights_sha256
+from checkpoint.huggingface import hub_model, load_model_weights, read_json
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.remote import is_hub_name
 from common.text import command, pip_install
@@ -82,14 +80,6 @@ def find_teacher(config: Config, tokenizer) -> Path:
         token, *words = difference
         raise refusal(f", and the id {token} is {words[0]!r} to it, {words[1]!r} to the student")
     return folder
-
-
-def teacher_provenance(folder: Path, config: Config) -> dict[str, Any]:
-    """Return the hashes and the precision that determine a teacher's outputs."""
-    model_config = json.dumps(read_json(folder / "config.json"), sort_keys=True)
-    return {"weights_sha256": weights_sha256(load_model_weights(folder)),
-            "config_sha256": hashlib.sha256(model_config.encode()).hexdigest(),
-            "precision": config.teacher_precision}
 
 
 class LlamaTeacher:
@@ -167,8 +157,7 @@ def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
 def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
     """Load the model in a folder of `find_teacher`: with Paddock's code if it is a Llama, else transformers.
 
-    A live Llama is sharded like the student. One with stored outputs is not, because each rank runs it on
-    different rows.
+    A Llama is sharded like the student.
     """
     described = read_json(folder / "config.json")
     try:
@@ -180,8 +169,6 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     dtype = _dtype(config, stored, ranks.device)
     model = model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
-    if config.distillation_top_k:
-        config = config.model_copy(update={"sharding": "none"})
     allocate_model(model, config, ranks)
     ranks.raise_on_all(lambda: load_weights(folder, model))
     compile_where_possible(model, config, ranks.device.type)

@@ -390,23 +390,17 @@ class Check:
                 self.line("evaluation",
                           f"{len(items):,} questions ({named.title}) from {named.path}, {when}{unused}")
 
-        if self.inputs and (objectives.reference_is_stored(config)
-                            or config.distillation_enabled and config.distillation_top_k):
+        if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):
                 for rows in rows_by_source(self.inputs.rows):
                     folder, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
-                outputs = "teacher's most likely tokens"
-                if config.training_stage == "dpo":
-                    outputs = "reference's log-probabilities"
                 reason = f" ({why})" if why else ""
-                self.line("cache", f"the {outputs} are computed once and stored in {folder}{reason}")
+                self.line("cache", "the reference's log-probabilities are computed once and stored in "
+                          f"{folder}{reason}")
         if config.distillation_enabled and self.tokenizer:
             with self.entry("teacher"):
                 self.teacher = find_teacher(config, self.tokenizer)
-                use = "runs at every step"
-                if config.distillation_top_k:
-                    use = f"its {config.distillation_top_k} most likely tokens are stored"
-                self.line("teacher", f"{self.teacher}, same vocabulary as the student; {use}")
+                self.line("teacher", f"{self.teacher}, same vocabulary as the student")
 
     def check_start(self) -> None:
         """Check the start, and adopt its settings."""
@@ -579,7 +573,7 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
 
     # Count FLOPs with the padding and targets of a few real rows.
     objective = probe_objective(config, model)
-    if teacher and not config.distillation_top_k:
+    if teacher:
         objective = SimpleNamespace(teacher=teacher_on_meta(teacher, vocab_size))
     flops, size = StepFlops(config, model, objective, vocab_size, "cpu"), config.micro_batch_size
     tokens = size * config.max_seq_len
@@ -598,8 +592,8 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
 
 
 def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
-    """Return the bytes of a live teacher's weights."""
-    if folder is None or config.distillation_top_k:
+    """Return the bytes of a teacher's weights."""
+    if folder is None:
         return 0
     model_config = read_json(folder / "config.json")
     stored = "fp32" if "32" in str(model_config.get("dtype", model_config.get("torch_dtype"))) else "bf16"

@@ -11,7 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +28,8 @@ from learn import objectives
 from learn.cost import choose_head_chunk
 from learn.grpo import GRPO
 from learn.optim import Optimizer
-from learn.stored import OutputStore, with_reference, with_teacher
-from learn.teacher import find_teacher, load_teacher, teacher_provenance
+from learn.stored import OutputStore, with_reference
+from learn.teacher import find_teacher, load_teacher
 from model import Transformer, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
@@ -593,50 +592,15 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs
 
-    # A live teacher. Rank 0 verifies its files for all.
+    # Rank 0 verifies the teacher's files for all.
     tokenizer, ranks = inputs.tokenizer, context.ranks
     folder = find_on_rank0(lambda: find_teacher(config, tokenizer), ranks)
 
-    @cache
-    def load():
-        return load_teacher(folder, config, tokenizer.vocab_size, ranks)
-
-    if not config.distillation_top_k:
-        compiled = config.compile and ranks.device.type == "cuda"
-        if is_online:
-            return objectives.OnPolicyDistillation(config, load(), rollouts, compiled), inputs
-        return objectives.Distillation(config, load(), compiled), inputs
-
-    # Otherwise store the outputs for the rows that the run reads, separately for each source of a mixture, so
-    # that they do not depend on the weights.
-    provenance = ranks.broadcast(ranks.on_rank0(lambda: teacher_provenance(folder, config)))
-    provenance["vocab_size"] = tokenizer.vocab_size
-
-    def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:
-        def attach_to_source(source_rows, source: int):
-            data = {"data": dataloaders.rows_by_source(inputs.rows)[source].fingerprint, "split": split}
-            indices = rows_read(config, rows, split, source)
-            return with_teacher(outputs, source_rows, {**provenance, **data}, load, config, indices)
-
-        return rows and dataloaders.map_sources(rows, attach_to_source)
-
-    rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)
-    return objectives.Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
-
-
-def rows_read(config: Config, rows: dataloaders.Rows, split: str, source: int) -> np.ndarray:
-    """Return the ascending indices of the rows of one source that a whole run reads from a split."""
-    if split == "validation":
-        if not isinstance(rows, dataloaders.MixedRows):
-            return np.arange(min(config.validation_rows, len(rows)))
-        sources, within = rows.locate(np.arange(len(rows)))
-        return np.unique(within[sources == source])
-    count, size = config.max_steps * config.rows_read, len(dataloaders.rows_by_source(rows)[source])
-    if isinstance(rows, dataloaders.MixedRows):
-        count = int(rows.mixing.taken(np.array([count]))[source, 0])
-    if count >= size:
-        return np.arange(size)
-    return np.sort(dataloaders.rows_at(np.arange(count), size, config.row_seed, source))
+    teacher = load_teacher(folder, config, tokenizer.vocab_size, ranks)
+    compiled = config.compile and ranks.device.type == "cuda"
+    if is_online:
+        return objectives.OnPolicyDistillation(config, teacher, rollouts, compiled), inputs
+    return objectives.Distillation(config, teacher, compiled), inputs
 
 
 @collective
@@ -671,7 +635,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
     provenance = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
     def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:
-        return rows and dataloaders.map_sources(rows, lambda source_rows, _: with_reference(
+        return rows and dataloaders.map_sources(rows, lambda source_rows: with_reference(
             outputs, source_rows, split, provenance, frozen, config.micro_batch_size))
 
     rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)

@@ -143,7 +143,6 @@ MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
          "simpo": {**DPO, "PREFERENCE_OBJECTIVE": "simpo"},
          "kto": {**DPO, **KTO},
          "distilled": {**DISTILLATION, "TRAINING_STAGE": "pretrain"},
-         "distilled-stored": {**DISTILLATION, "TRAINING_STAGE": "pretrain", "DISTILLATION_TOP_K": 8},
          "distilled-sft": {**DISTILLATION, "PRETRAIN_CHECKPOINT": "base"},
          "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
          "lora-dpo": {**LORA, **DPO}}

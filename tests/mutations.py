@@ -51,7 +51,7 @@ EXACT = "tests/parallel/test_exact_sums.py::"
 SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
-STORED, LAUNCH = "tests/learn/test_teacher.py", "tests/system/launch/test_launch.py"
+LAUNCH = "tests/system/launch/test_launch.py"
 FAMILIES, FAMILY_CHATS, API = "tests/system/test_families.py", "tests/data_pipeline/test_family_chats.py", "tests/serving/test_api.py"
 GGUF = "tests/scripts/test_convert_to_gguf.py"
 RESTART = "tests/system/launch/test_restart.py"
@@ -252,12 +252,6 @@ FAULTS = [
           f"{ROLLOUTS}::test_a_teacher_scores_own_and_recorded_answers"),
     fault("distillation: gradient without temperature", "learn/objectives.py",
           "gradient_MV.mul_(temperature)", "gradient_MV", DISTILLATION),
-    fault("stored teacher: the rest is not learned", "learn/objectives.py",
-          "temperature * gradient_MC[:, -1:]", "0 * gradient_MC[:, -1:]", DISTILLATION),
-    fault("stored teacher: marked before it is on the disk", "learn/stored.py",
-          'os.fsync(self.descriptors["rows.bin"])', "pass", STORED),
-    fault("stored teacher: of the same tokens with other targets", "learn/stored.py",
-          "(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)", "(batch.tokens_BT,)", STORED),
     fault("LoRA: not scaled", "lora.py", "self.lora_B, self.scale)", "self.lora_B, 1.0)", "tests/test_lora.py"),
     fault("LoRA: merged without scale", "lora.py", "self.scale * (self.lora_B", "(self.lora_B",
           "tests/test_lora.py"),

@@ -431,7 +431,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-dpo": dict(DPO, dpo_reference="stored"),
     "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
     "stage-windows": dict(model_type="smollm3", sliding_window=64, sliding_every=2, no_rope_every=2),
-    "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
+    "stage-distil": DISTILLATION}
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
     **{name: partial(from_probe, name=name)

@@ -75,8 +75,7 @@ PARTS = (
          alone=True),
     *(Part(f"stage-{name}", "correctness", 120, content, needs=BASE) for name, content in {
         "sft": "SFT", "dpo": "DPO with a stored reference",
-        "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation from a live teacher",
-        "distil-stored": "distillation from a stored teacher",
+        "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation",
         "grpo": "GRPO: generation, rewards and updates in one process"}.items()),
     Part("stage-muon", "correctness", 120, "pretraining with Muon", needs=SAMPLE),
     Part("stage-windows", "correctness", 120, "pretraining of SmolLM 3 with sliding windows", needs=SAMPLE),

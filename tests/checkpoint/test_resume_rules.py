@@ -25,7 +25,7 @@ PROMISED = {
         tie_embeddings document_mask training_stage seed data_seed
         reproducible reward grpo_group grpo_max_tokens grpo_loss grpo_clip_low grpo_clip_high grpo_beta grpo_updates""",
     "curve": """
-        distillation_top_k validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
+        validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
         early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
         decay_fraction train_only weight_decay adam_beta1 adam_beta2 adam_eps muon_momentum max_grad_norm gradient_dtype
         loss_spike_policy

@@ -60,7 +60,7 @@ def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step
     assert "replayed; losses equal to the ledger" in text or step in (1, 3)
 
 
-SHORT = ("sft", "dpo-stored", "distilled-stored", "lora-dpo")
+SHORT = ("sft", "dpo-stored", "distilled", "lora-dpo")
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else pytest.mark.slow) for mode in MODES])
@@ -70,7 +70,7 @@ def test_every_stage_is_replayed(mode, stages, tmp_path):
     for step in (1, 4):
         text = replayed(run, step)
         check_same(text)
-        assert "finite" in text.splitlines()[-1] and ("example" in text or mode in ("distilled", "distilled-stored"))
+        assert "finite" in text.splitlines()[-1] and ("example" in text or mode == "distilled")
 
 
 def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path, monkeypatch):

@@ -19,7 +19,6 @@ READ = {"lora-sft": (("PRETRAIN_CHECKPOINT", "SFT_DATA_PATH", "TOKENIZER_PATH", 
                      "MANIFEST.json train-00000.bin train-segments-00000.bin adapter_config.json paddock_adapter.json "
                      "items.jsonl"),
         "dpo-stored": (("DPO_DATA_PATH",), "manifest.json train-00000.bin train-segments-00000.bin"),
-        "distilled-stored": (("PRETRAIN_DATA_PATH",), "manifest.json train-00000.bin rows.bin checksums.bin"),
         "distilled": (("TEACHER_MODEL",), "model.safetensors config.json MANIFEST.json")}
 
 

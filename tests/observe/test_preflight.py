@@ -116,7 +116,7 @@ def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, c
     step = run.metrics()[-1]
     assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
     assert told["length"].startswith("768 tokens") and told["length"].endswith(f"; {plan.needed:.2e} FLOPs")
-    assert ("Chinchilla" in told["length"]) == (mode in ("distilled", "distilled-stored")), "it is about random weights and all of them"
+    assert ("Chinchilla" in told["length"]) == (mode == "distilled"), "it is about random weights and all of them"
 
 
 def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensible(prepared, tmp_path, capsys):
@@ -257,8 +257,7 @@ def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
     assert check.teacher_bytes(config, trained.checkpoint(4)) == pytest.approx(weights, rel=0.05)
     in_bf16 = config.model_copy(update={"teacher_precision": "bf16"})
     assert check.teacher_bytes(in_bf16, trained.checkpoint(4)) * 2 == check.teacher_bytes(config, trained.checkpoint(4))
-    stored = config.model_copy(update={"distillation_top_k": 8})
-    assert check.teacher_bytes(stored, trained.checkpoint(4)) == check.teacher_bytes(config, None) == 0
+    assert check.teacher_bytes(config, None) == 0
 
 
 def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_path, capsys, monkeypatch):

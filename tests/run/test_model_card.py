@@ -117,7 +117,7 @@ def test_a_resumed_run_tells_its_parts_and_has_the_digest_of_a_straight_one(whol
     assert facts["ledger_sha256"] == ledger_sha256(run, 6) == card_metadata(straight)["ledger_sha256"]
 
 
-@pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored", "lora-sft"])
+@pytest.mark.parametrize("mode", ["dpo-stored", "distilled", "lora-sft"])
 def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
     run = stages.run(mode, tmp_path / "runs", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0,
                      LORA_TRAIN_TOKENS="none")

@@ -28,14 +28,11 @@ import train
 from checkpoint import store
 from checkpoint.huggingface import read_json
 from checkpoint.tensors import write_tensors
-from config import Config
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import RowOrder
 from debug.replay import replay
 from learn.optim import learning_rate
 from lora import merged_state_dict
 from run.adapters import base_of_adapters, load_for_use, merge
-from run.start import rows_read
 from settings.load import Layer, load_config
 from tokenizer import load_tokenizer
 
@@ -518,17 +515,17 @@ def test_each_byte_is_hashed_once_when_written_and_once_when_read(prepared, tmp_
 
 @pytest.mark.parametrize("mask", [0o027, 0o022])
 def test_every_file_has_the_permissions_that_the_user_asks_for(mask, tmp_path):
-    """Data, checkpoints, adapters, stored teacher outputs and references, and the dump of a non-finite step."""
+    """Data, checkpoints, adapters, stored references, and the dump of a non-finite step."""
     before = os.umask(mask)
     try:
         made = prepare_stages(prepare(tmp_path / "data"), tmp_path)
-        for mode, changes in (("lora-dpo", {"DPO_REFERENCE": "stored"}), ("distilled-stored", {})):
+        for mode, changes in (("lora-dpo", {"DPO_REFERENCE": "stored"}), ("distilled", {})):
             assert made.run(mode, tmp_path, **UNMEASURED, MAX_STEPS=1, RUN_NAME=mode, **changes).train() == 0
         write_tensors(tmp_path / "rank-0.safetensors", {"tokens_BT": torch.zeros(1)})  # as the dump does
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert {"optimizer.safetensors", "adapter_model.safetensors", "rows.bin", "rank-0.safetensors"} <= {
+    assert {"optimizer.safetensors", "adapter_model.safetensors", "rank-0.safetensors"} <= {
         path.name for path in files}
     assert [str(path) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask] == []
 
@@ -542,12 +539,6 @@ def test_one_env_names_the_checkpoints_of_all_stages(stages, tmp_path, capsys):
     for mode, name, start in (("sft", "chat", base.checkpoint(2)), ("orpo", "preferred", runs / "chat" / "checkpoints")):
         run = stages.run(mode, runs, **UNMEASURED | named, MAX_STEPS=1, RUN_NAME=name)
         assert run.train() == 0 and f"weights from {start}" in capsys.readouterr().out
-
-
-def test_the_teacher_is_asked_for_the_rows_that_the_run_reads():
-    config, rows = Config(seed=1, data_seed=7, max_steps=2, total_batch_size=3 * 1024, micro_batch_size=3), range(1000)
-    order = RowOrder(len(rows), config.rows_per_step, config.micro_batch_size, config.row_seed, 0, 1, None)
-    assert sorted([*order.all_rows(0), *order.all_rows(1)]) == rows_read(config, rows, "train", 0).tolist()
 
 
 @pytest.mark.parametrize("mode, recipe", [("sft", 2e-5), ("orpo", 1e-6)])

@@ -50,7 +50,7 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
 
 
-@pytest.mark.parametrize("mode", ["sft", "lora-sft", "dpo-stored", "lora-dpo", "distilled-stored"])
+@pytest.mark.parametrize("mode", ["sft", "lora-sft", "dpo-stored", "lora-dpo", "distilled"])
 def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
     asked = {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 6} if mode == "lora-sft" else {}
     run = stages.run(mode, tmp_path, **MEASURED, **asked)

@@ -114,7 +114,7 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-sft"])
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled", "lora-sft"])
 def test_every_stage_is_verified(mode, verify, stages):
     settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
     code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)

@@ -497,7 +497,6 @@ KINDS = commands(
     chats_of_text=(f"{SFT} --sft-data-path set", "set.* prepare them with .*scripts/load_instruct"),
     pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with .*scripts/load_dpo"),
     pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with .*scripts/load_dpo")) + commands(
-    "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"),
-    top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000", "exceeds the vocabulary"))
+    "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"))
 
 CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]

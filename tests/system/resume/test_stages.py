@@ -136,13 +136,13 @@ def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished
 
 
 def bare(path: Path, folder: Path) -> Path:
-    """Copy prepared data without stored references and teacher outputs."""
-    return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*", "teacher-*")))
+    """Copy prepared data without stored references."""
+    return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*")))
 
 
-@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-dpo"])
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled", "lora-dpo"])
 def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, tmp_path):
-    """They also compute stored references and teacher outputs together."""
+    """They also compute stored references together."""
     both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
                PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
     both.ends([0, 0])
@@ -238,20 +238,19 @@ def test_a_reference_that_is_stale_or_damaged_is_computed_again_and_told(harm, t
     assert "computed" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored"])
-def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the_user_says(mode, run, stages, tmp_path, capsys,
+def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the_user_says(run, stages, tmp_path, capsys,
                                                                                         monkeypatch):
-    data = bare(stages.pairs if mode == "dpo-stored" else stages.prepared.shards, tmp_path / "data")
+    data = bare(stages.pairs, tmp_path / "data")
     shutil.rmtree(data / ".verified.json", ignore_errors=True)
     (data / ".verified.json").unlink(missing_ok=True)
     (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
     original, refused = shards.why_not_writable, PermissionError(13, "Permission denied")
     monkeypatch.setattr(shards, "why_not_writable",
                         lambda folder: refused if folder.is_relative_to(data) else original(folder))
-    settings = {"DPO_DATA_PATH" if mode == "dpo-stored" else "PRETRAIN_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
+    settings = {"DPO_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
     before = sorted(path.name for path in data.iterdir())
     for place, more in ((tmp_path / "runs" / ".cache", {}), (tmp_path / "chosen", {"CACHE_DIR": tmp_path / "chosen"})):
-        here = run(mode, **settings, **more, OUTPUT_DIR=tmp_path / "runs", RUN_NAME=place.name.strip("."))
+        here = run("dpo-stored", **settings, **more, OUTPUT_DIR=tmp_path / "runs", RUN_NAME=place.name.strip("."))
         assert train.main([*here.argv(), "--check"]) == 0
         assert f"stored in {place}/data-" in capsys.readouterr().out
         assert here.train() == 0
@@ -260,7 +259,7 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
         assert told.count(f"Permission denied; storing the results in {place} (") == (not more)
         assert here.train(RESUME="never") == 0
         assert "computed once" not in capsys.readouterr().out
-        assert list(place.rglob("reference-*" if mode == "dpo-stored" else "teacher-*")) and list(place.rglob(".verified.json"))
+        assert list(place.rglob("reference-*")) and list(place.rglob(".verified.json"))
     assert sorted(path.name for path in data.iterdir()) == before
     (tmp_path / "file").touch()
     assert here.train(CACHE_DIR=tmp_path / "file") == 2
