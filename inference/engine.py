@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -206,7 +206,6 @@ class Request:
     finish_reason: Optional[str] = None  # "stop", "length" or "cancelled"; None = unfinished
     top_logprobs: Optional[int] = None  # number of alternatives in each score; None = no scores
     scores: list[Score] = field(default_factory=list)  # one per token in `output_ids`
-    grammar: Any = None  # of the completion, such as a JsonGrammar: `allowed()` (V,) and `take(token)`
 
     def take(self, token: int) -> None:
         """Add the next token, or end the request if it is a stop token."""
@@ -214,8 +213,6 @@ class Request:
             self.finish_reason = "stop"
             return
         self.output_ids.append(token)
-        if self.grammar is not None:
-            self.grammar.take(token)
         if len(self.output_ids) == self.max_new_tokens:
             self.finish_reason = "length"
 
@@ -287,9 +284,6 @@ class Batch:
         if self.counts_RV is not None:
             logits_RV = logits_RV - self.samplings.frequency_B1 * self.counts_RV
             logits_RV = logits_RV - self.samplings.presence_B1 * (self.counts_RV > 0)
-        for index, request in enumerate(self.requests):
-            if request.grammar is not None:
-                logits_RV[index].masked_fill_(~request.grammar.allowed().to(logits_RV.device), -torch.inf)
         next_R = same_on_all(self.model, choose(logits_RV, self.draws_RN[:, self.steps], self.samplings))
 
         # A decoding batch feeds the chosen tokens to its next step.

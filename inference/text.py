@@ -119,7 +119,6 @@ class LanguageModel:
     prompts: Sequence[str] = ()  # examples from its training data
     chat_format: Optional[ChatFormat] = field(init=False, default=None)
     no_chat_reason: str = field(init=False, default="")  # empty if the model can chat
-    grammar_tokenizer: Any = field(init=False, default=None)  # created by the first JsonGrammar
 
     def __post_init__(self):
         if self.pretrained_only:

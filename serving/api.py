@@ -22,10 +22,9 @@ from common.errors import DataError
 from data_pipeline.chats import messages_in, options_in, with_system
 from inference.engine import Request, Sampling
 from inference.generate import TextChunk
-from inference.grammar import JsonGrammar
 from inference.text import UNKNOWN, Prompt, TextStream, note_of_controls
 from serving.batcher import Answer, Batcher, Job
-from serving.calls import THINK, CallReader, ReasoningReader, begin_call, form_of_calls, schema_of_call
+from serving.calls import THINK, CallReader, ReasoningReader, form_of_calls
 from serving.guard import ApiError
 
 BODY_BYTES = 1 << 20
@@ -43,6 +42,7 @@ NEUTRAL: Mapping[str, tuple] = {
     "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "cache_prompt": (True, False)}
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
+SERVED_BY_VLLM, ADVICE = {"response_format"}, "; leave it out, or serve the model with vLLM, which has it"
 
 
 class Strict(BaseModel):
@@ -110,13 +110,6 @@ class RequestBody(Strict):
     stop: Annotated[list[StopString], BeforeValidator(as_list), Field(max_length=4)] = []
 
 
-class ResponseFormat(Strict):
-    """The format of the answer. `json_schema` has a `schema`; its other fields have no effect."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] = {}
-
-
 class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
@@ -125,10 +118,9 @@ class ChatBody(RequestBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] = []
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] = "auto"  # or a function by its name
+    tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-    response_format: ResponseFormat = ResponseFormat(type="text")
 
 
 class CompletionBody(RequestBody):
@@ -175,7 +167,8 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise ApiError(400, f"{field} is not supported", field, "unsupported_parameter") from error
+            message = f"{field} is not supported" + ADVICE * (field in SERVED_BY_VLLM)
+            raise ApiError(400, message, field, "unsupported_parameter") from error
         reason = first["msg"].removeprefix("Value error, ")
         raise ApiError(400, f"{field}: {reason[:1].lower()}{reason[1:]}", field) from error
     if body.stream_options and body.stream_options.include_usage and not body.stream:
@@ -351,7 +344,6 @@ class Api:
         if body.tools and form == "none":
             raise ApiError(400, f"tools are not supported by {name}: its chat template has no calls in a "
                                 "known form; leave them out, or use a model whose template has them", "tools")
-        field, grammar, wanted = "messages", None, body.response_format
         try:
             # Clients send empty fields back, and null for an answer without words.
             messages = [{**({"content": ""} if message.get("role") == "assistant" else {}),
@@ -361,21 +353,12 @@ class Api:
             messages = with_system(messages, "")
             options = options_in(body.model_dump(), batcher.model.chat_format.fields)
             prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages, options)
-            if body.tool_choice not in ("auto", "none"):
-                field = "tool_choice"
-                schema = schema_of_call(form, body.tools, body.tool_choice)
-                begun = begin_call(form, batcher.model.tokenizer)
-                prompt = prompt._replace(ids=[*prompt.ids, *begun])
-                form, grammar = "json", await asyncio.to_thread(JsonGrammar, batcher.model, schema)
-            elif wanted.type != "text":
-                field, schema = "response_format", wanted.json_schema.get("schema", {"type": "object"})
-                grammar = await asyncio.to_thread(JsonGrammar, batcher.model, schema)
         except DataError as error:
-            raise ApiError(400, str(error), field) from error
+            raise ApiError(400, str(error), "messages") from error
         limit = body.max_completion_tokens or body.max_tokens
-        jobs = self.jobs(batcher, prompt, body, limit, "messages", grammar)
+        jobs = self.jobs(batcher, prompt, body, limit, "messages")
         place, tokenizer = "content", batcher.model.tokenizer
-        if THINK in (tokenizer.chat_template or "") and grammar is None:
+        if THINK in (tokenizer.chat_template or ""):
             place = "inside" if tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(THINK) else "start"
         return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form, place)
 
@@ -401,8 +384,8 @@ class Api:
         response.warning = warning
         return response
 
-    def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str,
-             grammar: Optional[JsonGrammar] = None) -> list[Job]:
+    def jobs(self, batcher: Batcher, prompt: Prompt, body: RequestBody, limit: Optional[int], field: str
+             ) -> list[Job]:
         """Return `n` jobs for a prompt, with consecutive seeds. Raises ApiError if the prompt is too long."""
         room = batcher.length - len(prompt.ids)
         if room < 1:
@@ -417,6 +400,5 @@ class Api:
         sampling = Sampling(temperature, top_p, body.top_k, body.min_p, body.repetition_penalty,
                             seed, body.presence_penalty, body.frequency_penalty)
         return [(Request(prompt.ids, min(room, self.max_tokens, limit or room),
-                         replace(sampling, seed=seed + copy), prompt.stop_ids, top_logprobs=top_logprobs,
-                         grammar=grammar and grammar.fork()),
+                         replace(sampling, seed=seed + copy), prompt.stop_ids, top_logprobs=top_logprobs),
                  TextStream(batcher.model.tokenizer, body.stop, prompt.prefix)) for copy in range(body.n)]

@@ -5,8 +5,6 @@ Hermes and Qwen write `<tool_call>{...}</tool_call>`, Mistral `[TOOL_CALLS][{...
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -43,28 +41,6 @@ def read_calls(text: str) -> list[dict[str, Any]]:
     return [{"id": uuid4().hex[:9], "type": "function",  # Mistral's templates accept only ids of nine letters
              "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}}
             for name, arguments in calls]
-
-
-def begin_call(form: str, tokenizer: Any) -> list[int]:
-    """Return the ids before the JSON of a call."""
-    control, text = {"tags": (BEGIN, "\n"), "list": (LIST, "["), "json": ("", "")}[form]
-    known = tokenizer.special_ids.get(control)
-    ids = tokenizer.encode(control, is_first=False) if known is None else [known]
-    return [*ids, *tokenizer.encode(text, is_first=False)]
-
-
-def schema_of_call(form: str, tools: Sequence[Mapping[str, Any]], choice: Any) -> dict[str, Any]:
-    """Return the schema of a call, of any function ("required") or a named one. Raises DataError."""
-    key = "parameters" if form == "json" else "arguments"
-    with suppress(LookupError, TypeError):
-        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-        calls = [{"type": "object", "required": ["name", key], "additionalProperties": False, "properties": {
-                  "name": {"const": name}, key: functions[name].get("parameters", {"type": "object"})}}
-                 for name in ([*functions] if choice == "required" else [choice["function"]["name"]])]
-        if calls:
-            return {"anyOf": calls}
-    raise DataError("tool_choice must be auto, none, required with `tools`, or one of these functions as "
-                    '{"type": "function", "function": {"name": ...}}')
 
 
 def form_of_calls(chat_format: ChatFormat) -> str:

@@ -181,8 +181,6 @@ FAULTS = [
     fault("server: calls stay text", "serving/calls.py", "held[:match.start()].rstrip() if found else", "", API),
     fault("server: the beginning of a call is streamed", "serving/calls.py", "match = None if chunk.finish_reason else begun.search(held)",
           "match = None", API),
-    fault("grammar: taken tokens do not count", "inference/engine.py", "self.grammar.take(token)", "pass",
-          "tests/inference/test_engine.py::test_a_grammar_decides_which_tokens_may_follow"),
     fault("pairs: chosen and rejected change places", "data_pipeline/chats.py",
           "(chosen, True), (rejected, True)", "(rejected, True), (chosen, True)",
           f"{EXAMPLES}::test_every_pair_is_its_prompt_once_and_its_two_answers"),

@@ -12,7 +12,7 @@ from commands import ROOT, python
 from factories import TINY, UNMEASURED, TinyRun, argv_of
 
 BLOCKED = ("wandb", "datasets", "trl", "transformers", "peft", "bitsandbytes", "matplotlib", "tensorboard", "accelerate",
-           "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "rouge_score", "sacrebleu", "lm_eval", "llguidance")
+           "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "rouge_score", "sacrebleu", "lm_eval")
 
 
 def block() -> None:

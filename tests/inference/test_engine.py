@@ -265,20 +265,3 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
         expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, do_sample=False,
                                    eos_token_id=None, pad_token_id=0)[0, len(prompt):]
         assert written == expected.tolist()
-
-
-def test_a_grammar_decides_which_tokens_may_follow(model):
-    """Here: ids that rise by at most seven. The other request of the batch is not affected."""
-    class Ascending:
-        last = -1
-
-        def allowed(self):
-            return (torch.arange(VOCAB) > self.last) & (torch.arange(VOCAB) <= self.last + 7)
-
-        def take(self, token):
-            self.last = token
-
-    for sampling in (Sampling(), DRAWN):
-        free, bound = run(Engine(model, 2, 100), Request(PROMPTS[0], 8, sampling), Request(PROMPTS[0], 8, sampling, grammar=Ascending()))
-        assert free == alone(model, PROMPTS[0], 8, sampling) and free != bound
-        assert bound == sorted({*bound}) and len(bound) == 8
