@@ -4,7 +4,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Optional, TypeVar
 from urllib.parse import quote
@@ -24,8 +24,8 @@ from inference.engine import Request, Sampling
 from inference.generate import TextChunk
 from inference.text import UNKNOWN, Prompt, TextStream, note_of_controls
 from serving.batcher import Answer, Batcher, Job
-from serving.calls import THINK, CallReader, ReasoningReader, form_of_calls
 from serving.guard import ApiError
+from serving.reasoning import THINK, ReasoningReader
 
 BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20  # OpenAI's limit
@@ -36,13 +36,17 @@ NEUTRAL: Mapping[str, tuple] = {
     **dict.fromkeys(("min_tokens", "mirostat", "top_a", "dry_multiplier", "xtc_probability"), (0,)),
     **dict.fromkeys(("echo", "store", "ignore_eos", "use_beam_search", "early_stopping",
                      "continue_final_message", "include_stop_str_in_output"), (False,)),
-    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "add_special_tokens"), (True,)),
-    **dict.fromkeys(("suffix", "stop"), ("",)), **dict.fromkeys(("functions", "stop_token_ids"), ([],)),
-    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)), "function_call": ("auto", "none"),
+    **dict.fromkeys(("add_generation_prompt", "add_special_tokens"), (True,)),
+    **dict.fromkeys(("suffix", "stop"), ("",)),
+    **dict.fromkeys(("verbosity", "reasoning_effort"), ("medium",)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
     "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "cache_prompt": (True, False)}
+    **dict.fromkeys(("cache_prompt", "parallel_tool_calls"), (True, False)),
+    "service_tier": ("auto", "default")}
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-SERVED_BY_VLLM, ADVICE = {"response_format"}, "; leave it out, or serve the model with vLLM, which has it"
+SERVED_BY_VLLM = {"response_format", "tools", "tool_choice", "functions", "function_call"}
+ADVICE = "; leave it out, or serve the model with vLLM, which has it"
 
 
 class Strict(BaseModel):
@@ -117,9 +121,6 @@ class ChatBody(RequestBody):
     max_completion_tokens: Optional[int] = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = []
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -181,13 +182,12 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
 class AnswerResponse(Response):
     """Sends an answer, and cancels it if the client disconnects."""
 
-    def __init__(self, answer: Answer, body: RequestBody, model: str, form_of_calls: str = "none",
-                 place: str = "content"):
+    def __init__(self, answer: Answer, body: RequestBody, model: str, place: str = "content"):
         self.answer, self.request_body, self.model = answer, body, model
         self.created = int(time.time())
         self.model_header = {MODEL_HEADER: quote(model, safe="/@")}
         self.is_chat = isinstance(body, ChatBody)
-        self.readers = [(ReasoningReader(place), CallReader(form_of_calls)) for _ in answer.jobs]
+        self.readers = [ReasoningReader(place) for _ in answer.jobs]
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
         self.warning = ""
 
@@ -215,26 +215,19 @@ class AnswerResponse(Response):
     async def whole(self) -> dict[str, Any]:
         """Return the complete answer. Raises ApiError if it cannot be finished."""
         whole = [TextChunk(index, "", 0, None) for index in range(len(self.answer.jobs))]
-        calls: list[list[dict[str, Any]]] = [[] for _ in whole]
         reasoning = [""] * len(whole)
-        async for chunk, completed, thought in self.chunks():
+        async for chunk, thought in self.chunks():
             before = whole[chunk.index]
             whole[chunk.index] = chunk._replace(text=before.text + chunk.text,
                                                scores=[*before.scores, *chunk.scores])
-            calls[chunk.index] += completed
             reasoning[chunk.index] += thought
-        return self.object([*map(self.choice, whole, calls, reasoning)]) | {
+        return self.object([*map(self.choice, whole, reasoning)]) | {
             "usage": self.answer.usage(self.request_body.n)}
 
-    async def chunks(self) -> AsyncIterator[tuple[TextChunk, list[dict[str, Any]], str]]:
-        """Yield the chunks of the answer, each with the tool calls that it completes, and reasoning."""
+    async def chunks(self) -> AsyncIterator[tuple[TextChunk, str]]:
+        """Yield the chunks of the answer, each with its reasoning."""
         async for chunk in self.answer.chunks():
-            thinking, calling = self.readers[chunk.index]
-            chunk, reasoning = thinking.add(chunk)
-            chunk, calls = calling.add(chunk)
-            if not getattr(self.request_body, "parallel_tool_calls", True):  # the first one alone, as in vLLM
-                calls = [call for call in calls if call["index"] == 0]
-            yield chunk, calls, reasoning
+            yield self.readers[chunk.index].add(chunk)
 
     async def events(self) -> AsyncIterator[str]:
         def event(choices: list[dict[str, Any]], **fields: Any) -> str:
@@ -244,9 +237,9 @@ class AnswerResponse(Response):
             for index in range(self.request_body.n if self.is_chat else 0):
                 opening = {"role": "assistant", "content": ""}
                 yield event([self.choice(TextChunk(index, "", 0, None)) | {"delta": opening}])
-            async for chunk, calls, reasoning in self.chunks():
-                if chunk.text or chunk.finish_reason or chunk.scores or calls or reasoning:
-                    yield event([self.choice(chunk, calls, reasoning)])
+            async for chunk, reasoning in self.chunks():
+                if chunk.text or chunk.finish_reason or chunk.scores or reasoning:
+                    yield event([self.choice(chunk, reasoning)])
             if self.request_body.stream_options and self.request_body.stream_options.include_usage:
                 yield event([], usage=self.answer.usage(self.request_body.n))
         except ApiError as error:
@@ -261,16 +254,14 @@ class AnswerResponse(Response):
         return {"id": self.id, "object": name, "created": self.created, "model": self.model,
                 "choices": choices, **({"warning": self.warning} if self.warning else {})}
 
-    def choice(self, chunk: TextChunk, calls: Sequence[dict[str, Any]] = (), reasoning: str = ""
-               ) -> dict[str, Any]:
+    def choice(self, chunk: TextChunk, reasoning: str = "") -> dict[str, Any]:
         content: dict[str, Any] = {"text": (text := chunk.text)}
-        called = {"tool_calls": [*calls]} if calls else {}
-        called |= {"reasoning_content": reasoning} if reasoning else {}
+        thought = {"reasoning_content": reasoning} if reasoning else {}
         if self.is_chat and self.request_body.stream:
-            content = {"delta": ({"content": text} if text else {}) | called}
+            content = {"delta": ({"content": text} if text else {}) | thought}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text if text or not called else None,
-                                   "refusal": None, **called}}
+            content = {"message": {"role": "assistant", "content": text if text or not thought else None,
+                                   "refusal": None, **thought}}
         return {"index": chunk.index, "finish_reason": chunk.finish_reason,
                 "logprobs": self.logprobs(chunk) if chunk.scores else None, **content}
 
@@ -339,11 +330,6 @@ class Api:
             reason = batcher.model.no_chat_reason
             raise ApiError(400, f"{name} cannot chat: {reason}; use /v1/completions", "model")
         batcher.check_room(body.n)
-        body.tools = body.tools if body.tool_choice != "none" else []
-        form = form_of_calls(batcher.model.chat_format) if body.tools else "none"
-        if body.tools and form == "none":
-            raise ApiError(400, f"tools are not supported by {name}: its chat template has no calls in a "
-                                "known form; leave them out, or use a model whose template has them", "tools")
         try:
             # Clients send empty fields back, and null for an answer without words.
             messages = [{**({"content": ""} if message.get("role") == "assistant" else {}),
@@ -360,7 +346,7 @@ class Api:
         place, tokenizer = "content", batcher.model.tokenizer
         if THINK in (tokenizer.chat_template or ""):
             place = "inside" if tokenizer.decode(prompt.ids[-8:]).rstrip().endswith(THINK) else "start"
-        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, form, place)
+        return AnswerResponse(batcher.submit(jobs, self.seconds), body, name, place)
 
     async def complete(self, request: HttpRequest) -> Response:
         body = await read(request, CompletionBody)

@@ -122,6 +122,7 @@ def test_content_in_parts_and_neutral_fields_are_accepted(client):
 
 NEUTRAL = [{"top_k": -1}, {"stop": ""}, {"stop": None}, {"stop": []}, {"stop": [""]}, {"max_completion_tokens": -1}, {"best_of": 1},
            {"stream_options": None}, {"stream_options": {"include_usage": False, "include_obfuscation": False}}, {"parallel_tool_calls": False},
+           {"tools": [], "tool_choice": "none", "response_format": None}, {"tools": None, "tool_choice": "auto", "parallel_tool_calls": True},
            {"response_format": {"type": "text"}}, {"service_tier": "auto"}, {"reasoning_effort": "medium"}, {"reasoning_effort": None},
            {"repetition_penalty": 1.0, "min_p": 0, "typical_p": 1.0, "mirostat": 0, "n_predict": -1, "cache_prompt": True},
            {"metadata": {"a": "b"}, "store": False, "functions": [], "function_call": "auto", "logit_bias": {}, "tool_choice": None},
@@ -293,6 +294,7 @@ def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, m
     assert after == [models[0].text_prompt("The cat").ids, ()]
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED = [
     ({"model": "none"}, 404, "model", "there is no model 'none'; choose from 'tiny', 'other'"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
@@ -309,10 +311,11 @@ REFUSED = [
     ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
     ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools are not supported by tiny"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "auto"),
-    *(({"response_format": wanted}, 400, "response_format", "response_format is not supported; leave it out, or serve the model with vLLM")
-      for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}, {})),
+    *(({field: wanted}, 400, field, f"{field} is not supported; leave it out, or serve the model with vLLM, which has it$")
+      for field, wanted in (("tools", [TOOL]), ("functions", [TOOL["function"]]), ("tool_choice", "required"), ("tool_choice", TOOL),
+                            ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}),
+                            ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}), ("response_format", {}))),
+    ({"tools": [TOOL], "tool_choice": "none"}, 400, "tools", "vLLM"),
     ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": [1]}, 400, "stop.0", "valid string"),
     ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -2}}, 400, "top_k", "greater than"),
     ({"reasoning_effort": "high"}, 400, "reasoning_effort", "not supported"), ({"store": True}, 400, "store", "not supported"),
@@ -362,21 +365,12 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
         assert complete(client).choices[0].text
 
 
-# The form of Mistral 7B Instruct 0.3's template, in few lines; its control tokens are ones of the tiny tokenizer.
-MISTRAL = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
-{%- for message in messages %}{% if message.role == "assistant" %}<|im_start|>{{ message.content }}
-{%- if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}{% if not loop.first %}, {% endif -%}
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}{% endfor %}]{% endif %}<|im_end|>
-{%- else %}<|im_start|>{{ message.role }} {{ message.content }}<|im_end|>{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>{% endif %}"""
-
-
 @pytest.fixture(scope="module", params=["qwen2_5", "llama3_1"])
 def with_tools(request, prepared, tmp_path_factory):
     """A server of a model whose template has tools, and the model; its end of turn ends answers."""
     folder, model = tmp_path_factory.mktemp(request.param), tiny_model(prepared.tokenizer)
     model.tokenizer.save_huggingface(folder)
-    template = MISTRAL if request.param == "mistral" else (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
+    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
     for name, known in (("<|im_start|>", "<|start_header_id|>"), ("<|im_end|>", "<|eot_id|>")):
         template = template.replace(name, known)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -396,61 +390,31 @@ def scripted(monkeypatch, ids: list[int]) -> None:
     monkeypatch.setattr(engine.Request, "take", take)
 
 
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}} for name in ("see", "add")]
-TAGS = '<tool_call>\n{"name": "see", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
-SEE, ADD = ("see", '{"city": "Z\u00fcrich"}'), ("add", "{}")
-
-
-@pytest.mark.parametrize("with_tools, written, content, called", [
-    ("qwen2_5", TAGS, None, [SEE]), ("llama3_1", '{"name": "see", "parameters": {"city": "Z\u00fcrich"}}', None, [SEE]),
-    ("qwen2_5", f'Let me see.\n{TAGS}\n<tool_call>{{"name": "add"}}</tool_call>\n{TAGS}\n',
-     'Let me see.\n<tool_call>{"name": "add"}</tool_call>\n', [SEE, SEE]),
-    ("mistral", 'So: [TOOL_CALLS] [{"name": "see", "arguments": {"city": "Z\u00fcrich"}}, {"name": "add", "arguments": {}}]',
-     "So:", [SEE, ADD]), ("mistral", "a [TOOL_CALLS] b [TOOL", "a [TOOL_CALLS] b [TOOL", []),
-    ("qwen2_5", TAGS + '\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', None, [SEE, ADD]),
-    ("qwen2_5", "a <tool_call> b <tool", "a <tool_call> b <tool", []), ("qwen2_5", '{"name": "add", "arguments": {}}', ..., []),
-    ("llama3_1", ' <|python_tag|>{"name": "add", "parameters": {}} ', None, [ADD]), ("llama3_1", '{"name": 1}', ..., []),
-    ("llama3_1", 'So: {"name": "add", "parameters": {}}', ..., []), ("llama3_1", TAGS, ..., [])], indirect=["with_tools"])
-def test_tool_calls_are_returned_whole_and_streamed(with_tools, monkeypatch, written, content, called):
+CALL_TEXT = '<tool_call>\n{"name": "see", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
+def test_tools_calls_and_results_are_context(with_tools):
     client, model = with_tools
-    ask = partial(chat, client, max_tokens=500)
-    space, tag, rest = written.partition("<|python_tag|>")
-    ids = model.tokenizer.encode(space)
-    scripted(monkeypatch, [*ids, model.tokenizer.special_ids[tag], *model.tokenizer.encode(rest, is_first=False)] if tag else ids)
-    whole = ask(tools=TOOLS)
-    message = whole.choices[0].message
-    found = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
-    assert (message.content, found) == (written if content is ... else content, called)
-    assert whole.choices[0].finish_reason == ("tool_calls" if called else "stop")
-    assert ask(tools=TOOLS, tool_choice="none").choices[0].message.content == written == ask().choices[0].message.content
-    assert whole.usage.prompt_tokens == len(model.chat_prompt(HELLO, {"tools": TOOLS}).ids) > ask().usage.prompt_tokens
-    chunks = [chunk.choices[0] for chunk in ask(tools=TOOLS, stream=True)]
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert [(call.function.name, call.function.arguments) for call in streamed] == called
-    assert [call.index for call in streamed] == [*range(len(called))] and len({call.id for call in streamed}) == len(called)
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == (message.content or "")
-    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [whole.choices[0].finish_reason]
-    if len(called) == 1:  # the message is a part of the next request
-        results = [{"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."}]
-        messages = [*HELLO, message.model_dump(), *results]
-        ids = model.chat_prompt([HELLO[0], {"role": "assistant", "content": message.content or "", "tool_calls": [
-            {"type": "function", "function": {"name": called[0][0], "arguments": json.loads(called[0][1])}}]}, *results]).ids
-        assert "It rains." in model.tokenizer.decode(ids)
-        assert ask(messages=messages).usage.prompt_tokens == len(ids)
+    call, result = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}, {"role": "tool", "tool_call_id": "c1", "content": "It rains."}
+    ids = model.chat_prompt([*HELLO, {"role": "assistant", "content": "", "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}]}, result]).ids
+    assert "It rains." in model.tokenizer.decode(ids)
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    assert chat(client, messages=messages, max_tokens=1).usage.prompt_tokens == len(ids)
+    ids = model.chat_prompt(HELLO, {"tools": [TOOL]}).ids
+    usage = chat(client, extra_body={"chat_template_kwargs": {"tools": [TOOL]}}, max_tokens=1).usage
+    assert usage.prompt_tokens == len(ids) > len(model.chat_prompt(HELLO).ids)
 
 
 @pytest.mark.parametrize("with_tools", ["qwen3"], indirect=True)
-@pytest.mark.parametrize("written, reasoning, content, called", [
-    ("<think>\nIs it 1 < 2?\n\n</thin\n</think>\n\nIt is. </think>", "\nIs it 1 < 2?\n\n</thin\n", "\n\nIt is. </think>", []),
-    (f"<think>Hm.</think>\n\n{TAGS}", "Hm.", None, [SEE]), ("<think>\nI wonder </th", "\nI wonder </th", None, []),
-    (" <thin", None, " <thin", []), ("So <think>x</think>", None, ..., [])])
-def test_reasoning_is_returned_beside_the_content(with_tools, monkeypatch, written, reasoning, content, called):
+@pytest.mark.parametrize("written, reasoning, content", [
+    ("<think>\nIs it 1 < 2?\n\n</thin\n</think>\n\nIt is. </think>", "\nIs it 1 < 2?\n\n</thin\n", "\n\nIt is. </think>"),
+    (f"<think>Hm.</think>\n\n{CALL_TEXT}", "Hm.", f"\n\n{CALL_TEXT}"), ("<think>\nI wonder </th", "\nI wonder </th", None),
+    (" <thin", None, " <thin"), ("So <think>x</think>", None, ...)])
+def test_reasoning_is_returned_beside_the_content(with_tools, monkeypatch, written, reasoning, content):
     client, model = with_tools
     scripted(monkeypatch, model.tokenizer.encode(written))
-    ask = partial(chat, client, max_tokens=500, tools=TOOLS)
+    ask = partial(chat, client, max_tokens=500)
     message = ask().choices[0].message
     content = written if content is ... else content
-    assert (message.content, getattr(message, "reasoning_content", None), len(message.tool_calls or [])) == (content, reasoning, len(called))
+    assert (message.content, getattr(message, "reasoning_content", None), message.tool_calls) == (content, reasoning, None)
     deltas = [chunk.choices[0].delta for chunk in ask(stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == (reasoning or "")
     assert "".join(delta.content or "" for delta in deltas) == (content or "")
