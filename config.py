@@ -72,8 +72,6 @@ class RunConfig(Section):
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
-    restart_slow: bool = safe(
-        False, "restart a job in which a rank is over ten times slower than the others; see --max-restarts")
     drift_check_every: int = safe(
         500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
     world_size: int = safe(1, "process count, set by torchrun; with --check, the number to plan for", ge=1)

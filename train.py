@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, Optional
 
-from common.errors import HangError, SettingsError
+from common.errors import SettingsError
 from common.text import exit_if_unread, print_safely, printable, write_line_by_line
 from parallel.process import (
     EXIT_PREEMPTED,
@@ -311,11 +311,6 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.finished or run.stops_here or (progress.step > 0 and is_due):
         save_checkpoint(run, wait=run.finished or run.stops_here)
-    if measured.phases.too_slow and not run.finished:
-        finish_saving(run)
-        if run.saved is None:
-            save_checkpoint(run, wait=True)
-        raise HangError(measured.phases.too_slow)
     return metrics
 
 

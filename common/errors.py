@@ -60,7 +60,7 @@ class DriftError(PaddockError):
 
 
 class HangError(PaddockError):
-    """A rank made no progress for DISTRIBUTED_TIMEOUT seconds, or was too slow (RESTART_SLOW)."""
+    """A rank made no progress for DISTRIBUTED_TIMEOUT seconds."""
 
     exit_code = 6
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from common.heartbeat import HEARTBEAT
-from parallel.process import restart_info
 from parallel.ranks import collective
 from run.life import Run
 
@@ -25,7 +24,6 @@ COMPARED_STEPS = 10  # minimum number of steps in a comparison of the ranks
 SLOWER = 1.15  # ratio of a slow rank's time to the median of the others
 # Minimum loss of a slow rank in each phase: as a share of a step (or of all time), and in seconds.
 LOST_SHARE, LOST_SECONDS = np.array([0.02, 0.02, 0.05, 0.05]), np.array([0.0, 0.0, 1.0, 0.2])
-TOO_SLOW = 10.0  # ratio beyond which RESTART_SLOW acts, if that phase is most of a step
 # A comparison adds the excess in standard errors, at most MOST, or subtracts MOST if the rank is not slow. A
 # rank is reported at ENOUGH: after at least two comparisons, or one for saves.
 ENOUGH, MOST = 8.0, np.array([5.0, 5.0, 5.0, 8.0])
@@ -50,7 +48,6 @@ class SlowRanks:
     def __init__(self):
         self.evidence_RP = np.zeros((1, len(COMPARED)))
         self.is_named_RP = self.evidence_RP > 0
-        self.ratio_RP = self.evidence_RP  # to the median of the other ranks
 
     def compare(self, own_RP: np.ndarray, variance_RP: np.ndarray,
                 seconds_P: np.ndarray) -> list[tuple[int, str, float]]:
@@ -63,7 +60,7 @@ class SlowRanks:
             return []
         others_RP = median_of_others(own_RP)
         error_RP = np.sqrt(variance_RP + median_of_others(variance_RP))
-        lost_RP, self.ratio_RP = own_RP - others_RP, own_RP / np.maximum(others_RP, 1e-6)
+        lost_RP, ratio_RP = own_RP - others_RP, own_RP / np.maximum(others_RP, 1e-6)
         least_P = np.maximum(LOST_SHARE * seconds_P, LOST_SECONDS)
         is_slow_RP = (own_RP > SLOWER * others_RP) & (lost_RP > least_P)
         is_slow_RP[0, COMPARED.index("save")] = False  # rank 0 writes while the others wait
@@ -72,7 +69,7 @@ class SlowRanks:
         self.evidence_RP = np.clip(self.evidence_RP + added_RP, 0, ENOUGH)
         before_RP = np.broadcast_to(self.is_named_RP, own_RP.shape)
         self.is_named_RP = before_RP & (self.evidence_RP > 0) | is_slow_RP & (self.evidence_RP >= ENOUGH)
-        return [(rank, COMPARED[phase], self.ratio_RP[rank, phase] * self.is_named_RP[rank, phase])
+        return [(rank, COMPARED[phase], ratio_RP[rank, phase] * self.is_named_RP[rank, phase])
                 for rank, phase in np.argwhere(self.is_named_RP != before_RP).tolist()]
 
 
@@ -135,7 +132,6 @@ class Phases:
         self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
         self.own_pauses: Counter[str] = Counter()  # since the last comparison
         self.is_first_step = True
-        self.too_slow = ""  # the sentence with which RESTART_SLOW ends this start
 
     def mark(self, name: str, waits: bool) -> None:
         """Record that a phase begins, or that waiting for other ranks begins or ends."""
@@ -199,15 +195,10 @@ class Phases:
 
     def _compare(self, every: np.ndarray, step_seconds: float) -> None:
         own_RP, variance_RP = every[:, :len(COMPARED)], every[:, len(COMPARED):-1]
-        since, slow = every[:, -1].mean(), self.slow_ranks
-        news = slow.compare(own_RP, variance_RP, np.array([step_seconds, step_seconds, since, since]))
+        since = every[:, -1].mean()
+        whole_P = np.array([step_seconds, step_seconds, since, since])
+        news = self.slow_ranks.compare(own_RP, variance_RP, whole_P)
         self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
-        if self.run.config.restart_slow and restart_info()["left"]:
-            is_too_slow_RP = slow.is_named_RP & (slow.ratio_RP > TOO_SLOW) & (own_RP > step_seconds / 2)
-            for rank, phase in np.argwhere(is_too_slow_RP[:, :2]):
-                self.too_slow = (f"rank {rank} is alive, but its {COMPARED[phase]} takes "
-                                 f"{slow.ratio_RP[rank, phase]:.0f} times as long as on other ranks "
-                                 "(RESTART_SLOW=true)")
         if not news:
             return
         log, step = self.run.log, HEARTBEAT.step

@@ -71,7 +71,7 @@ def end_with_parent() -> None:
 
 def restart_info() -> dict[str, Any]:
     """Return the number of this `restart`, its `cause`, and how many are `left`; 0 without a launcher."""
-    return {"restart": 0, "left": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
+    return {"restart": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
 
 
 def leave_note(name: str, text: str = "") -> None:

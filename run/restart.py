@@ -75,8 +75,7 @@ def agree(store: Any, keys: list[str], node: int, state: dict[str, Any], seconds
             every = [json.loads(store.get(key)) for key in keys]
             return {"again": all(each["again"] is True for each in every),
                     "cause": min(RankExit(*each["cause"]) for each in every),
-                    "newest": [int(number) for number in every[0]["newest"]],
-                    "ranks": min(int(each["ranks"]) for each in every)}
+                    "newest": [int(number) for number in every[0]["newest"]]}
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         print_safely("warning: no restart, because another machine does not answer "
                      f"({(str(error).splitlines() or [''])[0]:.200})", sys.stderr)
@@ -107,10 +106,6 @@ class Job:
         """Start the ranks, wait for them, and return how they ended."""
         raise NotImplementedError
 
-    def possible_ranks(self) -> int:
-        """Return how many ranks this machine can start again; 0 if too few."""
-        return self.ranks
-
     def agree(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state of all machines."""
         return state
@@ -123,8 +118,7 @@ class Job:
         idle: list[Ending] = []  # the last starts, if they saved no checkpoint
         number = 0
         while True:
-            os.environ[process.RESTART] = json.dumps(
-                {"restart": number, "left": self.most - number, "cause": cause})
+            os.environ[process.RESTART] = json.dumps({"restart": number, "cause": cause})
             ending = self.start(number, flags)
             record_cause(ending)
             if ending.cause is None or not self.most:
@@ -133,16 +127,13 @@ class Job:
             may_recover = ending.cause.code in RESTARTED and not ending.stopped
             again = may_recover and number < self.most
             state = self.agree(number, {"again": again, "cause": ending.cause,
-                                        "newest": newest_checkpoint(folder),
-                                        "ranks": self.possible_ranks() if again else 0})
+                                        "newest": newest_checkpoint(folder)})
             idle = [] if state["newest"] > newest else [*idle, ending]
             newest = max(newest, state["newest"])
             if may_recover and len(idle) == IDLE_STARTS:
                 return idle[0], f"{IDLE_STARTS} starts in a row saved no checkpoint"
             if not state["again"]:
                 return ending, words
-            if not state["ranks"]:
-                return ending, "too few GPUs still work to start again"
 
             # The next start resumes what this one wrote, whatever RUN_NAME and RESUME the job started with.
             if folder:
@@ -153,11 +144,9 @@ class Job:
                     flags.append("--resume=auto")
             number, cause = number + 1, RankExit(*state["cause"]).sentence
             words = f"restarted {number} time{'s' * (number > 1)}"
-            fewer = f", with {state['ranks']} ranks instead of {self.ranks}" * (state["ranks"] < self.ranks)
             place = f"step {newest[1]}" if newest[0] else "the beginning"
-            print_safely(f"warning: {self.describe(ending)}. Restart {number} of {self.most} from "
-                         f"{place}{fewer}", sys.stderr)
-            self.ranks = state["ranks"]
+            print_safely(f"warning: {self.describe(ending)}. Restart {number} of {self.most} from {place}",
+                         sys.stderr)
 
     def describe(self, ending: Ending, words: str = "") -> str:
         """Return a sentence about a failure; print its details, unless a rank's output showed them."""

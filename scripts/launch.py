@@ -3,7 +3,7 @@
     python scripts/launch.py --preset 1.3b
     python scripts/launch.py --nproc-per-node 2 train.py --max-steps 100
     python scripts/launch.py --gpus idle:2 --preset 1.3b
-    python scripts/launch.py --max-restarts 3 --nproc-per-node 6:8 --preset 1.3b
+    python scripts/launch.py --max-restarts 3 --preset 1.3b
     python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 29500 --preset 1.3b
 
@@ -13,8 +13,7 @@ last line names the rank that failed first, and the reason. Exit codes: 0 finish
 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
 
 With --max-restarts, a crash or a hang (1, 6) starts the job again from the newest verified checkpoint, unless
-two starts in a row have saved no new one. With --nproc-per-node MIN:MAX, it goes on without GPUs that no
-longer work. A single rank shares the launcher's terminal.
+two starts in a row have saved no new one. A single rank shares the launcher's terminal.
 """
 
 import argparse
@@ -31,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentTypeError
 from contextlib import suppress
 from dataclasses import fields
 from datetime import timedelta
@@ -55,35 +53,16 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # logs of earlier launches
 LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
-PROBE = "import torch; torch.ones(1, device='cuda').item()"
-PROBE_SECONDS = 120  # for a GPU to answer
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
          "SIGBUS": " (a data file truncated while it was read, or a full disk or /dev/shm?)"}
-
-
-class RankCount(int):
-    """The value of --nproc-per-node: a number of ranks, and the `least` with which the job may go on."""
-
-    least: int
-
-    @classmethod
-    def parse(cls, text: str) -> "RankCount":
-        """Parse "8" or "6:8". Raises ArgumentTypeError for argparse."""
-        numbers = text.split(":")
-        if len(numbers) > 2 or not all(number.isdecimal() for number in numbers):
-            raise ArgumentTypeError(f"{text:.40}: expected a number of ranks, such as 8, or 6:8")
-        count = cls(numbers[-1])
-        count.least = int(numbers[0])
-        return count
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s [flags below] [train.py] [settings]")
     group = parser.add_argument_group("this machine")
-    group.add_argument("--nproc-per-node", "--nproc_per_node", type=RankCount.parse, metavar="N",
-                       help="number of ranks (default: one per GPU, or 1); MIN:MAX goes on without GPUs that "
-                            "fail")
+    group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
+                       help="number of ranks (default: one per GPU, or 1)")
     group.add_argument("--gpus", type=GpuRequest.parse, metavar="WHICH",
                        help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
                             "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
@@ -124,10 +103,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
         parser.error("--nnodes requires --node-rank, and the same --master-addr and --master-port everywhere")
     if args.gpus and args.nproc_per_node is None:
-        args.nproc_per_node = RankCount.parse(str(args.gpus.count))
-    ranks = args.nproc_per_node or RankCount.parse("1")
-    if args.nproc_per_node == 0 or not 1 <= ranks.least <= ranks:
-        parser.error("--nproc-per-node must be 1 or more, or MIN:MAX")
+        args.nproc_per_node = args.gpus.count
+    if args.nproc_per_node is not None and args.nproc_per_node < 1:
+        parser.error("--nproc-per-node must be 1 or more")
     if args.nnodes < 1 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nnodes must be 1 or more, and --node-rank below --nnodes")
     if min(args.shutdown_timeout, args.max_restarts) < 0:
@@ -278,36 +256,6 @@ class LaunchedJob(Job):
             return {**state, "again": False}
         return agree(store, keys, self.args.node_rank, state, seconds)
 
-    def possible_ranks(self) -> int:
-        """Return how many ranks fit the GPUs that still work, with --nproc-per-node MIN:MAX; 0 if too few."""
-        wanted = self.args.nproc_per_node
-        if self.config.device == "cpu" or wanted is None or wanted.least == self.ranks:
-            return self.ranks
-        names = os.environ.get(process.VISIBLE, ",".join(map(str, range(self.ranks)))).split(",")
-        os.environ[process.VISIBLE] = ",".join(working := working_gpus(names))
-        for ranks in range(min(self.ranks, len(working)), wanted.least - 1, -1):
-            world_size = {"WORLD_SIZE": str(self.args.nnodes * ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-            with suppress(SettingsError):
-                load_config(self.flags, {**os.environ, **world_size, "RANK": "0"})
-                return ranks
-        return 0
-
-
-def working_gpus(names: list[str]) -> list[str]:
-    """Return those of these GPUs on which a process can compute."""
-    probes = {name: subprocess.Popen(
-        [sys.executable, "-c", PROBE], env={**os.environ, process.VISIBLE: name},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=process.end_with_parent)
-        for name in names}
-    deadline, working = time.monotonic() + PROBE_SECONDS, []
-    for name, probe in probes.items():
-        with suppress(subprocess.TimeoutExpired):
-            if probe.wait(max(0.0, deadline - time.monotonic())) == 0:
-                working.append(name)
-        probe.kill()
-        probe.wait()
-    return working
-
 
 def start_here(flags: list[str]) -> Ending:
     """Start the only rank in this terminal, pass signals on to it, and return how it ended."""
@@ -414,11 +362,10 @@ def main() -> None:
         process.take_gpus(args.gpus)
 
     ranks = args.nproc_per_node
-    if ranks is None or ranks.least < ranks:
+    if ranks is None:
         import torch  # imported here, because it takes seconds and invalid settings are reported first
 
-        gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-        ranks = gpus if ranks is None else min(ranks, gpus or ranks)
+        ranks = torch.cuda.device_count() if config.device != "cpu" else 0
     ranks = ranks or 1
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # used by SHARDING=hybrid
     check_settings(flags, args.nnodes * ranks)

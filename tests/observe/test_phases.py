@@ -1,6 +1,5 @@
 """Where the time of the steps goes, phase by phase, and which rank is named as slow."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from common.heartbeat import HEARTBEAT
 from learn.objectives import NextToken
 from observe import phases
 from observe.phases import COMPARED, Phases, SlowRanks, percentages
-from parallel.process import RESTART
 from run import life
 
 
@@ -250,20 +248,6 @@ def slow() -> None:
     rank = int(os.environ["RANK"])
     take({(NextToken, "loss_sum"): SLOW_FORWARD if rank == 1 else FORWARD, (train, "learning_rate"): SLOW_READ * (rank == 2),
           (life, "named_parameters"): SLOW_SAVE * (rank == 3)})
-
-
-def far_too_slow() -> None:
-    """Rank 1 takes far longer in the forward."""
-    take({(NextToken, "loss_sum"): 0.3 if os.environ["RANK"] == "1" else 0.001})
-
-
-def test_a_job_with_a_rank_over_ten_times_slower_is_saved_and_ended_to_be_restarted(tiny_run):
-    run = tiny_run(MAX_STEPS=60, LOG_EVERY=10, SAVE_EVERY=0, RESTART_SLOW=True, TOTAL_BATCH_SIZE=128, **UNMEASURED)
-    text = run.ends([6, 6], far_too_slow, env={RESTART: json.dumps({"left": 1})})
-    assert "rank 1 is alive, but its forward takes " in text and "Traceback" not in text
-    step, = run.steps_saved()
-    assert step in (20, 30) and run.metrics()[-1]["step"] == step, "no step and no line is lost"
-    assert "RESTART_SLOW" in run.lines("events")[-1]["reason"]
 
 
 def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,6 @@ from parallel import process, ranks
 from report.data import RunReader
 from run import restart
 from run.restart import Ending, Job, RankExit
-from scripts import launch as launcher
 
 HANG, CRASH = 6, 1
 
@@ -66,7 +64,7 @@ def test_what_is_started_again_and_what_is_told(starts, count, code, sentence, w
     ending, told = job.run()
     cause = ending.cause or RankExit(False, 0, 0, 0)
     assert (len(job.told), cause.code, cause.sentence, told) == (count, code, sentence, words)
-    assert job.told == [{"restart": number, "left": 3 - number, "cause": f"cause {number - 1}" if number else ""}
+    assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else ""}
                         for number in range(count)]
 
 
@@ -105,36 +103,16 @@ def test_machines_agree_as_json_and_only_if_all_answer():
 
     def of(node: int, again: bool = True, key: str = "a", seconds: float = 20) -> dict:
         store = dist.TCPStore(hosted.host, hosted.port, is_master=False, timeout=timedelta(seconds=20))
-        state = {"again": again, "cause": RankExit(node == 0, 5.0 - node, node, 1, f"rank {node}"), "newest": [node, 7], "ranks": 4 - node}
+        state = {"again": again, "cause": RankExit(node == 0, 5.0 - node, node, 1, f"rank {node}"), "newest": [node, 7]}
         return restart.agree(store, [f"{key}-{other}" for other in range(2)], node, state, seconds)
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(of, range(2))
-        assert first == second == {"again": True, "cause": RankExit(False, 4.0, 1, 1, "rank 1"), "newest": [0, 7], "ranks": 3}
+        assert first == second == {"again": True, "cause": RankExit(False, 4.0, 1, 1, "rank 1"), "newest": [0, 7]}
         assert not any(state["again"] for state in pool.map(lambda node: of(node, node == 1, "b"), range(2)))
     assert not of(0, key="c", seconds=0.1)["again"], "nobody answers"
     hosted.set("d-1", b"\x80\x04")  # what a stranger wrote
     assert not of(0, key="d")["again"]
-
-
-@pytest.mark.parametrize(("working", "changes", "expected"), [
-    (4, {}, 4), (3, {}, 2), (2, {}, 2), (1, {}, 0), (3, {"TOTAL_BATCH_SIZE": 12 * 32}, 3)])
-def test_a_job_goes_on_with_as_many_gpus_as_work_and_fit(working, changes, expected, tiny_run, monkeypatch):
-    monkeypatch.setattr(launcher, "working_gpus", lambda names: names[:working])
-    run = tiny_run(MICRO_BATCH_SIZE=1, **changes)
-    args = Namespace(nproc_per_node=launcher.RankCount.parse("2:4"), nnodes=1, max_restarts=3, node_rank=0, master_addr=None, master_port=0)
-    flags = [flag for flag in run.argv() if not flag.startswith("--device")]
-    job = launcher.LaunchedJob(args, flags, Config(), 4)
-    assert job.possible_ranks() == expected and os.environ[process.VISIBLE] == ",".join("0123"[:working])
-    job.config = Config(device="cpu")
-    assert job.possible_ranks() == 4, "on a CPU, no device can be lost"
-
-
-def test_gpus_that_do_not_answer_are_left_out(monkeypatch):
-    monkeypatch.setattr(launcher, "PROBE", "import os, time; time.sleep(60 * (os.environ['CUDA_VISIBLE_DEVICES'] == '2')); "
-                                           "1 / (os.environ['CUDA_VISIBLE_DEVICES'] != '1')")
-    monkeypatch.setattr(launcher, "PROBE_SECONDS", 3)
-    assert launcher.working_gpus(["0", "1", "2"]) == ["0"]
 
 
 def die_once() -> None:
