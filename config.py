@@ -594,6 +594,8 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
 
 SECTIONS = Config.__bases__
+# Settings of earlier versions, which runs recorded, and the values with which they had no effect.
+DROPPED = {"restart_slow": False, "distillation_top_k": 0}
 SECRETS = [name for name, field in Config.model_fields.items() if field.annotation == Optional[SecretStr]]
 
 

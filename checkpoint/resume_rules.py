@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
 from config import (
+    DROPPED,
     MODEL_SETTINGS,
     SHAPE_SETTINGS,
     START_FROM,
@@ -86,6 +87,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
     notes = [texts.pop("safe")] if "safe" in texts else []
     warnings = [*texts.values()]
+    warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
+                 for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
     if state["world_size"] != config.world_size and not config.reproducible:
         has_dropout = config.lora_enabled and config.lora_dropout
         dropout = ", and LoRA dropout draws different numbers" if has_dropout else ""

@@ -19,7 +19,7 @@ from common.command_line import VERSION, filled, suggestion
 from common.errors import SettingsError
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
-from config import SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
+from config import DROPPED, SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
 from settings.derived import PRESETS_DIR
@@ -102,6 +102,8 @@ def read_json_file(path: Path) -> Layer:
             name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
             if isinstance(value, tuple):
                 add(value, f"{section}{key}.")
+            elif name in DROPPED and value == DROPPED[name]:
+                continue
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
                 problems.append(unknown(file, key))

@@ -128,6 +128,13 @@ def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared():
     assert check_changes(state, Config(learning_rate=1.0), identity(Config(), "data", "tokenizer"), CHECKPOINT) == ([], [])
 
 
+def test_a_setting_that_this_version_lacks_is_a_warning_if_it_had_an_effect():
+    state = {"settings": Config().public(), "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
+    for value, warnings in ((0, []), (8, ["DISTILLATION_TOP_K=8 of the checkpoint's run is not a setting of this version, and has no effect"])):
+        recorded = {**state, "settings": {**state["settings"], "DISTILLATION_TOP_K": value}}
+        assert check_changes(recorded, Config(), state["identity"], CHECKPOINT).warnings == warnings
+
+
 def test_another_number_of_ranks_is_a_warning():
     (warning,) = changes(Config(), Config(world_size=2)).warnings
     assert "the number of ranks was 1, is 2" in warning and "dropout" not in warning

@@ -184,6 +184,12 @@ def test_sections_of_json_may_have_any_name_and_the_file_a_byte_order_mark():
     assert (config.dim, config.max_steps, config.max_seq_len, config.learning_rate) == (1536, 3, 512, 1e-3)
 
 
+def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_gone_had_no_effect():
+    assert load(config={"MAX_STEPS": 3, "RESTART_SLOW": False, "DISTILLATION_TOP_K": 0}).config.max_steps == 3
+    (problem,) = problems(config={"DISTILLATION_TOP_K": 8})
+    assert "DISTILLATION_TOP_K" in problem and "a teacher runs at every step" in problem
+
+
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name in LISTS if name != "preset"}
     config = load(config=lists | {"eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
