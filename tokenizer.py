@@ -476,8 +476,11 @@ def added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], generat
               if isinstance(token, dict) and token.get("special")]
     texts = [token.get("content") if isinstance(token, dict) else token for token in named]
     names, ends = {*control, *filter(None, texts)}, generation.get("eos_token_id", ())
+    stored = document.get("added_tokens") or []
+    if not all(isinstance(token, dict) and {"id", "content", "special"} <= token.keys() for token in stored):
+        return []  # the library names what is wrong
     tokens = [{**token, "special": token["special"] or token["content"] in names or token["id"] in ends}
-              for token in document.get("added_tokens") or ()]
+              for token in stored]
     # Some names are only in the vocabulary.
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     vocab = (document.get("model") or {}).get("vocab")

@@ -334,7 +334,8 @@ def die(spec, texts):
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
     tokenize_by(monkeypatch, die)
     with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
-        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
+        prepare(write_texts(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2,
+                decontaminate=write_texts(tmp_path / "items.jsonl", ["a b c d e f g h i j k l m"]))  # by processes, not threads
 
 
 def test_two_at_once_make_one_set(tmp_path, tokenizer_path):

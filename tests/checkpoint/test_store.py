@@ -425,7 +425,7 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
     with pytest.raises(CheckpointError, match="MANIFEST.json"):
         store.locate(str(folder), tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="import Meta.s files"):
+    with pytest.raises(CheckpointError, match="neither a Paddock checkpoint .* nor a Hugging Face model .*; name another folder"):
         store.locate(str(tmp_path / "empty"), tmp_path / "run")
     with pytest.raises(CheckpointError, match="config.json is a file; name the folder"):
         store.locate(str(tmp_path / "config.json"), tmp_path / "run")

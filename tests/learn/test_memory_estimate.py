@@ -11,7 +11,6 @@ from memory_trace import trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
-import train
 from config import Config, ModelConfig, rules
 from fused import matmul
 from learn import cost
@@ -76,22 +75,10 @@ def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
 @pytest.mark.parametrize("changes", [{}, FULL, {**FULL, "cpu_offload": True}, {"optimizer": "muon"}])
 def test_a_copy_for_saves_is_the_whole_trained_state(changes):
     config = Config(**{"dim": 512, "n_layers": 3, "n_heads": 8, "ffn_dim": 1536, "async_save": False} | changes)
-    without, with_copy = (estimate_memory(config.model_copy(update={"async_save": each}), 1000, 4) for each in (False, True))
-    whole = estimate_memory(config.model_copy(update={"sharding": "none", "cpu_offload": False, "world_size": 1}), 1000, 4)
+    without, with_copy = (estimate_memory(config.model_copy(update={"async_save": each}), 1000, 4, "cpu") for each in (False, True))
+    whole = estimate_memory(config.model_copy(update={"sharding": "none", "cpu_offload": False, "world_size": 1}), 1000, 4, "cpu")
     assert with_copy.total == without.total
     assert with_copy.host - without.host == pytest.approx(whole.parameters + whole.optimizer, abs=2)
-
-
-def test_check_memory_prints_the_trace_beside_the_forecast(capsys):
-    flags = ["--dim=512", "--n-layers=3", "--n-heads=8", "--n-kv-heads=2", "--world-size=8", "--sharding=full", "--vocab-size=1000"]
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--check", "memory", *flags])
-    out = capsys.readouterr().out
-    off, = re.findall(r"peak +[\d.]+ GiB; the forecast is [\d.]+ \(([-+\d.]+) %\)", out)
-    assert not ended.value.code and abs(float(off)) < 5 and out.count("GiB per device") == 2
-    with pytest.raises(SystemExit) as ended:
-        train.main(["--check", "memory", "--distillation-enabled=true"])
-    assert ended.value.code == 2 and "DISTILLATION_ENABLED" in capsys.readouterr().err
 
 
 # Settings that do not fit: a preset, its changes, and the memory of a GPU in GB

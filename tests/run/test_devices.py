@@ -17,6 +17,7 @@ from evaluation import during_run
 from fused import matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients
+from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
 from parallel.ranks import widened
@@ -115,7 +116,7 @@ def test_a_run_on_a_simulated_apple_gpu_saves_resumes_and_learns_as_on_a_cpu(pre
                         "driver_allocated_memory": lambda: 1, "recommended_max_memory": lambda: 2**40}.items():
         monkeypatch.setattr(torch.mps, name, value)
     monkeypatch.setattr(torch, "Generator", lambda device="cpu": generator())
-    for module in (train, during_run):
+    for module in (train, during_run, objectives):
         monkeypatch.setattr(module, "widened", torch.Tensor.float)
     run = TinyRun(prepared, tmp_path / "mps", DEVICE="auto", **settings)
     with OnCpu() as mode:

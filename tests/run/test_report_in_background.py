@@ -65,7 +65,8 @@ def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkey
         assert run.train() == 0
     told = capsys.readouterr()
     assert "Look at the run" not in told.out and not (run.folder / "report.html").exists()
-    subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True, env=BARE)
+    subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True,
+                   env={**BARE, "VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{BARE['PATH']}"})
     assert (run.folder / "report.html").exists()
 
 

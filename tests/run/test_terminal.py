@@ -188,7 +188,7 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
     assert len(validations) == 3 and validations == re.findall(r"  val  loss (\S+) ± (\S+)  ppl (\S+)  ", plain)
 
     # The end is four lines: the results, and commands.
-    *_, result, report, use, resume = plain.strip().split("\n")
+    *_, result, report, use, resume = plain.strip().replace("'", "").split("\n")  # quoted if the folder's path has a space
     (loss,), (share,) = (re.findall(pattern, log) for pattern in (r"Validation loss from (\S+ to \d\.\d{4})", r"HellaSwag: from (.* %) \("))
     assert result.startswith(f"result   loss {loss}, HellaSwag {share} ±")
     assert report.startswith("report   ") and report.endswith("scripts/report.py runs/run  (wrote report.html)")

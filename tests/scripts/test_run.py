@@ -131,9 +131,8 @@ def test_one_rank_or_several_are_launched_and_started_again(project, prepared, m
     assert project.command(*data, "--max-restarts=0")[-1] == "--max-restarts=0", "the last one counts"
     os.environ["NPROC"] = "2"
     assert project.command(*data) == ["scripts/launch.py", "--nproc-per-node", "2", "--max-restarts", "3", *data]
-    for wanted in ("4", "2:4"):
-        command = project.command(f"--nproc-per-node={wanted}", *data)
-        assert command[2] == "4" and command[5] == f"--nproc-per-node={wanted}"
+    command = project.command("--nproc-per-node=4", *data)
+    assert command[2] == "4" and command[5] == "--nproc-per-node=4"
     assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "2"
     os.environ["WORLD_SIZE"] = "4"  # to plan for
     assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "4"

@@ -330,7 +330,7 @@ EXAMPLES = [
     Case(f"pair-{name}", PAIRS, 3, second_line(record, PAIR), f"in.jsonl:2: .*{words}") for name, record, words in (
         ("missing", {"prompt": "a"}, "has no chosen and no rejected"),
         ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"),
-        ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no messages"),
+        ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no prompt"),
         ("three", {"prompt": "a", "completions": ["a", "b", "c"]}, "has no chosen"))] + group(
     "chats", CHATS, 3, empty=(put("in.jsonl"), "in.jsonl: no example is left"),
     a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON"))

@@ -69,10 +69,10 @@ def test_no_line_is_lost_on_a_disk_that_fails_now_and_then_or_is_full_for_a_whil
 def test_a_read_that_fails_now_and_then_is_repeated_and_one_that_always_fails_ends_with_the_file(whole, tiny_run, monkeypatch, capfd):
     run, fails, read = tiny_run(), in_turn(0, 0, 0, 0, errno.EIO), os.pread
 
-    def pread(*arguments):
-        if error := fails():
+    def pread(descriptor, *arguments):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".bin") and (error := fails()):
             raise OSError(error, os.strerror(error))
-        return read(*arguments)
+        return read(descriptor, *arguments)
 
     monkeypatch.setattr(shards.os, "pread", pread)
     monkeypatch.setattr(shards, "READ_RETRY_SECONDS", (0.001, 0.002))
