@@ -194,7 +194,7 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
     assert report.startswith("report   ") and report.endswith("scripts/report.py runs/run  (wrote report.html)")
     assert use.startswith("use it   ") and use.endswith("scripts/generate.py runs/run")
     assert resume.endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
-    _, *again = shlex.split(resume.removeprefix("resume   "))
+    _, *again = shlex.split(plain.strip().split("\n")[-1].removeprefix("resume   "))
     code, colored = on_terminal(tmp_path, *again, TERM="xterm")
     assert code == 0 and re.search(r"^  8/8 +100%  loss ", COLOR.sub("", colored), re.M), colored
     assert_fits(colored)
