@@ -188,13 +188,14 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
     assert len(validations) == 3 and validations == re.findall(r"  val  loss (\S+) ± (\S+)  ppl (\S+)  ", plain)
 
     # The end is four lines: the results, and commands.
-    *_, result, report, use, resume = plain.strip().replace("'", "").split("\n")  # quoted if the folder's path has a space
+    *_, result, report, use, resume = plain.strip().split("\n")
+    unquoted = [line.replace("'", "") for line in (report, use, resume)]  # quoted if the folder's path has a space
     (loss,), (share,) = (re.findall(pattern, log) for pattern in (r"Validation loss from (\S+ to \d\.\d{4})", r"HellaSwag: from (.* %) \("))
     assert result.startswith(f"result   loss {loss}, HellaSwag {share} ±")
-    assert report.startswith("report   ") and report.endswith("scripts/report.py runs/run  (wrote report.html)")
-    assert use.startswith("use it   ") and use.endswith("scripts/generate.py runs/run")
-    assert resume.endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
-    _, *again = shlex.split(plain.strip().split("\n")[-1].removeprefix("resume   "))
+    assert unquoted[0].startswith("report   ") and unquoted[0].endswith("scripts/report.py runs/run  (wrote report.html)")
+    assert unquoted[1].startswith("use it   ") and unquoted[1].endswith("scripts/generate.py runs/run")
+    assert unquoted[2].endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
+    _, *again = shlex.split(resume.removeprefix("resume   "))
     code, colored = on_terminal(tmp_path, *again, TERM="xterm")
     assert code == 0 and re.search(r"^  8/8 +100%  loss ", COLOR.sub("", colored), re.M), colored
     assert_fits(colored)
