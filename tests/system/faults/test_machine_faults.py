@@ -64,7 +64,8 @@ def mount(tmp_path):
 
 
 def remount(option: str, folder: Optional[Path] = None) -> None:
-    subprocess.run(["mount", "-o", f"remount,{option}", folder or os.environ["SMALL_DISK"]], check=True)
+    # With the type and the source named, mount does not repeat the old options, whose uid may have no name in this user namespace.
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"remount,{option}", "tmpfs", folder or os.environ["SMALL_DISK"]], check=True)
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
