@@ -83,7 +83,8 @@ def take_steps(leg: Leg, folder: Path, resume: str) -> None:
     """Repeat the steps of a leg in `folder`/run, by train.py in new processes."""
     ranks, settings, output = leg.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
     changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": leg.last, "RESUME": resume}
-    settings.write_text(json.dumps(leg.settings | UNNEEDED | changes))
+    # Name all settings: an older version recorded fewer, and .env would decide the others.
+    settings.write_text(json.dumps(Config().public() | leg.settings | UNNEEDED | changes))
     script = [ROOT / "train.py"]
     if ranks > 1:
         script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]

@@ -416,7 +416,7 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
     It may be where the settings now say, where it was, or at the same path relative to the run's folder.
     """
     names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
-    advice = f"set {config.start_setting} to the folder where it is now"
+    advice = f"set {config.start_setting} to the folder where it is now, by a flag"
     return find_by_hash(names, progress, run_dir, warn, advice)
 
 

@@ -8,7 +8,8 @@ resume on a different number.
 
 import math
 import os
-from collections.abc import Container, Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Optional
 
 from common.files import read_json
 from common.remote import is_hub_name
-from config import MODEL_SETTINGS, START_FROM, Config, on_resume
+from config import MODEL_SETTINGS, START_FROM, Config, on_resume, rules
 from settings.names import validate
 
 PRESETS_DIR = Path(__file__).parent / "presets"
@@ -29,6 +30,9 @@ FOR_ONE_START = {
     "epochs", "keep_layers", "grow_layers", "grow_ffn_dim", "allow_resume_mismatch", "cache_dir", "device",
     "world_size", "device_memory", "debug", "profile_steps", "power_steps", "memory_snapshot",
     *MODEL_SETTINGS}
+# Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.
+OF_A_RUN = {"depth", "random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *START_FROM,
+            *MODEL_SETTINGS}
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}
@@ -57,32 +61,76 @@ def saved_settings(checkpoint: Path) -> dict[str, Any]:
     return {}
 
 
-def recorded_settings(config: Config, given: Mapping[str, tuple[Any, str]]) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint of the run to resume, and the settings that it keeps.
-
-    New defaults do not apply, nor do other values in the preset that the run was started with.
-    """
+def run_to_resume(config: Config) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint of the run to resume, and the settings recorded in it, if any."""
     if config.resume == "never" or config.resume == "auto" and config.run_name is None:
         return Path(), {}
-    named = config.resume != "auto"
-    folder = Path(config.resume) if named else Path(config.output_dir) / config.run_name
+    folder = Path(config.resume) if config.resume != "auto" else Path(config.output_dir) / config.run_name
     checkpoint = next(filter(saved_settings, checkpoints_of(folder)), folder)
-    saved = saved_settings(checkpoint)
+    return checkpoint, saved_settings(checkpoint)
+
+
+def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[str],
+             stage_in_env: Optional[str]) -> set[str]:
+    """Return the given settings that yield to the record of the run to resume.
+
+    From `.env`, these are the ones that make another run, and those that conflict with the record; from the
+    preset that the run was started with, and from a `.env` of another stage, all that change the curve.
+    """
+    _, saved = run_to_resume(config)
+    stage = saved.get("TRAINING_STAGE", config.training_stage)
+    above_env = given.keys() if config.resume != "auto" and "resume" in in_env else given.keys() - in_env
+    if stage != config.training_stage and "training_stage" in above_env:
+        saved, stage = {}, config.training_stage  # another run, or a start from that checkpoint
+    is_of_other_stage = stage_in_env not in (None, stage)
+    if not saved and not is_of_other_stage:
+        return set()
+    record, _ = validate({name.lower(): (value, "") for name, value in saved.items()
+                          if name.lower() in Config.model_fields})
+    allowed = config.allow_resume_mismatch.upper().replace(" ", "").split(",")
+    changed = {name for name in given if name.upper() not in allowed
+               and getattr(record, name) != getattr(config, name)}
+    paths = {f"{stage}_data_path", "tokenizer_path", "teacher_model", *START_FROM}
+    of_preset = {name for name, (_, where) in given.items() if saved.get("PRESET") == config.preset
+                 and where.startswith(f"{PRESETS_DIR}{os.sep}")}
+
+    def is_decided(name: str) -> bool:
+        path, is_safe = getattr(record, name), on_resume(name) == "safe"
+        if name in paths and path and not os.path.exists(path):
+            is_there = os.path.exists(Path(config.output_dir) / path) or "/" in path and is_hub_name(path)
+            if name == f"{stage}_data_path" or not is_there:
+                return False  # it was moved; its content is compared later
+        whole = name in of_preset or is_of_other_stage and name in in_env
+        return whole and (not is_safe or name in ("epochs", "micro_batch_size")) or (
+            name in in_env and (name in OF_A_RUN | paths or on_resume(name) == "fixed"))
+
+    decided = {name for name in changed if saved and is_decided(name)}
+    decided |= {name for name, other in (("epochs", "max_steps"), ("max_steps", "epochs"))
+                if name in in_env and other in given.keys() - in_env}
+    kept = {name: getattr(config, name) for name in given if name not in decided}
+    conflicts = " ".join(rules(with_all_rows((record if saved else config).model_copy(update=kept))))
+    return decided | {name for name in changed & in_env - (FOR_ONE_START - OF_A_RUN)
+                      if re.search(rf"\b{name.upper()}\b", conflicts)}
+
+
+def recorded_settings(config: Config, given: Mapping[str, tuple[Any, str]],
+                      ignored: Container[str] = ()) -> tuple[Path, dict[str, Any]]:
+    """Return the newest checkpoint of the run to resume, and the settings that it keeps.
+
+    New defaults do not apply, nor do the `ignored` settings, which yielded to its record.
+    """
+    checkpoint, saved = run_to_resume(config)
     if saved.get("TRAINING_STAGE") != config.training_stage and "training_stage" in given:
         return Path(), {}
-
     left_out = {*FOR_ONE_START, *({"max_steps"} if config.epochs else ())}
     if "depth" in given and config.depth != saved.get("DEPTH"):
         same_stage = config.model_copy(update={"training_stage": saved.get("TRAINING_STAGE")})
         left_out |= settings_of_depth(same_stage, ()).keys()
-    if named or any(name in given for name in START_FROM):
+    if config.resume != "auto" or any(name in given for name in START_FROM):
         left_out |= {*START_FROM}
-    before = {name: saved.get(name.upper(), field.default) for name, field in Config.model_fields.items()}
-    updated = {name for name, (_, where) in given.items() if saved.get("PRESET") == config.preset
-               and where.startswith(f"{PRESETS_DIR}{os.sep}") and on_resume(name) != "safe"
-               and before[name] != getattr(config, name)}
-    values = {name: before[name] for name in Config.model_fields if name not in left_out
-              and (name in updated or name not in given and name.upper() in saved)}
+    values = {name: saved.get(name.upper(), field.default) for name, field in Config.model_fields.items()
+              if name in ignored and (name not in FOR_ONE_START or name in MODEL_SETTINGS)
+              or name not in left_out and name not in given and name.upper() in saved}
     valid, invalid = validate({name: (value, str(checkpoint)) for name, value in values.items()})
     # Keep equal values unchanged, so that 600 is not recorded as 600.0.
     return checkpoint, {name: value if value == getattr(valid, name) else getattr(valid, name)
@@ -198,6 +246,16 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
         chosen["micro_batch_size"] = rows
         chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
     return {name: value for name, value in chosen.items() if name not in decided}, undecided
+
+
+def with_all_rows(config: Config) -> Config:
+    """Return the settings with the rows of a rank as MICRO_BATCH_SIZE, if it is 0."""
+    if config.micro_batch_size:
+        return config
+    rows = max(1, config.rows_per_step // config.planned_ranks)
+    while config.reproducible and config.rows_per_step % rows:
+        rows -= 1
+    return config.model_copy(update={"micro_batch_size": rows})
 
 
 def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[str, Any]:

@@ -35,12 +35,16 @@ LIBRARIES = re.compile(
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 
 
-class Layer(NamedTuple):
-    """Settings from one source, name -> (value, location), and the libraries' variables in `.env`."""
+Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
-    values: dict[str, tuple[Any, str]]
+
+class Layer(NamedTuple):
+    """Settings from one source, and the libraries' variables in `.env`."""
+
+    values: Values
     problems: list[str]
     exports: Mapping[str, str] = {}
+    is_env: bool = False  # `.env`, or a preset that it names
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -189,15 +193,27 @@ def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
     exists = flags.env_file or env_path.is_file()
     environment = {name: (environ[name.upper()], "environment")
                    for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    layers = [read_env_file(env_path, environ) if exists else Layer({}, []),
-              *map(read_json_file, map(Path, flags.config_files)), Layer(environment, []), flags.layer]
+    env = read_env_file(env_path, environ) if exists else Layer({}, [])
+    layers = [env._replace(is_env=True), *map(read_json_file, map(Path, flags.config_files)),
+              Layer(environment, []), flags.layer]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
         names, where = layers[naming].values["preset"]
         preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
-        layers.insert(min(naming, 1), preset)
+        layers.insert(min(naming, 1), preset._replace(is_env=naming == 0))
     return layers
+
+
+def settled(layers: Sequence[Layer], is_run: bool = True) -> tuple[Values, Values]:
+    """Return the settings of all layers, and those that yield to the record if `is_run` resumes."""
+    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+    env = {name: pair for layer in layers if layer.is_env for name, pair in layer.values.items()}
+    in_env = {name for name in env if env[name] is given[name]}
+    stage = env.get("training_stage", (None,))[0]
+    ignored = derived.yielding(validate(given)[0], given, in_env, stage) if is_run else ()
+    return ({name: pair for name, pair in given.items() if name not in ignored},
+            {name: pair for name, pair in given.items() if name in ignored})
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
@@ -207,8 +223,11 @@ def exported(layers: Iterable[Layer]) -> dict[str, str]:
 def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the settings, without validation or defaults, and the environment with `.env`'s variables."""
     layers = read_layers(read_flags(argv), os.environ)
-    values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
-    return values, {**exported(layers), **os.environ}
+    given, ignored = settled(layers)
+    _, recorded = derived.recorded_settings(validate(given)[0], given, ignored)
+    values = {name: value for name, (value, _) in given.items()} | recorded
+    return ({name: str(value) for name, value in values.items() if value is not None},
+            {**exported(layers), **os.environ})
 
 
 @dataclass(frozen=True)
@@ -235,20 +254,18 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     """Read all layers, choose values for unset settings, and return the configuration.
 
     A script's `own_flags` are suggested for unknown flags. Without `complete`, the rules between settings are
-    not checked, for scripts that need only a few settings.
+    not checked, and `.env` does not yield to a run's record, for scripts that need only a few settings.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, own_flags)
 
     # Explicit settings.
     layers = read_layers(flags, environ)
-    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+    given, ignored = settled(layers, complete)
     config, invalid = validate(given)
 
     # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, the stage.
-    checkpoint, recorded = derived.recorded_settings(config, given)
-    updated = {name: value for name, value in recorded.items() if name in given}  # by the run's own preset
-    given = {name: pair for name, pair in given.items() if name not in updated}
+    checkpoint, recorded = derived.recorded_settings(config, given, ignored)
     config = config.model_copy(update=recorded)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
@@ -256,12 +273,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     by_start = derived.settings_of_start(config, decided)  # its row length limits DEPTH's
     config = config.model_copy(update=by_start)
     by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
-    config = config.model_copy(update=by_stage)
-    if config.micro_batch_size == 0:
-        rows = max(1, config.rows_per_step // config.planned_ranks)
-        while config.reproducible and config.rows_per_step % rows:
-            rows -= 1
-        config = config.model_copy(update={"micro_batch_size": rows})
+    config = derived.with_all_rows(config.model_copy(update=by_stage))
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
     config = config.model_copy(update={name: new for name, (_, new) in config.growth.items()})
@@ -274,7 +286,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
-        messages = (*launch_problems(config, environ, flags.check), *unused_teacher(config, layers),
+        has_teacher = "distillation_enabled" not in ignored
+        messages = (*launch_problems(config, environ, flags.check),
+                    *(unused_teacher(config, layers) if has_teacher else ()),
                     *conflicts(config, given, by_depth))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
@@ -285,11 +299,15 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
     by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
-    texts = {"": assigned({name: value for name, value in recorded.items() if name not in updated}),
-             ", instead of the preset's value": assigned(updated, also_defaults=True)}
-    kept = [f"Kept from {checkpoint}{reason}: {text}" for reason, text in texts.items() if text]
+    notes = [f"Kept from {checkpoint}: {text}"] if (text := assigned(recorded)) else []
+    if ignored:
+        files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())
+        values = ", ".join(f"{name.upper()}={shortened(str(value))}" for name, (value, _) in ignored.items())
+        reason = ("the run recorded other values (to start a new run, set another RUN_NAME)" if recorded else
+                  f"it does not fit TRAINING_STAGE={config.training_stage}")
+        notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
     places = dict.fromkeys(recorded, str(checkpoint)) | sources
-    notes = [*kept, *decisions(config, places, by_depth, by_start, by_stage)]
+    notes += decisions(config, places, by_depth, by_start, by_stage)
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
     return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import SettingsError
 from config import Config
 from settings.derived import settings_of_data
-from settings.load import load_config
+from settings.load import PRESETS_DIR, load_config, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
 DPO = ["--training-stage", "dpo", "--dpo-data-path", "set", "--instruct-checkpoint", "chat", "--tokenizer-path", "t"]
@@ -62,10 +63,72 @@ def test_a_resumed_run_keeps_what_its_preset_said_when_it_started(monkeypatch):
     state.write_text(state.read_text().replace("MUON_MOMENTUM", "GONE"))
     loaded = load("--preset", "mine", "--run-name", "first")
     assert (loaded.config.learning_rate, loaded.config.muon_momentum, loaded.config.save_every) == (0.02, 0.95, 5)
-    assert any("preset" in note and note.endswith("LEARNING_RATE=0.02, MUON_MOMENTUM=0.95") for note in loaded.notes)
+    assert any("mine.env" in note and note.endswith("LEARNING_RATE=0.01, MUON_MOMENTUM=0.8") for note in loaded.notes)
     assert load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03).config.learning_rate == 0.03
     for flags in (["--preset", "mine", "--run-name", "other"], ["--preset", "mine,mine", "--run-name", "first"]):
         assert load(*flags).config.muon_momentum == 0.8
+
+
+SFT_RECORD = {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "set", "TOKENIZER_PATH": "t", "PRETRAIN_CHECKPOINT": "base", "LEARNING_RATE": 0.25,
+              "TOTAL_BATCH_SIZE": 8192, "MICRO_BATCH_SIZE": 4, "MAX_STEPS": 7, "DIM": 64, "N_HEADS": 4}
+OTHER_ENVS = {  # name -> (.env, flags, what of it is ignored, what still applies)
+    "another stage": ("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nINSTRUCT_CHECKPOINT=chat\nTOKENIZER_PATH=u\nLEARNING_RATE=1e-6\nEPOCHS=2\n"
+                      "SEED=7\nMICRO_BATCH_SIZE=6\nRANDOM_INIT=true\nTEACHER_MODEL=x\nLOG_EVERY=3\nDEVICE=cpu", (),
+                      "TRAINING_STAGE=dpo, INSTRUCT_CHECKPOINT=chat, TOKENIZER_PATH=u, LEARNING_RATE=1e-6, EPOCHS=2, SEED=7, "
+                      "MICRO_BATCH_SIZE=6, RANDOM_INIT=true, TEACHER_MODEL=x", {"log_every": 3, "device": "cpu"}),
+    "the default stage": ("PRETRAIN_DATA_PATH=corpus.txt\nDEPTH=4\nN_HEADS=8", (), "DEPTH=4, N_HEADS=8", {"pretrain_data_path": "corpus.txt"}),
+    "a preset of another stage": ("PRESET=sample", (), "TRAINING_STAGE=pretrain", {"hellaswag_name": "sample items"}),
+    "the same stage": ("SFT_DATA_PATH=other\nDIM=128\nMAX_STEPS=50\nMICRO_BATCH_SIZE=2", (), "SFT_DATA_PATH=other, DIM=128",
+                       {"max_steps": 50, "micro_batch_size": 2}),
+    "flags beat it too": ("EPOCHS=3\nSEED=7", ("--max-steps", 50, "--training-stage", "sft"), "EPOCHS=3, SEED=7", {"max_steps": 50}),
+    "another conflict": ("MIN_LEARNING_RATE=0.5\nWEIGHT_DECAY=0.2", (), "MIN_LEARNING_RATE=0.5", {"weight_decay": 0.2}),
+    "what is allowed": ("ALLOW_RESUME_MISMATCH=SEED\nSEED=7\nDATA_SEED=8", (), "DATA_SEED=8", {"seed": 7}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ENVS)
+def test_a_record_beats_an_env_of_another_run_and_one_line_lists_what_is_ignored(name):
+    env, flags, ignored, applies = OTHER_ENVS[name]
+    for place in ("set", "t", "base"):
+        Path(place).touch()
+    save_state(3, **SFT_RECORD)
+    Path(".env").write_text(env)
+    loaded, values = load("--run-name", "first", *flags), peek(["--run-name", "first", *map(str, flags)])[0]
+    kept = {name.lower(): value for name, value in SFT_RECORD.items() if name not in ("DIM", "N_HEADS")} | {"seed": 1337} | applies
+    assert {name: getattr(loaded.config, name) for name in kept} == kept
+    assert (values["training_stage"], values["sft_data_path"]) == ("sft", "set"), "what ./paddock train prepares"
+    lines = [note for note in loaded.notes if "Ignored" in note]
+    assert len(lines) == 1 and ignored in lines[0] and lines[0].startswith(("Ignored from .env, ", f"Ignored from {PRESETS_DIR}"))
+    given = load("--run-name", "first", *flags, "--seed", 9)
+    assert given.config.seed == 9 and "seed" in given.sources, "which is compared with the record"
+    by_environment = load_config(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
+    assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
+
+
+def test_what_was_moved_is_named_by_env():
+    save_state(3, **SFT_RECORD)
+    for place in ("now", "t", "tokenizer"):
+        Path(place).touch()
+    Path(".env").write_text("SFT_DATA_PATH=now\nPRETRAIN_CHECKPOINT=now\nTOKENIZER_PATH=tokenizer")
+    loaded = load("--run-name", "first")
+    assert (loaded.config.sft_data_path, loaded.config.pretrain_checkpoint, loaded.config.tokenizer_path) == ("now", "now", "t")
+    assert any(note.endswith(": TOKENIZER_PATH=tokenizer") for note in loaded.notes)
+
+
+def test_an_env_for_another_stage_than_that_of_a_flag_does_not_break_a_new_run():
+    """As in a command that `prepare` prints."""
+    Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=5\nEPOCHS=2\nLOG_EVERY=3")
+    loaded = load("--training-stage", "pretrain", "--pretrain-data-path", "d", "--tokenizer-path", "t", "--max-steps", 5)
+    assert (loaded.config.generation_eval_every, loaded.config.epochs, loaded.config.log_every) == (0, None, 3)
+    assert any(note.endswith("GENERATION_EVAL_EVERY=5, EPOCHS=2") for note in loaded.notes)
+    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY"):
+        load("--training-stage", "pretrain", "--pretrain-data-path", "d", "--tokenizer-path", "t", "--generation-eval-every", 5)
+
+
+def test_a_start_from_a_checkpoint_that_env_names_is_of_envs_stage():
+    save_state(3, **SFT_RECORD)
+    Path(".env").write_text("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nTOKENIZER_PATH=t\nRESUME=runs/first")
+    assert load().config.training_stage == "dpo"
 
 
 @pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', '{"settings": {"LEARNING_RATE": "x", "MAX_STEPS": -1}}'])
