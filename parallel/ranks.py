@@ -171,7 +171,6 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
         if processes > gpus:
             raise SettingsError(f"{processes} processes were started on this machine, which has {gpus} "
                                 f"visible GPUs; start torchrun with --nproc_per_node {gpus} at most")
-        torch.cuda.set_device(device)
     HEARTBEAT.enter("start-up", 0)
     ranks = Ranks(rank, local_rank, world_size, device)
     if world_size > 1:
@@ -179,15 +178,24 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
             _init_process_group(ranks, timeout_seconds)
         # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
         except (OSError, RuntimeError, ValueError) as error:
+            if re.search(GPU_FAILED, str(error)):
+                raise
             raise SettingsError(
                 f"rank {rank} of {world_size} could not join the process group at "
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    else:  # a hung read must not wait for ever either
+    else:  # a hung device or read must not wait for ever either
         watch(dist.HashStore(), ranks, timeout_seconds, store_on_rank0=True)
+        use_device(device)
     process.leave_note(process.JOINED)
     return ranks
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU current, which waits for its driver."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank0: bool) -> None:
@@ -244,12 +252,15 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
             store.wait([f"here-{rank}" for rank in range(ranks.world_size)], timedelta(seconds=join_seconds))
             store.set("complete", "yes")
         store.wait(["complete"], timedelta(seconds=join_seconds))
-        is_cuda = ranks.device.type == "cuda"
-        dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
-                                world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
-                                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
-        # The watchdog has its own connection, so that it does not queue behind a collective's request.
+        # First the watchdog: with `device_id`, the group waits for all ranks in ncclCommInitRank, without a
+        # time-out. Its own connection does not queue behind a collective's request.
         watch(connect(timeout_seconds), ranks, timeout_seconds, store_on_rank0)
+        use_device(ranks.device)
+        is_cuda = ranks.device.type == "cuda"
+        with HEARTBEAT.waiting():
+            dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
+                                    world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
+                                    timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
@@ -287,6 +298,9 @@ class ExitReport(NamedTuple):
 # torch, gloo and nccl have no error classes for these.
 NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
 TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+# cudaGetErrorString, of errors that no kernel of ours causes, as torch and NCCL quote it.
+GPU_FAILED = (r"(?:CUDA error: |Cuda failure (?:\d+ )?')((?:uncorrectable|unspecified launch failure|unknown "
+              r"error|hardware stack|no CUDA-capable|CUDA-capable device|system not yet|driver)[^\n']*)")
 CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
@@ -308,6 +322,11 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
     if operation := re.search(NOT_DETERMINISTIC, text):
         return ExitReport(f"DETERMINISTIC=true or REPRODUCIBLE=true, but {operation[1]} has no deterministic "
                           "kernel here; set both to false", SettingsError.exit_code)
+    if failed := re.search(GPU_FAILED, text):
+        gpu = process.number_of(int(os.environ.get("LOCAL_RANK", "0")))
+        return ExitReport(f"rank {rank} lost GPU {gpu} of {socket.gethostname()} ({failed[1]}); `dmesg | "
+                          "grep Xid` there has the driver's reason. The same command resumes from the last "
+                          "checkpoint; if the GPU fails again, leave it out with --gpus", 1)
     if any(words in text for words in TIMED_OUT):
         return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
                           f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "

@@ -54,6 +54,7 @@ KEPT_FOLDERS = 10  # logs of earlier launches
 LOCK = "lock"  # a file in each of these folders, locked by its launcher
 CODES = range(1, 7)
 HINTS = {"SIGKILL": " (out of memory? see dmesg)",
+         "SIGABRT": " (NCCL does this after an error of a GPU or the network: see its output, and dmesg)",
          "SIGBUS": " (a data file truncated while it was read, or a full disk or /dev/shm?)"}
 
 
@@ -297,7 +298,8 @@ def launch(job: LaunchedJob, number: int, flags: list[str], logs: Logs) -> tuple
     # Static rendezvous, because the dynamic one unpickles what is in its store.
     args, (host, port) = job.args, job.endpoint
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ""}
+    newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": "",
+             "numa_options": numa_options(job.config, job.ranks)}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
         print_safely("warning: this version of torch kills the ranks 30 s after a signal", sys.stderr)
@@ -327,6 +329,19 @@ def launch(job: LaunchedJob, number: int, flags: list[str], logs: Logs) -> tuple
         raise SettingsError(
             f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr, "
             "--nnodes, and that --master-port is free on the first machine") from error
+
+
+def numa_options(config: Config, ranks: int) -> Any:
+    """Return how torch binds each rank to the cores near its GPU; None where it cannot, or on a CPU."""
+    import torch
+
+    if config.device == "cpu" or torch.cuda.device_count() != ranks or not shutil.which("numactl"):
+        return None
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions
+    except ImportError:  # an older torch
+        return None
+    return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 def stop_twice(error: type[Exception]) -> None:

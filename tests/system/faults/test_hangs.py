@@ -1,5 +1,6 @@
 """A rank without progress ends the job with exit code 6 and a report of all ranks; out of memory is no hang."""
 
+import importlib
 import io
 import json
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import WORLD
-from factories import UNMEASURED, do_in_step, is_rank, wait_until
+from factories import UNMEASURED, do_in_step, is_rank, start, wait_until
 from faults import act
 
 from checkpoint import tensors
@@ -157,6 +158,37 @@ def test_one_process_beats_at_each_part_of_a_long_phase():
         beats.append(HEARTBEAT.last_beat)
         HEARTBEAT.last_beat = 0.0
     assert all(beats)
+
+
+def stuck_in(module: str, name: str) -> None:
+    """In a rank: rank 1 never returns from a call on its way into the process group."""
+    collectives.HangWatchdog = lambda heartbeat, store, world, _, *more: HangWatchdog(heartbeat, store, world, TIMEOUT, *more)
+    if is_rank(1):
+        setattr(importlib.import_module(module), name, lambda *_, **__: time.sleep(600))
+    collectives.start_ranks("cpu", 600)
+
+
+@pytest.mark.parametrize(("place", "told"), [
+    (("torch.distributed", "init_process_group"), "ranks 0-1 wait in start-up (step 0), and no rank"),  # as ncclCommInitRank
+    (("parallel.ranks", "use_device"), "rank 1 is in start-up (step 0), rank 0 waits in start-up (step 0), and no rank")])
+def test_ranks_that_never_become_a_group_end_too(place, told, tmp_path):
+    job = start(stuck_in, *place, world_size=2, folder=tmp_path)
+    assert job.wait() == [6, 6], job.text()
+    assert f"error: hang: {told} made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in job.text()
+    assert "in stuck_in" in job.text(), "the stacks"
+
+
+def test_one_process_is_watched_before_it_asks_for_its_device(monkeypatch):
+    class Found(Exception):
+        """The device was asked for while the watchdog ran."""
+
+    def use_device(device) -> None:
+        raise Found if collectives.watchdog else AssertionError
+
+    monkeypatch.setattr(collectives, "use_device", use_device)
+    with pytest.raises(Found):
+        collectives.start_ranks("cpu", 60)
+    collectives.stop_watchdog()
 
 
 def stall_and_listen_slowly() -> None:
@@ -324,13 +356,36 @@ def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, ranks, told, ti
     assert places == sorted(places), "what costs least comes first"
 
 
+CudaError = getattr(torch, "AcceleratorError", RuntimeError)  # since torch 2.8
+
+
 @pytest.mark.parametrize(("error", "code", "victim"), [
     (DataError("line 3"), 3, False), (MemoryError(), 1, False), (OSError(12, "Cannot allocate memory"), 1, False),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, False),
     (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), 6, False),
     (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, True),
     (RuntimeError("x.cu:9: nll_loss2d does not have a deterministic implementation, but you set"), 2, False),
+    (CudaError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors"), 1, False),
+    (RuntimeError("[1] NCCL error: unhandled cuda error\nLast error:\nCuda failure 719 'unspecified launch failure'"), 1, False),
+    (CudaError("CUDA error: device-side assert triggered"), None, None),
     (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
 def test_one_place_explains_every_end(error, code, victim):
     ending = collectives.classify_exception(error)
     assert (ending and ending.code, ending and ending.is_secondary) == (code, victim)
+
+
+def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
+    for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(collectives.socket, "gethostname", lambda: "node-1")
+    told = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
+    assert told.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
+
+    def fail(device) -> None:
+        raise CudaError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for")
+
+    monkeypatch.setattr(collectives, "use_device", fail)
+    monkeypatch.setenv("WORLD_SIZE", "10")
+    monkeypatch.setattr(collectives, "_init_process_group", lambda ranks, seconds: collectives.use_device(ranks.device))
+    with pytest.raises(CudaError):  # not an error of its address
+        collectives.start_ranks("cpu", 60)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from commands import ROOT, Command, during, launch, listening, torchrun
 from factories import TinyRun, assert_same_run, do_in_step, free_port
@@ -323,9 +324,22 @@ def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nno
         assert launcher.meeting_point(args)[:2] == found
 
 
+@pytest.mark.parametrize(("device", "gpus", "has_numactl", "binds"), [
+    ("auto", 2, True, True), ("auto", 4, True, False), ("auto", 2, False, False), ("cpu", 2, True, False), ("auto", 0, True, False)])
+def test_ranks_that_use_all_gpus_stay_near_them(device, gpus, has_numactl, binds, monkeypatch):
+    """torch takes rank n's GPU for GPU n, calls numactl, and by default binds nothing."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: "/usr/bin/numactl" * has_numactl)
+    options = launcher.numa_options(Config(device=device), 2)
+    assert bool(options) == binds
+    if binds:
+        assert options.affinity_mode == "node" and options.should_fall_back_if_binding_fails
+
+
 def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it():
     told = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
     assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (a data file truncated")
+    assert "SIGABRT (NCCL does this" in launcher.rank_exit(1, -signal.SIGABRT, 0, None, joined=True).sentence
     assert launcher.rank_exit(1, -signal.SIGTERM, 0, None, joined=False).code == 143
     assert launcher.rank_exit(1, None, 0, None, joined=False).code == 143
     # With something to save that it did not save, it is not preempted.
