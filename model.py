@@ -205,21 +205,23 @@ class TransformerBlock(nn.Module):
 class VocabularyMatrix(nn.Module):
     """A matrix with one row per token id, used as the embedding, the head or both."""
 
+    packed: Optional[Tensor] = None  # the head's values in the layout of `fused.matmul.pack`
+
     def __init__(self, rows: int, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, dim))
-        self.packed: Optional[Tensor] = None  # the matrix in the layout of `fused.matmul.pack`
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ids of any shape."""
         return embed(tokens, self.weight)
 
     def as_head(self) -> HeadWeight:
-        return HeadWeight(self.weight if self.packed is None else self.packed, self.weight)
+        return HeadWeight(self.weight, self.weight)
 
     def use_as_head(self, hidden: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
         """Return `function(head, hidden)`; a sharded matrix is gathered only for this call."""
-        return function(self.as_head(), hidden)
+        return function(self.as_head() if self.packed is None else HeadWeight(self.packed, self.weight),
+                        hidden)
 
 
 class Transformer(nn.Module):

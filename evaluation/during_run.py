@@ -19,6 +19,7 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from inference.engine import Sampling
 from inference.generate import generate
+from inference.weights import packed_weights
 from learn.objectives import Objective, sums_by_item
 from model import Transformer
 from model_utils import forced_eager
@@ -280,7 +281,7 @@ def generation(run: Run) -> Result:
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
     stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
-    with forced_eager():
+    with forced_eager(), packed_weights(run.model):
         for number in run.context.progress(range(rounds), rounds, "Generation"):
             local = [*batches, *[[]] * world_size][number * world_size + rank]
             prompts = [held_out[index].prompt for index in local]
@@ -346,7 +347,7 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
             prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES)
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
-    with forced_eager():
+    with forced_eager(), packed_weights(model):
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
         completions = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions)]

@@ -1,4 +1,4 @@
-"""Weights laid out for generation: packed for the matmuls of a CPU, or in int8."""
+"""Weights laid out for generation: in the compute dtype, packed for the matmuls of a CPU, or in int8."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from fused.matmul import linear, pack
-from model import Linear, Transformer, VocabularyMatrix
+from model import Linear, Transformer
+from parallel.fsdp import is_sharded
 
 INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
 
@@ -38,13 +39,19 @@ def pack_weights(model: Transformer, int8: bool = False) -> None:
         elif type(layer) is Linear:
             layer.weight = nn.Parameter(pack(layer.weight.to(model.compute_dtype)), requires_grad=False)
     head = model.head_matrix
-    if type(head) is VocabularyMatrix and head.weight.device.type == "cpu":
-        head.packed = pack(head.weight.to(model.compute_dtype))
+    head.packed = pack(head.as_head().values_VD.detach().to(model.compute_dtype))
 
 
 @contextmanager
 def packed_weights(model: Transformer) -> Iterator[None]:
-    """Lay out the matrices of a model in training as `pack_weights` does, and restore them at the end."""
+    """Lay out the matrices of a model in training as `pack_weights` does, and restore them at the end.
+
+    Otherwise each token would round them again. In float32 there is nothing to round, and packing pays for
+    large matrices only. Ranks gather sharded matrices in the compute dtype.
+    """
+    if model.compute_dtype == torch.float32 or is_sharded(model):
+        yield
+        return
     before = [(layer, layer.weight) for layer in model.modules() if type(layer) is Linear]
     try:
         with torch.no_grad():

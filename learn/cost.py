@@ -367,12 +367,14 @@ def muon_bytes(config: Config, device_type: str) -> float:
 
 
 def generation_bytes(config: Config, vocab_size: int, compute_bytes: int) -> float:
-    """Return the bytes for answers: the cache, the prompts' activations, and sampling."""
+    """Return the bytes for answers: rounded weights, the cache, the prompts' activations, and sampling."""
     rows, heads = config.micro_batch_size, config.n_kv_heads * config.head_dim
     cache = 2 * config.n_layers * rows * (config.max_seq_len + 2) * heads * compute_bytes
     prompts = rows // config.grpo_group * config.max_seq_len
     prefill = prompts * compute_bytes * 4 * (config.dim + config.hidden_dim)
-    return cache + max(prefill, rows * padded(vocab_size) * 12 * FLOAT32)
+    rounded = config.matrix_count * (not config.lora_enabled) + padded(vocab_size) * config.dim
+    weights = rounded * compute_bytes * (compute_bytes < FLOAT32 and config.sharding == "none")
+    return weights + cache + max(prefill, rows * padded(vocab_size) * 12 * FLOAT32)
 
 
 def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_type: str,

@@ -13,13 +13,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from itertools import chain
 from select import select
 from typing import NamedTuple, Optional
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError, SettingsError
 from common.heartbeat import HEARTBEAT
@@ -29,13 +28,12 @@ from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
-from inference.engine import Engine, Request, Sampling
+from inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from inference.weights import packed_weights
 from learn.grpo import advantages, all_equal
 from learn.objectives import Prepared
 from model import SHARED_PREFIX, Transformer
 from parallel.exact import share
-from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
 
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -153,8 +151,7 @@ class Rollouts:
         self.rewards = Rewards(config)
         self.collapsed_steps, self.growth, self.is_told = 0, Growth(), False
         self.together = config.answers_per_row
-        longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
-        self.row_tokens = longest if config.compile else 0  # a compiler wants equal shapes
+        self.row_lengths = row_lengths(config, context.ranks.device.type)
 
     @collective
     def __call__(self, prompts: list[Batch], step: int, count) -> Prepared:
@@ -176,7 +173,7 @@ class Rollouts:
             HEARTBEAT.enter("reward")
             found = self.reward(batch, ids, with_values=not config.distillation_enabled)
             advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
-            trained = training_batch(batch, ids, advantages_PG, self.together, self.row_tokens)
+            trained = training_batch(batch, ids, advantages_PG, self.together, self.row_lengths)
             batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
             for answer, advantage in zip(found, advantages_PG.flatten().tolist()):
@@ -219,11 +216,8 @@ class Rollouts:
                     if request.output_ids[-1] in self.chat_format.stop_ids:
                         engine.cancel(request)
 
-        # In float32, packing pays for large matrices only.
-        packs = self.model.compute_dtype == torch.bfloat16 and not is_sharded(self.model)
-        packing = packed_weights(self.model) if packs and engine.device.type == "cpu" else nullcontext()
         try:
-            with torch.compiler.set_stance("force_eager"), packing:
+            with torch.compiler.set_stance("force_eager"), packed_weights(self.model):
                 # The first answer of each group computes the prompt; the others copy it.
                 run([requests[0] for requests in groups], until_first=True)
                 run([request for requests in groups for request in requests[1:]], until_first=False)
@@ -327,32 +321,37 @@ class Rollouts:
             raise error
 
 
+def row_lengths(config: Config, device_type: str) -> list[int]:
+    """Return the lengths of training rows, ascending: a compiler wants equal rows, a GPU's kernels few."""
+    longest = config.max_seq_len + (config.answers_per_row - 1) * config.answer_tokens
+    multiple = longest if config.compile else LENGTH_MULTIPLE.get(device_type, 1)
+    return [*range(multiple, longest, multiple), longest]
+
+
 def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torch.Tensor, together: int,
-                   length: int) -> Batch:
+                   lengths: Sequence[int]) -> Batch:
     """Return rows of a prompt, `together` of its answers as targets, and padding.
 
     The prompt is computed once in a row: all but its last token are a shared prefix of its answers, each of
     which is a document that begins with the prompt's last token.
 
     Args:
-        length: tokens of a row; 0 = those of the longest.
+        lengths: ascending; the rows have the first of these that fits all of them.
     """
-    columns, group, real = ([], [], [], [], []), advantages_PG.shape[1], 0
+    rows, group = [], advantages_PG.shape[1]
     for first in range(0, len(answers), together):
         prompt = first // group
         *prefix, last = prompts.tokens_BT[prompt, :int(prompts.stored["prompt_B1"][prompt])].tolist()
-        row = [(token, IGNORE_INDEX, SHARED_PREFIX, 0.0, 1) for token in prefix]
+        rows.append([(token, IGNORE_INDEX, SHARED_PREFIX, 0.0, 1) for token in prefix])
         for number, ids in enumerate(answers[first:first + together]):
             advantage = float(advantages_PG.view(-1)[first + number])
-            row += [(token, target, number + 1, advantage, len(ids))
-                    for token, target in zip([last, *ids[:-1]], ids)]
-        real += len(row)
-        row += [(0, IGNORE_INDEX, together + 1, 0.0, 1)] * (length - len(row))
-        for column, values in zip(columns, zip(*row)):
-            column.append(torch.tensor(values))
+            rows[-1] += [(token, target, number + 1, advantage, len(ids))
+                         for token, target in zip([last, *ids[:-1]], ids)]
+    longest, real = max(map(len, rows)), sum(map(len, rows))
+    length = next(length for length in lengths if length >= longest)
+    padded = [row + [(0, IGNORE_INDEX, together + 1, 0.0, 1)] * (length - len(row)) for row in rows]
     tokens_BT, targets_BT, document_ids_BT, advantage_BT, length_BT = (
-        pad_sequence(column, batch_first=True, padding_value=value)
-        for column, value in zip(columns, (0, IGNORE_INDEX, together + 1, 0.0, 1)))
+        torch.tensor(column).view(len(rows), length) for column in zip(*chain.from_iterable(padded)))
     target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
     return Batch(tokens_BT, targets_BT, document_ids_BT.int() if together > 1 else None, target_index_M,
                  {"advantage_BT": advantage_BT, "length_BT": length_BT}, tokens_BT.numel() - real)

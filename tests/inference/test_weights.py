@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import ModelConfig
+from config import LoraConfig, ModelConfig
 from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
+from inference import weights
 from inference.generate import generate
 from inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
-from lora import cast_base
+from lora import add_adapters, cast_base
 from model import Transformer
 
 PROMPTS = [[1, 2, 3], [7] * 12, [30]]
@@ -37,18 +39,50 @@ def test_packed_weights_write_the_same_tokens(tie):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_in_training_is_packed_for_a_while(dtype):
+    """In bf16, since in float32 packing pays for large matrices only."""
     model = Transformer(new_model(dtype).config, 61, dtype)
     model.init_weights(torch.Generator().manual_seed(0))
     before, tokens = dict(model.named_parameters()), torch.tensor(PROMPTS[1:2])
     with torch.no_grad():
         expected = model.logits(tokens)
         with pytest.raises(KeyError), packed_weights(model):
-            assert model.layers[0].feed_forward.w1.weight.is_mkldnn == (dtype == torch.float32 or CPU_MULTIPLIES_BF16)
+            assert model.layers[0].feed_forward.w1.weight.is_mkldnn == (dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16)
             torch.testing.assert_close(model.logits(tokens), expected, rtol=2e-2, atol=2e-2)
             raise KeyError
         assert torch.equal(model.logits(tokens), expected)
     after = dict(model.named_parameters())
     assert [*after] == [*before] and all(after[name] is before[name] for name in before)
+
+
+class Roundings(TorchDispatchMode):
+    """Counts matrices that are rounded to bf16, and copies of the vocabulary's; not activations and the factors of LoRA, which are small."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, first = func(*args, **(kwargs or {})), args[0] if args else None
+        if isinstance(first, torch.Tensor) and isinstance(result, torch.Tensor) and first.ndim == 2 and min(first.shape) > len(PROMPTS):
+            self.count += (first.dtype, result.dtype) == (torch.float32, torch.bfloat16) or "index_copy" in func.name()
+        return result
+
+
+@pytest.mark.parametrize("adapters", [None, {}, {"lora_train_head": True}, {"ids": [3, 5]}], ids=str)
+def test_what_is_rounded_once_instead_of_for_every_token_writes_the_same(adapters, monkeypatch):
+    """As on a GPU, where matrices keep their layout: equal to the bit, also with a head that adapters train."""
+    monkeypatch.setattr(weights, "pack", lambda weight: weight)
+    model = Transformer(new_model(torch.bfloat16, tie=False).config, 61, torch.bfloat16)
+    model.init_weights(torch.Generator().manual_seed(0))
+    if adapters is not None:
+        ids = {"output": adapters["ids"]} if "ids" in adapters else None
+        config = LoraConfig(lora_enabled=True, lora_rank=2, lora_train_head=adapters.get("lora_train_head", False))
+        add_adapters(model, config, torch.Generator().manual_seed(1), ids)
+        cast_base(model, torch.bfloat16)
+    with Roundings() as every_token:
+        expected = generate(model, PROMPTS, 20)
+    with packed_weights(model), Roundings() as once:
+        assert generate(model, PROMPTS, 20) == expected
+    assert once.count == 0 and (every_token.count >= 20 or adapters == {})  # then all was rounded at the start
+    assert model.head_matrix.packed is None
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
