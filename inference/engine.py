@@ -4,8 +4,9 @@ Shape suffixes as in model.py: B rows, T new tokens, S tokens of a row, K key/va
 vocabulary; R rows that get a token, W the most likely tokens, sorted.
 """
 
+import sys
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from common.text import print_safely
 from config import ModelConfig
 from fused.rotary import precompute_freqs
 from model import KVCache, Transformer, window_mask
@@ -25,6 +27,7 @@ from parallel.ranks import widened
 LENGTH_MULTIPLE = {"cuda": 128}
 TOP_CANDIDATES = 512  # tokens sorted first; sorting the whole vocabulary takes ten times longer
 FIXED_POINT, UNNORMALIZED_POINT = 2.0**52, 2.0**42  # scales for sums of probabilities, and of numbers below 1
+EAGER_STEPS = 4  # take about as long as the capture of a CUDA graph
 PREFILL_TOKENS = 256  # default prefill budget of a step; a larger one delays requests that are decoding
 
 
@@ -42,6 +45,7 @@ class RowCache(KVCache):
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.config, self.rows, self.used = config, range(rows), [0] * rows
+        self.on_device = device.type == "cuda"  # where the place of a token is data, which a graph reads
         self.rows_B = self.used_B = None  # copies on the device, for rows that slices cannot address
 
     def at(self, rows: Sequence[int], used: Sequence[int]) -> "RowCache":
@@ -56,14 +60,15 @@ class RowCache(KVCache):
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
         new = slice(longest, longest + tokens)
-        if adjacent and min(self.used) == longest and new.stop <= length:
+        on_host = tokens > 1 or not self.on_device
+        if on_host and adjacent and min(self.used) == longest and new.stop <= length:
             self.to_write, self.to_read = (block, new), block  # slices avoid a copy
             cos, sin, places_BT = self.cos_1S1H[:, new], self.sin_1S1H[:, new], self.index_S[None, new]
         else:
             if self.used_B is None:
                 self.used_B, self.rows_B = torch.tensor([self.used, [*self.rows]], device=device)
             places_BT = (self.used_B[:, None] + self.index_S[:tokens]).clamp(max=length - 1)
-            self.used_B = self.used_B + tokens
+            self.used_B += tokens
             self.to_write = (self.rows_B[:, None], places_BT)
             self.to_read = block if adjacent else self.rows_B
             cos, sin = self.cos_1S1H[0, places_BT], self.sin_1S1H[0, places_BT]
@@ -71,7 +76,7 @@ class RowCache(KVCache):
         self.end = min(-(-new.stop // multiple) * multiple, length)
         self.used = [used + tokens for used in self.used]
         mask = window = None  # causal, or a single token that attends to all
-        if longest and (tokens > 1 or self.end != min(self.used)):
+        if longest and (tokens > 1 or multiple > 1 or self.end != min(self.used)):
             mask = (self.index_S[:self.end] <= places_BT[..., None])[:, None]
         if self.config.sliding_window is not None and self.end > self.config.sliding_window:
             window = window_mask(self.config, places_BT, self.index_S[None, :self.end])
@@ -232,14 +237,32 @@ class Row:
         return self.request if self.request and self.request.finish_reason is None else None
 
 
+def capture(compute: Callable[[], None]) -> Callable[[], None]:
+    """Record the kernels of a function as a CUDA graph, without running them; return how to run them."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    # Not torch.cuda.graph, which returns all free memory to the driver, also pinned memory.
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads save, or watch NCCL
+        try:
+            compute()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
+
+
 class Batch:
     """Rows that share a forward pass of up to `width` tokens each, with their state on the device.
 
-    A decoding batch needs no further data from the host until a request joins or ends.
+    A decoding batch needs no further data from the host until a request joins or ends. On a GPU, one that
+    lasts becomes a CUDA graph, because the host needs longer to start a step's kernels than they run.
     """
 
+    captures = True  # whether CUDA graphs work, in this process
+
     def __init__(self, model: Transformer, rows: Sequence[Row], width: int, cache: RowCache):
-        self.model, self.rows, self.width = model, rows, width
+        self.model, self.rows, self.width, self.eager_steps, self.replay = model, rows, width, 0, None
         device, pieces = cache.index_S.device, [row.pending[:width] for row in rows]
         padded = [piece + [0] * (width - len(piece)) for piece in pieces]
         self.tokens_BT = torch.tensor(padded, device=device)
@@ -254,7 +277,8 @@ class Batch:
         self.ready_R = None if len(ready) == len(rows) else torch.tensor(ready, device=device)
         self.samplings = SamplingTensors([request.sampling for request in self.requests], device)
         draws = [request.draws[len(request.output_ids):] for request in self.requests]
-        self.draws_RN, self.steps = pad_sequence(draws, batch_first=True).to(device), 0
+        self.draws_RN = pad_sequence(draws, batch_first=True).to(device)
+        self.step_R1 = torch.zeros(len(ready), 1, dtype=torch.int64, device=device)
         self.seen_RV = None
         if self.samplings.penalty_B1 is not None:
             self.seen_RV = torch.zeros(len(ready), model.vocab_size, dtype=torch.bool, device=device)
@@ -268,14 +292,11 @@ class Batch:
         counts = (request.top_logprobs for request in self.requests)
         self.top_logprobs = max(-1 if count is None else count for count in counts)
 
-    def run(self) -> list[Request]:
-        """Run the model on the next tokens of the rows; return the requests that got a token."""
+    def compute(self) -> None:
+        """Run the model on the next tokens of the rows, and choose the tokens that follow, on the device."""
         logits_RV = self.model.logits(self.tokens_BT, cache=self.cache, only_B=self.last_B)
-        for row in self.rows:
-            row.cached += row.pending[:self.width]
-            del row.pending[:self.width]
         if not self.requests:
-            return []
+            return
         if self.ready_R is not None:
             logits_RV = logits_RV[self.ready_R]
         scores_RV = None if self.top_logprobs < 0 else logits_RV.float().log_softmax(dim=-1)
@@ -284,20 +305,49 @@ class Batch:
         if self.counts_RV is not None:
             logits_RV = logits_RV - self.samplings.frequency_B1 * self.counts_RV
             logits_RV = logits_RV - self.samplings.presence_B1 * (self.counts_RV > 0)
-        next_R = same_on_all(self.model, choose(logits_RV, self.draws_RN[:, self.steps], self.samplings))
-
-        # A decoding batch feeds the chosen tokens to its next step.
-        self.tokens_BT, self.steps = next_R[:, None], self.steps + 1
+        draws_R = self.draws_RN.gather(1, self.step_R1)[:, 0]
+        self.next_R1 = same_on_all(self.model, choose(logits_RV, draws_R, self.samplings))[:, None]
+        self.step_R1 += 1
         if self.seen_RV is not None:
-            self.seen_RV.scatter_(1, self.tokens_BT, True)
+            self.seen_RV.scatter_(1, self.next_R1, True)
         if self.counts_RV is not None:
-            self.counts_RV.scatter_add_(1, self.tokens_BT, torch.ones_like(self.counts_RV[:, :1]))
+            self.counts_RV.scatter_add_(1, self.next_R1, torch.ones_like(self.counts_RV[:, :1]))
         if scores_RV is not None:
             best = scores_RV.topk(min(self.top_logprobs, scores_RV.shape[1]), dim=-1)
-            chosen, ids, values = (each.tolist() for each in (
-                scores_RV.gather(1, self.tokens_BT)[:, 0], best.indices, best.values))
+            self.scores = scores_RV.gather(1, self.next_R1)[:, 0], best.indices, best.values
+        if self.width == 1:  # a decoding batch feeds the chosen tokens to its next step
+            self.tokens_BT.copy_(self.next_R1)
+
+    def compute_or_replay(self) -> None:
+        """Do what `compute` does, by a CUDA graph once a batch has run as long as a capture takes."""
+        cache, used = self.cache, self.cache.used
+        if self.replay and max(used) < cache.end:  # else attention reads more keys than the graph does
+            cache.used = [each + 1 for each in used]
+            return self.replay()
+        self.eager_steps += 1
+        can_capture = cache.on_device and Batch.captures and not is_sharded(self.model)
+        if not can_capture or self.eager_steps <= EAGER_STEPS:
+            return self.compute()
+        try:
+            self.replay = capture(self.compute)
+        except RuntimeError as error:
+            cache.used, self.replay, Batch.captures = used, None, False
+            print_safely(f"generation goes on without CUDA graphs ({str(error).splitlines()[0]})", sys.stderr)
+            return self.compute()
+        self.replay()
+
+    def run(self) -> list[Request]:
+        """Advance the rows by a step; return the requests that got a token."""
+        self.compute_or_replay()
+        for row in self.rows:
+            row.cached += row.pending[:self.width]
+            del row.pending[:self.width]
+        if not self.requests:
+            return []
+        if self.top_logprobs >= 0:
+            chosen, ids, values = (each.tolist() for each in self.scores)
         ready = [row for row in self.rows if not row.pending]
-        for index, (row, token) in enumerate(zip(ready, next_R.tolist())):
+        for index, (row, token) in enumerate(zip(ready, self.next_R1[:, 0].tolist())):
             request, row.pending = row.request, [token]
             request.take(token)
             if request.top_logprobs is not None and request.finish_reason != "stop":

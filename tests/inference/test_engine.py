@@ -75,6 +75,73 @@ def test_a_request_gets_what_it_gets_alone(model, sampling, rows, prefill_tokens
     assert len({token for row in written for token in row}) > 15, "a model that repeats itself would prove little"
 
 
+class Tape(TorchDispatchMode):
+    """Records a function's operations as a CUDA graph does: with the tensors that it used, and without their effects."""
+
+    def __init__(self, compute):
+        super().__init__()
+        self.operations, before, self.replays = [], [], 0
+        self.before = before
+        with self:
+            compute()
+        for tensor, values in reversed(before):
+            tensor.copy_(values)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default), "it waits for the device"
+        assert func is not torch.ops.aten.lift_fresh.default, "it copies from the host"
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tensor = args[place] if place < len(args) else kwargs[argument.name]
+                self.before.append((tensor, tensor.clone()))
+        results = func(*args, **kwargs)
+        inputs = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        new = [each for each in tree_leaves(results) if each.untyped_storage().data_ptr() not in inputs]
+        self.operations.append((func, args, kwargs, new))
+        return results
+
+    def replay(self) -> None:
+        self.replays += 1
+        for func, args, kwargs, new in self.operations:
+            again = tree_leaves(func(*args, **kwargs))
+            for old, result in zip(new, again[-len(new):] if new else ()):
+                old.copy_(result)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), dataclasses.replace(DRAWN, presence_penalty=0.3), Sampling(1.0, by_id=True)],
+                         ids=["greedy", "drawn", "by id"])
+def test_a_batch_that_lasts_becomes_a_graph_that_writes_the_same(model, sampling, monkeypatch):
+    """As on CUDA, where positions are data. A graph serves until attention reads more keys; a new batch begins without one."""
+    tapes: list[Tape] = []
+    monkeypatch.setitem(engine_module.LENGTH_MULTIPLE, "cpu", 16)
+    monkeypatch.setattr(engine_module, "capture", lambda compute: tapes.append(Tape(compute)) or tapes[-1].replay)
+    found = []
+    for on_device in (False, True):
+        engine = Engine(model, 3, 90)
+        engine.cache.on_device = on_device
+        requests = [Request(prompt, 50 + index, dataclasses.replace(sampling, seed=index), top_logprobs=2 if index else None)
+                    for index, prompt in enumerate(PROMPTS[:4])]
+        found.append((run(engine, *requests), [request.scores for request in requests]))
+        assert bool(tapes) == on_device
+    assert found[0] == found[1]
+    replays = [tape.replays for tape in tapes]
+    assert max(replays) == 16 and sum(replays) > 60, replays
+
+
+def test_a_graph_that_fails_is_told_once_and_done_without(model, monkeypatch, capsys):
+    def capture(compute):
+        raise RuntimeError("no capture here\nmore")
+
+    monkeypatch.setattr(engine_module, "capture", capture)
+    monkeypatch.setattr(engine_module.Batch, "captures", True)
+    for _ in range(2):
+        engine = Engine(model, 2, 60)
+        engine.cache.on_device = True
+        assert run(engine, *(Request(prompt, 20, DRAWN) for prompt in PROMPTS[:2])) == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:2]]
+    assert capsys.readouterr().err == "generation goes on without CUDA graphs (no capture here)\n"
+
+
 def test_a_request_can_come_while_others_are_written(model):
     engine = Engine(model, 3, 60, prefill_tokens=8)
     requests = [Request(prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
