@@ -153,10 +153,11 @@ class Batch:
         return self.targets_BT.numel() if self.target_index_M is None else len(self.target_index_M)
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch to a device without waiting, if it is pinned. The host reads the document ids."""
+        """Copy the batch to a device without waiting for it. The host reads the document ids."""
         on_cuda = device.type == "cuda"  # a copy to mps reads its source later, which may be gone
-        moved = self._map(lambda tensor: tensor.to(device, non_blocking=on_cuda))
-        return replace(moved, document_ids_BT=self.document_ids_BT, host=self)
+        host = self.pin_memory() if on_cuda and not self.tokens_BT.is_pinned() else self
+        moved = host._map(lambda tensor: tensor.to(device, non_blocking=on_cuda))
+        return replace(moved, document_ids_BT=host.document_ids_BT, host=host)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)

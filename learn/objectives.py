@@ -340,7 +340,7 @@ class KTO(PairwiseObjective):
                        document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
                        target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
         if host is not batch:
-            kept = (kept.pin_memory() if batch.tokens_BT.is_cuda else kept).to(batch.tokens_BT.device)
+            kept = kept.to(batch.tokens_BT.device)
         return replace(kept, stored=batch.stored)
 
     def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:

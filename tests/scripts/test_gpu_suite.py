@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import ROOT, python
 from factories import wait_until
 
@@ -155,3 +156,11 @@ def test_a_machine_without_git_and_nvidia_smi_is_recorded_all_the_same(tmp_path,
         task = parts.Task("cpu", True, tmp_path, 60, tmp_path / f"notes{commit}")
         parts.header(task)
         assert task.figures()["commit"] == (commit or "unknown") and "CPU" in task.figures()["device"]
+
+
+def test_the_host_waits_for_no_gpu_before_the_backward_of_any_objective():
+    """KTO waits once, in `prepare_step`. The counts are in the script."""
+    if torch.version.cuda is None:
+        pytest.skip(f"torch {torch.__version__} is a CPU build; fake tensors of a GPU need a CUDA build, which nightly.yml installs")
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "host_waits.py"], capture_output=True, text=True)
+    assert done.returncode == 0 and "kto: " in done.stdout, done.stdout + done.stderr
