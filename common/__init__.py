@@ -1,8 +1,12 @@
-"""Shared by all packages: errors, text, files, remote files, the command line, the heartbeat."""
+"""Shared by all packages: errors, text, files, remote files, the command line, signals, the heartbeat."""
 
 import sys
 
-from common.text import report_uncaught
+from common import interrupts
+
+interrupts.install()  # before any other import, which a signal would interrupt with a traceback
+
+from common.text import report_uncaught  # noqa: E402
 
 __version__ = "0.9.0"
 

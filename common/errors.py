@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Optional
 
+from common import interrupts
 from common.text import exit_if_unread, is_url, pip_install, print_safely, printable, without_passwords
 
 
@@ -100,13 +101,19 @@ def local_path(text: str) -> Path:
 
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
-    """Run a script's main; a PaddockError or Ctrl-C prints a line and exits with its code."""
+    """Run a script's main; a PaddockError, Ctrl-C or SIGTERM prints a line and exits with its code."""
     with exit_if_unread():
+        interrupts.sentence = when_interrupted
         try:
             main()
-        except PaddockError as error:
+        except BaseException as error:
+            # Whatever a signal has become: an import that it interrupts fails with any error.
+            if code := interrupts.exit_code() or 130 * isinstance(error, KeyboardInterrupt):
+                interrupts.say()
+                raise SystemExit(code) from None
+            if not isinstance(error, PaddockError):
+                raise
             print_safely("error: " + str(error).replace("\n", "\n  "), sys.stderr)
             raise SystemExit(error.exit_code) from None
-        except KeyboardInterrupt:
-            print_safely(f"\n{when_interrupted}", sys.stderr)
-            raise SystemExit(130) from None
+        finally:
+            interrupts.sentence = ""

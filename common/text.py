@@ -4,6 +4,7 @@ import os
 import re
 import select
 import shlex
+import subprocess
 import sys
 import traceback
 import unicodedata
@@ -120,13 +121,20 @@ def print_traceback(*failure) -> None:
 
 
 def report_uncaught(kind: type, error: BaseException, trace) -> None:
-    """Print a traceback, or if a package is missing, how to get it and exit with 2; a `sys.excepthook`."""
+    """Print a traceback, or if a package is missing or damaged, the remedy; a `sys.excepthook`."""
     script, name = os.path.abspath(sys.argv[0]), getattr(error, "name", None) or "."
     is_package = "." not in name and not any(ROOT.glob(f"{name}*"))
+    is_in_import = any(frame.f_code.co_name == "<module>" and "site-packages" in frame.f_code.co_filename
+                       for frame, _ in traceback.walk_tb(trace))
+    environment, advice = ROOT / ".venv", f"set up the environment with: {command('scripts/setup.sh')}"
+    if os.path.isfile(script) and (is_in_import or isinstance(error, ImportError)):
+        check = [sys.executable, ROOT / "scripts/environment.py", "--whole", ROOT / "requirements.txt"]
+        found = subprocess.run(check, capture_output=True, text=True).stderr.strip()
+        if found.startswith("error:"):
+            print_safely(f"{found} ({kind.__name__}: {last_line(str(error))}); {advice}", sys.stderr)
+            raise SystemExit(2)
     if not (isinstance(error, ModuleNotFoundError) and is_package and os.path.isfile(script)):
         return print_traceback(kind, error, trace)
-    environment = ROOT / ".venv"
-    advice = f"set up the environment with: {command('scripts/setup.sh')}"
     if (environment / "bin/python").exists() and Path(sys.prefix) != environment:
         advice = f"run {command(script, *sys.argv[1:], python=environment / 'bin/python')}"
     print_safely(f"error: {sys.executable} lacks the package {name}; {advice}", sys.stderr)

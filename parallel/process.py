@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+from common import interrupts
 from common.errors import SettingsError, requires_package
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -52,7 +53,7 @@ def open_missing_streams() -> None:
 def exit_at_signals() -> None:
     """Make stop signals exit immediately with EXIT_PREEMPTED, while there is nothing to save."""
     for number in stop_signals():
-        signal.signal(number, lambda *_: os._exit(EXIT_PREEMPTED))
+        signal.signal(number, lambda *_: interrupts.leave(EXIT_PREEMPTED))
 
 
 def exit_with_launcher() -> None:

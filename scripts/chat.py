@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import interrupts
 from common.command_line import (
     SEED,
     TEMPERATURE,
@@ -164,6 +165,7 @@ class Chat:
                 if not self.interactive:
                     raise
                 interrupted = True
+                interrupts.received.clear()
             except PaddockError as error:
                 if not self.interactive:
                     raise

@@ -26,6 +26,7 @@ from common.errors import run_script  # noqa: E402
 from common.files import free_bytes, why_not_writable  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from parallel.process import why_no_kernels  # noqa: E402
+from scripts.environment import damaged, not_importable  # noqa: E402
 
 OK, LIMITS, FAIL = "ok", "-", "FAIL"
 SET_UP = "run: bash scripts/setup.sh"
@@ -97,11 +98,21 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(FAIL, "packages", f"missing: {', '.join(missing)}; {SET_UP}")
     if untested:
         yield Finding(LIMITS, "packages", f"untested versions: {', '.join(untested)}; {SET_UP}")
-    if not missing + untested:
+    broken = [f"{each.name} ({each.why})" for each in damaged([ROOT / "requirements.txt"], whole=True)]
+    if broken:
+        yield Finding(FAIL, "packages", "damaged, or their installation was interrupted: "
+                      f"{', '.join(broken)}; {SET_UP}")
+    if not missing + untested + broken:
         yield Finding(OK, "packages", f"all {len(needed)} packages in requirements.txt are installed")
     if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
         yield Finding(LIMITS, "extras", f"not installed: {', '.join(absent)}; for serving, plots, "
                       "TensorBoard and text metrics, run: pip install -r requirements-extras.txt")
+
+
+def check_imports() -> Iterator[Finding]:
+    for name, why in not_importable([ROOT / "requirements.txt"]).items():
+        if name != "torch":  # which check_torch imports
+            yield Finding(FAIL, name, f"cannot be imported ({why}); {SET_UP}")
 
 
 def probe() -> tuple[dict[str, list[str]], str]:
@@ -197,7 +208,8 @@ def check_settings() -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-    check_python, check_packages, check_torch, check_compiler, check_machine, check_disk, check_settings)
+    check_python, check_packages, check_imports, check_torch, check_compiler, check_machine, check_disk,
+    check_settings)
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def emit_in_order(chunks: Iterable[TextChunk], count: int, emit: Callable[[TextC
             waiting[chunk.index].append(chunk)
             while current < count and flush(current):
                 current += 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         for index, ready in enumerate(waiting):
             if ready and ready[-1].finish_reason:
                 flush(index)

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import interrupts
 from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, run_script
 from common.files import disk_errors
@@ -274,8 +275,9 @@ def start_here(flags: list[str]) -> Ending:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         for number in process.stop_signals():
             signal.signal(number, pass_on)
-        children.append(subprocess.Popen([sys.executable, "-u", str(TRAIN), *flags],
-                                         env={**os.environ, **place, process.ERROR_FILE: str(error_file)}))
+        environ = {**os.environ, **place, process.ERROR_FILE: str(error_file)}
+        with interrupts.held():
+            children.append(subprocess.Popen([sys.executable, "-u", str(TRAIN), *flags], env=environ))
         for number in [*received]:  # while it was started
             pass_on(number)
         code = children[0].wait()

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from launch import make_parser  # noqa: E402, I001
 
+from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import CALLED_FROM, show  # noqa: E402
@@ -82,7 +83,8 @@ def main() -> None:
     preparing, own = parser.split(argv)
     flags, given = with_sample(own, bool(preparing.source or preparing.mix)), read_flags(own)
     if flags != own and given.check and "device_memory" in given.layer.values:  # a plan needs no data
-        os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *own])
+        with interrupts.held():
+            os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *own])
     launching, settings = make_parser().parse_known_args(flags)
     values, environ = peek(settings)
     os.environ.update(environ)
@@ -127,7 +129,8 @@ def main() -> None:
         counted = [] if launching.gpus else ["--nproc-per-node", str(ranks)]
         command = ["scripts/launch.py", *counted, "--max-restarts", str(RESTARTS), *flags]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])
+    with interrupts.held():
+        os.execv(sys.executable, [sys.executable, *command])
 
 
 if __name__ == "__main__":

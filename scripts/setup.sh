@@ -6,30 +6,66 @@
 # environment if it has torch, else .venv, which is created if necessary.
 # An installed torch is kept. Without an NVIDIA driver, the CPU build of torch
 # is preferred. PADDOCK_UV=1 uses uv instead of venv and pip; so does an
-# environment without pip, such as one that uv created.
+# environment without pip, such as one that uv created. FILE:NAME,... means only
+# these packages of a requirements file. Packages whose installation was
+# interrupted are found by their lists of files, and installed again.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
 export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before the cd that precedes this
 
 set_up() {
-    trap 'echo "Interrupted. Run the same command to try again." >&2; exit 130' INT  # pip catches Ctrl-C
+    when_interrupted="Interrupted. Run the same command to try again."
     find_environment || make_environment .venv
-    local prefix file stamp wanted stamps=() missing=()
-    prefix=$(python -c 'import sys; print(sys.prefix)')
+    local prefix file stamp wanted torch stamps=() missing=()
+    { prefix=$(python -c 'import sys; print(sys.prefix)'); } 2> /dev/null
+    { exec 9>> "$prefix/.lock-of-set-up"; } 2> /dev/null || true  # may fail in another user's environment
+    run python scripts/environment.py --repair "${@%%:*}" \
+        || { echo "error: could not repair $prefix; delete it, and run the same command again" >&2; exit 1; }
     for file in "$@"; do
         stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch==' | cksum | tr -d ' ')
         [ -e "$stamp" ] || { missing+=("$file"); stamps+=("$stamp"); }
     done
-    [ ${#missing[@]} -gt 0 ] || return 0
-    echo "Installing ${missing[*]} into $prefix (only once, takes a minute or two) ..."
-    wanted=$(requirements "${missing[@]}")
+    [ ${#missing[@]} -gt 0 ] || { exec 9>&-; return 0; }  # the lock ends here
+    echo "Installing ${missing[*]#*:} into $prefix (only once, takes a minute or two) ..."
+    wanted=$(for file in "${missing[@]}"; do requirements "$file"; done)
     if [[ $wanted == *torch==* ]]; then
         has_torch python || install_torch "$(sed -n 's/^torch==//p' <<< "$wanted")"
         # Pin the installed torch, so that no requirement replaces it.
-        wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')
+        { torch=$(python -c 'from importlib.metadata import version; print(version("torch"))'); } 2> /dev/null
+        wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$torch
     fi
-    install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install ${missing[*]}; run the same command to try again" >&2; exit 1; }
+    install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install ${missing[*]#*:}; run the same command to try again" >&2; exit 1; }
     touch "${stamps[@]}" 2> /dev/null || true  # may fail in another user's environment
+    exec 9>&-
+}
+
+# End with one line, and with the processes that `run` started.
+interrupted() {
+    trap '' INT TERM
+    [ -z "$child" ] || kill -- "-$child" 2> /dev/null || true
+    rm -rf "$scratch"
+    if [ -t 8 ]; then echo >&8; fi  # below "^C"
+    echo "$when_interrupted" >&8
+    exit "$1"
+}
+when_interrupted=Stopped. child="" scratch=""
+exec 8>&2  # a signal may come where errors are hidden
+trap 'interrupted 130' INT
+trap 'interrupted 143' TERM
+
+# Run a command as a group of processes, which a signal does not reach by itself, but only through `interrupted`:
+# several would print tracebacks, and temporary files would stay.
+run() {
+    local code=0
+    scratch=$(mktemp -d)
+    set -m
+    TMPDIR=$scratch PADDOCK_PID=$$ "$@" &  # Paddock's commands leave the line to this one
+    child=$!
+    set +m
+    wait "$child" || code=$?
+    child=""
+    rm -rf "$scratch"
+    return "$code"
 }
 
 # --help prints the comment at the top of the script that sources this file.
@@ -40,17 +76,20 @@ for argument in "$@"; do
     esac
 done
 
+# Print the requirements in a file, or with FILE:NAME,... those of them.
 requirements() {
-    sed 's/ *#.*//; /^ *$/d' "$@"
+    local names=""
+    [[ $1 != *:* ]] || names=${1#*:}
+    sed 's/ *#.*//; /^ *$/d' "${1%%:*}" | grep -E "^(${names//,/|})" || true
 }
 
 has_torch() {
-    "$1" -c 'from importlib.metadata import version; version("torch")' 2> /dev/null
+    { "$1" -c 'from importlib.metadata import version; version("torch")'; } 2> /dev/null
 }
 
 # Succeeds if a Python belongs to an environment, where packages may be installed.
 in_environment() {
-    [ -n "${CONDA_PREFIX:-}" ] || "$1" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2> /dev/null
+    [ -n "${CONDA_PREFIX:-}" ] || { "$1" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; } 2> /dev/null
 }
 
 # Use the Python on the PATH if it has torch and belongs to an environment, else activate .venv.
@@ -68,7 +107,7 @@ activate() {
 find_python() {
     local python found=""
     for python in python3 python python3.13 python3.12 python3.11 python3.10; do
-        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null || continue
+        { "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; } 2> /dev/null || continue
         has_torch "$python" && found=$python && break
         found=${found:-$python}
     done
@@ -82,11 +121,11 @@ make_environment() {
     echo "Creating the environment $1 (only once) ..."
     if has_torch "${python:-false}"; then options=(--system-site-packages); fi
     if [ -n "${PADDOCK_UV:-}" ]; then  # uv also downloads Python if it is missing or too old
-        uv venv --quiet --allow-existing --python "${python:->=3.10}" ${options[@]+"${options[@]}"} "$1" \
+        run uv venv --quiet --allow-existing --python "${python:->=3.10}" ${options[@]+"${options[@]}"} "$1" \
             || { echo "error: uv could not create $1; install uv, or unset PADDOCK_UV" >&2; exit 1; }
     else
         [ -n "$python" ] || { echo "error: Paddock needs Python 3.10 or newer on the PATH; install it, or install uv and set PADDOCK_UV=1" >&2; exit 1; }
-        "$python" -m venv ${options[@]+"${options[@]}"} "$1" \
+        run "$python" -m venv ${options[@]+"${options[@]}"} "$1" \
             || { echo "error: $python could not create the environment $PWD/$1; the folder must be writable, and $python needs venv and ensurepip (in Debian and Ubuntu: apt install python3-venv), or install uv and set PADDOCK_UV=1" >&2; exit 1; }
     fi
     activate "$1"
@@ -95,21 +134,24 @@ make_environment() {
 install() {
     local quiet=(--quiet)
     [ ! -t 1 ] || quiet=()  # show progress in a terminal
-    if [ -n "${PADDOCK_UV:-}" ] || ! python -c 'import pip' 2> /dev/null; then
-        uv pip install ${quiet[@]+"${quiet[@]}"} --python "$(command -v python)" "$@"
+    if [ -n "${PADDOCK_UV:-}" ] || ! { python -c 'import pip'; } 2> /dev/null; then
+        run uv pip install ${quiet[@]+"${quiet[@]}"} --python "$(command -v python)" "$@"
     else
-        python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check "$@"
+        # Without questions, which a background process cannot ask.
+        run python -m pip install ${quiet[@]+"${quiet[@]}"} --no-input --disable-pip-version-check "$@"
     fi
 }
 
 # Install a version of torch (2.13.0, or 2.12.* for the newest 2.12.x). Without a GPU, prefer the CPU build.
 install_torch() {
-    local errors
+    local errors log
     if [ "$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null && [ ! -e /proc/driver/nvidia ]; then
         echo "Found no NVIDIA driver: installing the CPU build of torch $1 (200 MB) ..."
-        if command -v uv > /dev/null && uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
+        if command -v uv > /dev/null && run uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
         if [[ $1 != *\* ]]; then
-            { errors=$(install "torch==$1+cpu" 2>&1 1>&3) && return; } 3>&1
+            log=$(mktemp)
+            if install "torch==$1+cpu" 2> "$log"; then rm "$log"; return; fi
+            errors=$(cat "$log"; rm "$log")
             # Continue only if the index has no such build: otherwise (no network, disk full) the larger one fails too.
             [[ $errors == *"from versions: "[0-9]* || $errors == *"no version of torch"* ]] \
                 || { echo "$errors"$'\n'"error: failed to install torch $1; run the same command to try again" >&2; exit 1; }
@@ -131,5 +173,7 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail
     rm -f "${VIRTUAL_ENV:-${CONDA_PREFIX:-.venv}}"/.paddock-*  # a package may have been removed since
     set_up requirements.txt
+    python scripts/environment.py --whole --imports requirements.txt \
+        || { echo "To start over, delete ${VIRTUAL_ENV:-the environment}, and run the same command again." >&2; exit 1; }
     echo "The environment is ready: $(python -c 'import sys; print(sys.executable)')"
 fi

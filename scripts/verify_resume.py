@@ -358,7 +358,6 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     args, flags = parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
     def load(more: list[str], ranks: int = args.nproc_per_node) -> Loaded:
         environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
@@ -389,7 +388,7 @@ def main() -> None:
         verdicts = check_resume(check, args.steps, info) if args.steps else []
         same = [report(verdict) for verdict in chain(verdicts, check_layouts(check, args.layouts))]
         keep = not all(same)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         keep = False
         raise
     finally:

@@ -1,8 +1,6 @@
 """The web application: a chat page without third-party requests, and OpenAI's API for one or more models."""
 
-import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from common import interrupts
 from common.errors import SettingsError
 from common.http_server import KEY_VARIABLE, is_loopback, listen
-from common.text import print_safely, print_traceback, show
+from common.text import print_traceback, show
 from inference.text import LanguageModel
 from report.page import csp_hash, distinct_names, fill_template, join_assets
 from serving.api import Api
@@ -147,7 +146,5 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
                 host = socket.gethostname()
             show(f"http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C stops it)")
             Server(app).run(sockets=[listening])
-    except KeyboardInterrupt:
-        # A normal exit would abort while a thread runs torch.
-        print_safely("\nStopped.", sys.stderr)
-        os._exit(130)
+    except (KeyboardInterrupt, SystemExit):
+        interrupts.leave(interrupts.exit_code() or 130)  # a normal exit would abort while a thread runs torch

@@ -1,6 +1,7 @@
 """scripts/doctor.py: a line for each part of the machine, and for what is wrong, how to mend it."""
 
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from commands import ROOT
 
 from scripts import doctor as script
+from scripts import environment
 
 GPU = {"torch": ["2.13.0"], "cuda": ["13.0"], "gpu": ["H100 (80 GiB)"], "nccl": ["2.29.3"]}
 ON_CPU = {"torch": ["2.13.0+cpu"], "cuda": [""]}
@@ -97,3 +99,84 @@ def test_it_needs_no_package(tmp_path):
     assert done.returncode == 1 and done.stderr == ""
     assert "FAIL  packages  missing: torch, tiktoken" in done.stdout and "FAIL  torch     cannot be imported" in done.stdout
     assert all(line.split()[0] in ("ok", "-", "FAIL") for line in done.stdout.splitlines())
+
+
+# Packages whose installation was interrupted
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch) -> Path:
+    """The packages of an environment: torch, which needs sympy, and a stranger; requirements.txt names torch."""
+    folder = tmp_path / "lib" / "python3" / "site-packages"
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda name: str(folder))
+    for name, needs, listed in (("torch", "Requires-Dist: SymPy>=1\nRequires-Dist: stranger; extra == 'x'\n", ["../../../bin/torchrun", "torch/lib/libtorch.so"]),
+                                ("sympy", "", []), ("stranger", "", [])):
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n{needs}\nDescription\n")
+        (info / "INSTALLER").write_text("pip\n")
+        files = [f"{name}/__init__.py", f"{name}/nn.py", f"{name}/tests/test_nn.py", f"{name}/nn.h", *listed]
+        (info / "RECORD").write_text("".join(f"{file},sha256=x,2\n" for file in files) + f"{name}/__pycache__/nn.pyc,,\n{info.name}/RECORD,,\n")
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text("\n\n")
+    (tmp_path / "requirements.txt").write_text("torch==1.0\n")
+    return folder
+
+
+def found(site: Path, whole: bool) -> dict[str, str]:
+    return {each.name: each.why for each in environment.damaged([site.parents[2] / "requirements.txt"], whole)}
+
+
+@pytest.mark.parametrize(("lost", "name", "said", "at_once"), [
+    ("torch-1.0.dist-info/INSTALLER", "torch", "torch-1.0.dist-info/INSTALLER is missing", True),
+    ("sympy-1.0.dist-info/RECORD", "sympy", "sympy-1.0.dist-info/RECORD is missing", True),
+    ("torch-1.0.dist-info/METADATA", "torch", "torch-1.0.dist-info/METADATA is missing", True),
+    ("../../../bin/torchrun", "torch", "bin/torchrun is missing", True), ("torch/lib/libtorch.so", "torch", "torch/lib/libtorch.so is missing", True),
+    ("torch/__init__.py", "torch", "torch/__init__.py is missing", True), ("sympy/nn.py", "sympy", "sympy/nn.py is missing", False)])
+def test_an_interrupted_installation_is_found(lost, name, said, at_once, site):
+    assert found(site, False) == found(site, True) == {}
+    (site / lost).unlink()
+    assert found(site, True) == {name: said} and found(site, False) == ({name: said} if at_once else {})
+
+
+def test_a_cut_file_is_found_but_not_what_a_slim_image_lacks_nor_other_packages(site):
+    (site / "torch" / "nn.h").unlink()
+    (site / "torch" / "tests" / "test_nn.py").unlink()
+    (site / "stranger-1.0.dist-info" / "INSTALLER").unlink()
+    (site / "torch" / "lib" / "libtorch.so").write_text("stripped")
+    assert found(site, True) == found(site, False) == {}
+    (site / "sympy" / "nn.py").write_text("")
+    (site / "torch" / "nn.py").write_text("\n")
+    assert found(site, True) == {"torch": "torch/nn.py has 1 bytes instead of 2", "sympy": "sympy/nn.py has 0 bytes instead of 2"}
+    (site / "torch-1.0.dist-info" / "INSTALLER").write_text("conda\n")  # which writes paths into files
+    assert [*found(site, True)] == ["sympy"]
+
+
+def test_a_repair_leaves_the_package_to_the_installer(site, monkeypatch, capsys):
+    prefix = site.parents[2]
+    (prefix / ".paddock-1").touch()
+    (site / "torch-1.0.dist-info" / "INSTALLER").unlink()
+    monkeypatch.setattr(sys, "prefix", str(prefix))
+    monkeypatch.setattr(sys, "argv", ["environment.py", "--repair", str(prefix / "requirements.txt")])
+    monkeypatch.setattr(environment, "take_lock", lambda: None)
+    environment.main()
+    assert not (site / "torch-1.0.dist-info").exists() and not (prefix / ".paddock-1").exists() and (site / "torch").exists()
+    assert "was damaged or interrupted: torch (torch-1.0.dist-info/INSTALLER is missing)\n" in capsys.readouterr().err
+    environment.main()
+    assert capsys.readouterr().err == ""
+
+
+def test_doctor_tells_of_damaged_packages_and_of_failing_imports(doctor, monkeypatch, site):
+    monkeypatch.setattr(doctor, "damaged", lambda files, whole: [environment.Damaged("torch", site, "bin/torchrun is missing")])
+    assert doctor.Finding("FAIL", "packages", "damaged, or their installation was interrupted: torch (bin/torchrun is missing); "
+                          "run: bash scripts/setup.sh") in doctor.check_packages()
+    monkeypatch.setattr(doctor, "not_importable", lambda files: {"sympy": "ImportError: no nn", "torch": "x"})
+    assert [*doctor.check_imports()] == [("FAIL", "sympy", "cannot be imported (ImportError: no nn); run: bash scripts/setup.sh")]
+
+
+def test_imports_that_fail_are_named(site, monkeypatch):
+    (site / "sympy" / "__init__.py").write_text("raise OSError('no libgmp')\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    (site.parents[2] / "requirements.txt").write_text("sympy==1.0\nstranger\nmissing\n")
+    assert environment.not_importable([site.parents[2] / "requirements.txt"]) == {"sympy": "OSError: no libgmp"}

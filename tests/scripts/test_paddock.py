@@ -34,6 +34,8 @@ for word in sys.argv:
         info = os.path.join(os.path.dirname(os.path.dirname(__file__)), "torch.dist-info")
         os.makedirs(info)
         open(os.path.join(info, "METADATA"), "w").write("Name: torch\\nVersion: " + word[7:])
+        for name in ("INSTALLER", "RECORD"):
+            open(os.path.join(info, name), "w").close()
 '''
 ACTIVATE = 'export VIRTUAL_ENV="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nexport PATH="$VIRTUAL_ENV/bin:$PATH"\n'
 # python3 on the PATH of the copy's user: makes an environment by copying one.
@@ -50,7 +52,7 @@ UV = '''#!/bin/sh
 echo "[\\"uv\\", \\"$*\\", null, null]" >> "$LOG"
 [ {fails} = 0 ] || exit 1
 info=$(echo "$(dirname "$4")"/../lib/python*/site-packages)/torch.dist-info && mkdir "$info" && \\
-    printf 'Name: torch\\nVersion: 2.13.0+cpu\\n' > "$info/METADATA"
+    printf 'Name: torch\\nVersion: 2.13.0+cpu\\n' > "$info/METADATA" && touch "$info/INSTALLER" "$info/RECORD"
 '''
 RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "sweep": "sweep.py", "race": "dev/race.py", "pipeline": "pipeline.py",
         "runs": "runs.py",
@@ -87,7 +89,7 @@ def clone(template, tmp_path) -> SimpleNamespace:
     for command in RUNS.values():
         name = command.split()[0]
         (root / "scripts" / name).write_text(SCRIPT.format(name=name))
-    for name in ("prepare.py", "export.py"):  # which only start other scripts here
+    for name in ("prepare.py", "export.py", "environment.py"):  # which only start other scripts here
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
     (tmp_path / "bin").mkdir()
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "LOG": str(log)}
@@ -100,6 +102,8 @@ def clone(template, tmp_path) -> SimpleNamespace:
         info = next(environment.glob("lib/python*/site-packages")) / "torch.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+        for name in ("INSTALLER", "RECORD"):
+            (info / name).touch()
 
     def with_environment() -> Path:
         shutil.copytree(template, root / ".venv", symlinks=True)
@@ -210,7 +214,7 @@ def test_without_an_environment_one_is_made_once(clone):
     assert not clone.calls("pip")
     clone.paddock("serve", "first")
     [[_, extras, *_]] = clone.calls("pip")
-    assert "starlette>=1.7,<2" in extras and "tiktoken~=0.14" not in extras
+    assert [line for line in extras if re.match("[a-z]+[~>=]", line)] == ["starlette>=1.7,<2", "uvicorn~=0.54"]
     clone.paddock("chat", "first", "--serve")
     assert not clone.calls("pip")
     (clone.root / "requirements.txt").write_text("torch==9.0.0\nnew~=1.0\n")
@@ -254,11 +258,25 @@ def test_a_set_up_that_failed_is_repeated(clone):
         assert "error: python3 could not create the environment" in clone.paddock("train", code=1)
 
 
+def test_an_interrupted_installation_is_repaired_at_the_next_start(clone):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("a GPU is here")
+    environment = clone.with_environment()
+    clone.paddock("runs")
+    assert clone.paddock("runs") == ""
+    next(environment.glob("lib/python*/site-packages/torch.dist-info/INSTALLER")).unlink()
+    said = clone.paddock("runs")
+    assert "torch.dist-info/INSTALLER is missing" in said and [call[0] for call in clone.calls()] == ["pip", "pip", "runs.py"]
+    assert clone.calls("pip")[0][1][-1] == "torch==2.13.0+cpu" and clone.paddock("runs") == ""
+
+
 def test_ctrl_c_during_the_set_up_ends_it(clone):
     stop = '#!/bin/sh\nkill -INT $PPID\nexit 1\n'  # as pip and uv do, it ends with an exit code
     clone.add("uv", stop)
     said = clone.paddock("train", code=130, PADDOCK_UV="1")
     assert said.count("Interrupted") == 1 and "error" not in said and not (clone.root / ".venv").exists()
+    clone.add("uv", '#!/bin/sh\nkill -TERM $PPID\nexec sleep 600\n')  # which is ended with it
+    assert clone.paddock("train", code=143, PADDOCK_UV="1") == "Creating the environment .venv (only once) ...\nInterrupted. Run the same command to try again.\n"
 
 
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):

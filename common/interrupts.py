@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM end a command, from its first import on, with one line and exit code 130 or 143."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 1.0  # earlier repeats do not count: `timeout` and launchers send a signal twice
+PARENT = "PADDOCK_PID"  # environment variable: the process that started this command, if it is one, too
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+received: list[tuple[int, float]] = []  # signals of this process, with their times
+sentence = ""  # what a running command says when it is interrupted
+# Of a command and those that it starts, the first one speaks; of the ranks of a machine, one.
+speaks = os.environ.get("LOCAL_RANK", str(int(os.environ.get(PARENT) == str(os.getppid())))) == "0"
+
+
+def install() -> None:
+    """Handle the signals if this process runs one of Paddock's commands, except those that it ignores."""
+    script = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or os.devnull)
+    if script.startswith((os.path.join(ROOT, "scripts", ""), os.path.join(ROOT, "train.py"))):
+        os.environ[PARENT] = str(os.getpid())
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, handle)
+        # What interrupts a destructor is lost.
+        sys.unraisablehook = lambda lost: leave(exit_code()) if received else sys.__unraisablehook__(lost)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see `held`
+
+
+def handle(number: int, frame: Any) -> None:
+    """Interrupt a running command; during its imports, and at a second signal, exit immediately."""
+    received.append((number, time.monotonic()))
+    if not sentence or received[-1][1] - received[0][1] > REPEAT_SECONDS:
+        leave(exit_code())
+    if len(received) == 1:
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(exit_code())
+
+
+def exit_code() -> int:
+    return 128 + received[0][0] if received else 0
+
+
+def say() -> None:
+    if speaks:
+        os.write(2, ("\n" * os.isatty(2) + (sentence or "Stopped.") + "\n").encode())  # below "^C"
+
+
+def leave(code: int) -> None:
+    """Exit immediately, with a line."""
+    say()
+    os._exit(code)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A `with` block that starts a command, whose first import gets the signals of that time."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
