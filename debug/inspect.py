@@ -151,7 +151,7 @@ class DataReport:
             mixture = read_mixture(self.folder)
             return [f"{self.folder}: a mixture of {len(mixture.sources)} sources",
                     *(f"  {line}" for line in describe_sources(mixture, facts["sources"])),
-                    *(f"  {source['source']}: ./paddock inspect {source['set']}"
+                    *(f"  {source['source']}: {command('scripts/inspect_data.py', Path(source['set']))}"
                       for source in facts["sources"])]
         items, documents = facts.get("kind", "documents"), facts["documents"]
         lines = [f"{self.folder}: {items}, made from {', '.join(facts['made_from'])}"]

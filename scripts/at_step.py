@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser, number
 from common.errors import local_path, run_script
+from common.text import command, show
 from settings.load import find_run
 
 
@@ -34,6 +35,7 @@ def main() -> None:
 
     kept = {} if args.from_start else None
     recreate(find_run(args.run), args.step, args.output, kept, args.force, args.ranks)
+    show(f"Generate text with it: {command('scripts/generate.py', args.output)}")
 
 
 if __name__ == "__main__":

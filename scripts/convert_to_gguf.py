@@ -14,6 +14,7 @@ in Qwen, as Hugging Face does.
 import json
 import os
 import random
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -383,10 +384,12 @@ def main() -> None:
         raise DataError(f"--text {args.text} {unreadable(error, 'name a text in UTF-8')}") from error
     limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
     results = convert(find_model(args.model), output, args.type, text, limit)
+    file, name, described = (shlex.quote(str(each)) for each in
+                             (output, output.stem, output.with_suffix(".Modelfile")))
     show(*(f"{name}: {value}" for name, value in results.items()),
-         f"{output} is ready. In llama.cpp: llama-cli -m {output}",
-         f"For a model that was only pretrained: llama-completion -m {output} -no-cnv -p Once",
-         f"In Ollama: ollama create {output.stem} -f {output.with_suffix('.Modelfile')}")
+         f"{output} is ready. In llama.cpp: llama-cli -m {file}",
+         f"For a model that was only pretrained: llama-completion -m {file} -no-cnv -p Once",
+         f"In Ollama: ollama create {name} -f {described}")
 
 
 if __name__ == "__main__":

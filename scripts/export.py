@@ -3,11 +3,12 @@
     ./paddock export first --to hf --output models/first
     ./paddock export lora --to merged --output models/merged
     ./paddock export first --to gguf --type q8_0 --output first.gguf
-    ./paddock export first --to hub OWNER/NAME
+    ./paddock export first --to hub OWNER/NAME --dry-run
 
 hf copies a checkpoint without the files that only resuming needs. Checkpoints and their copies load in
 `transformers` and PEFT without conversion. hub uploads the same files as one commit; a new repository is
-private unless you add --public, which requires a license in the model card. For the flags of the other
+private unless you add --public, which requires a license in the model card. --dry-run only checks and lists
+the files. For the flags of the other
 formats, run `./paddock export --to merged --help` or `./paddock export --to gguf --help`.
 """
 
@@ -23,7 +24,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from common import errors  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
-from common.text import show  # noqa: E402
+from common.text import aligned, command, counted, show  # noqa: E402
 
 SCRIPTS = {"merged": "merge_lora.py", "gguf": "convert_to_gguf.py"}
 ADAPTERS = "adapter_config.json"
@@ -45,7 +46,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", type=errors.local_path, metavar="FOLDER", help="new folder, for --to hf")
     parser.add_argument("--repo", metavar="OWNER/NAME", help="the same, as a flag")
     parser.add_argument("--public", action="store_true", help="make a new repository public, for --to hub")
+    parser.add_argument("--dry-run", action="store_true", help="only list what --to hub would upload")
     args = parser.parse_intermixed_args()
+    if args.dry_run and args.to != "hub":
+        parser.error("--dry-run requires --to hub")
     args.repo = args.repo or args.name
     needed, flag = {"hf": ("output", "--output"), "hub": ("repo", "OWNER/NAME")}[args.to]
     if not getattr(args, needed) or (args.name and (args.to == "hf" or args.repo != args.name)):
@@ -124,10 +128,20 @@ def main() -> None:
         files = [name for name in files if name not in pickled]
     if args.to == "hub":
         check_card(folder, args.public)
-        return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}")
+        if args.dry_run:
+            sizes = [(folder / name).stat().st_size for name in files]
+            visibility, flags = ("public", ["--public"]) if args.public else ("private", [])
+            line = command("scripts/export.py", args.model, "--to", "hub", args.repo, *flags)
+            return show(f"Would upload {counted(len(files), 'file')}, {sum(sizes):,} bytes, from {folder} to "
+                        f"{args.repo} ({visibility} if it is new):",
+                        *aligned([(name, f"{size:,} bytes") for name, size in zip(files, sizes)]),
+                        f"To upload them: {line}")
+        return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}",
+                    f"Generate text with it: {command('scripts/generate.py', args.repo)}")
     copy_model(folder, files, args.output.expanduser())
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
-    show(f"Exported to {args.output} ({kind}, {len(files)} files).")
+    show(f"Exported to {args.output} ({kind}, {len(files)} files).",
+         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python scripts/grow_checkpoint.py runs/first --layers 24 --ffn-dim 4096 \\
         --output models/grown
-    ./paddock train --run-name grown --pretrain-checkpoint models/grown
+    ./paddock train --run-name grown --resume models/grown --max-steps 2000
 
 GROW_LAYERS=16:24 and GROW_FFN_DIM=1024:4096 do the same at the start of a run, without a new folder. The
 numbers of the new layers are printed; TRAIN_ONLY can train these layers alone. The optimizer's state is kept;
@@ -21,10 +21,12 @@ from checkpoint import huggingface, store
 from checkpoint.tensors import TensorFile, write_files
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.text import show
+from common.text import ROOT, command, show
 from config import grown_layers
+from data_preparation_utils import free_run_name
 from model_utils import find_model, read_model_config
 from run.card import derived_card, write_card
+from settings.load import load_config
 from tokenizer import load_tokenizer
 
 
@@ -71,9 +73,16 @@ def main() -> None:
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="new folder")
     args = parser.parse_args()
     new = grow(find_model(args.model), args.layers, args.ffn_dim, args.output.expanduser())
-    alone = f"; TRAIN_ONLY={','.join(map(str, new))} trains only its new layers" if new else ""
-    show(f"The grown checkpoint is in {args.output}. Start a run with PRETRAIN_CHECKPOINT={args.output}"
-         f"{alone}.")
+    alone = f" --train-only {','.join(map(str, new))} trains only its new layers." if new else ""
+    output, state = args.output.expanduser(), store.read_state(args.output.expanduser())
+    line = f"Generate text with it: {command('scripts/generate.py', output)}"
+    if state:  # its record has the settings
+        longer = max(state["settings"]["MAX_STEPS"], 2 * state["progress"]["step"])
+        script = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
+        name = free_run_name(output.name, load_config(complete=False).config)
+        flags = ("--run-name", name, "--resume", output, "--max-steps", str(longer))
+        line = f"Train it: {command(script, *flags)}"
+    show(f"The grown checkpoint is in {args.output}.{alone}", line)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script, unreadable
 from common.files import WrongContentError, plain
-from common.text import show
+from common.text import command, show
 from config import ModelConfig
 from model_utils import find_model
 from run.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
@@ -109,7 +109,8 @@ def main() -> None:
     import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
                       args.rope_scaling_factor)
     show(f"Imported into {args.output}. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
-         f"TOKENIZER_PATH={args.output}")
+         f"TOKENIZER_PATH={args.output}",
+         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from common.errors import DataError, local_path, run_script
 from common.files import atomic_write, disk_errors
-from common.text import show
+from common.text import command, show
 from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, non_empty
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
         parser.add_argument(flag, metavar=metavar, help=meaning, default=default, type=non_empty)
-    flags, _ = parser.parse(argv)
+    flags, config = parser.parse(argv)
     split = flags.split or "validation"
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
     if source.name or os.path.isdir(source.path):
@@ -49,7 +49,10 @@ def main(argv: list[str]) -> None:
                 count += 1
             if not count:
                 raise DataError(f"{flags.source}: contains no items; choose another --source")
-    show(f"Wrote {count:,} valid items. Add to .env:", f"HELLASWAG_PATH={output}")
+    runs = sorted(Path(config.output_dir).glob("*/checkpoints"), key=os.path.getmtime)
+    lines = [command("scripts/evaluate.py", run.parent, "--hellaswag", output) for run in runs[-1:]]
+    show(f"Wrote {count:,} valid items. Add to .env:", f"HELLASWAG_PATH={output}",
+         *(f"Evaluate the newest run: {line}" for line in lines))
 
 
 if __name__ == "__main__":

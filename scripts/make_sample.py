@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
-from common.text import show  # noqa: E402
+from common.text import command, show  # noqa: E402
 
 FOLDER = Path("data/sample")
 STAMP = "made-from.json"
@@ -92,6 +92,8 @@ def main() -> None:
             manifest.write_text(manifest.read_text().replace(before, after))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
+    if folder == ROOT / FOLDER and os.environ.get("PADDOCK_COMMAND", "").endswith("sample"):  # not a start
+        show(f"Train on it: {command('scripts/run.sh', '--preset', 'sample')}")
 
 
 if __name__ == "__main__":

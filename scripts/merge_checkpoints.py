@@ -24,7 +24,7 @@ from checkpoint.peft import refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
-from common.text import show
+from common.text import command, show
 from model import padded
 from model_utils import find_model, read_model_config
 from run.card import derived_card, run_and_step, write_card
@@ -78,7 +78,8 @@ def main() -> None:
     if len(weights) != len(args.models) or not all(0 < weight < float("inf") for weight in weights):
         parser.error(f"--weights needs {len(args.models)} positive numbers, separated by commas")
     merge([*map(find_model, args.models)], weights, args.output.expanduser())
-    show(f"Averaged {len(weights)} checkpoints into {args.output}.")
+    show(f"Averaged {len(weights)} checkpoints into {args.output}.",
+         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
-from common.text import show
+from common.text import command, show
 from model_utils import find_model
 from run.adapters import merge
 
@@ -35,7 +35,8 @@ def main() -> None:
                         help="dtype of the merged weights (default: %(default)s)")
     args = parser.parse_args()
     difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype])
-    show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.")
+    show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.",
+         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 
 if __name__ == "__main__":

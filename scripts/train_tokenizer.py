@@ -5,6 +5,7 @@
 """
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
-from common.text import counted, print_safely, show
-from data_pipeline.sources import READABLE, Reading, list_files, read_texts, source_of
+from common.text import command, counted, print_safely, show
+from data_pipeline.sources import READABLE, Reading, Source, list_files, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
 
@@ -38,6 +39,15 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def prepare_command(named: str, source: Source, args: argparse.Namespace) -> str:
+    """Return the command that prepares this source with the new tokenizer."""
+    flags = ["--column", args.column] if args.column and source.column == args.column else []
+    flags += ["--on-bad-record", "skip"] if args.on_bad_record == "skip" else []
+    path = Path(named) if os.path.lexists(named) else named
+    return command("scripts/load_pretrain_dataset.py", "--source", path, "--tokenizer-path", args.output,
+                   *flags)
+
+
 def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
@@ -53,7 +63,9 @@ def main() -> None:
         print_safely(f"skipped {record}", sys.stderr)
     show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
          f"{len(ranks) + len(SPECIALS):,} ids; {counted(reading.bad, 'record')} skipped",
-         f"Add to .env: TOKENIZER_PATH={args.output}")
+         f"Add to .env: TOKENIZER_PATH={args.output}",
+         *(f"Prepare text with it: {prepare_command(named, source, args)}"
+           for named, source in zip(args.sources, sources)))
 
 
 if __name__ == "__main__":

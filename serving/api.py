@@ -310,6 +310,7 @@ class Api:
     def describe(self, name: str) -> dict[str, Any]:
         batcher = self.batchers[name]
         return {"id": name, "object": "model", "created": self.started, "owned_by": "paddock",
+                "source": batcher.model.name,
                 "chat": batcher.model.chat_format is not None, "context_length": batcher.length,
                 "max_tokens": min(batcher.length - 1, self.max_tokens), "prompts": batcher.model.prompts,
                 "parameters": sum(parameter.numel() for parameter in batcher.model.model.parameters())}

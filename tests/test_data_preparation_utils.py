@@ -8,6 +8,7 @@ import json
 import os
 import random
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,13 +22,21 @@ import pytest
 from factories import PATIENCE, prepare_under_fire, start_preparation, write_jsonl
 
 from common.errors import DataError, PaddockError, SettingsError
+from config import Config
 from data_pipeline import prepare as preparation
 from data_pipeline import sources
 from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
-from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
+from data_preparation_utils import (
+    PreparationOptions,
+    describe,
+    prepare_from_flags,
+    prepare_set,
+    train_command,
+)
+from settings.load import load_config
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -384,3 +393,34 @@ def test_a_link_to_a_set_is_not_moved_to_another_split_of_its_source(tmp_path, t
     before = first.resolve()
     other = prepare_from_flags("documents", [*flags, "--split", "test"])
     assert first == tmp_path / "out" / "my-corpus" and first.resolve() == before != other.resolve()
+
+
+OF_ANOTHER_STAGE = ("TRAINING_STAGE={}\nDPO_DATA_PATH=gone\nTOKENIZER_PATH=gone\nRUN_NAME=first\nMICRO_BATCH_SIZE=6\nEPOCHS=2\n"
+                    "GENERATION_EVAL_EVERY=5\nMAX_SEQ_LEN=4096\nRANDOM_INIT=true\n")
+
+
+@pytest.mark.parametrize("env", ["", OF_ANOTHER_STAGE], ids=["no .env", "a .env of another stage"])
+@pytest.mark.parametrize("kind, name", [("documents", "text"), ("chats", "chats"), ("pairs", "pairs"), ("pairs", "unpaired"),
+                                        ("prompts", "prompts")])
+def test_preparation_ends_with_the_command_that_trains(kind, name, env, stages, tmp_path, monkeypatch):
+    """Its start is the newest run of the stage before that has the same tokenizer. A row is not longer than a split."""
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text(env.format("sft" if kind == "pairs" else "dpo"))
+    folder = stages.prepared.shards if name == "text" else getattr(stages, name)
+    used = Config(tokenizer_path=str(stages.prepared.tokenizer))
+    unknown = train_command(kind, folder, used)
+    steps = Path("runs/a b/checkpoints/step-00000002")
+    steps.mkdir(parents=True)
+    stage = "pretrain" if kind == "chats" else "sft"
+    (steps / "trainer_state.json").write_text(json.dumps({"settings": {"TRAINING_STAGE": stage, "TOKENIZER_PATH": used.tokenizer_path}}))
+    line = train_command(kind, folder, used)
+    assert ("MODEL" in unknown, "'a b'" in line) == (kind != "documents", kind != "documents") and "MODEL" not in line
+    words = shlex.split(line)
+    loaded = load_config(words[words.index("--run-name"):], {})
+    config, row = loaded.config, 512 if name == "text" else 1024
+    assert (config.data_path, config.tokenizer_path, config.run_name) == (str(folder), used.tokenizer_path, folder.name)
+    assert config.max_seq_len == row or kind != "documents"
+    assert config.named_checkpoint == (None if kind == "documents" else "a b")
+    assert (config.preference_objective == "kto") == (name == "unpaired") and config.generation_eval_every in (0, 5)
+    (tmp_path / "runs" / folder.name).mkdir()
+    assert f"--run-name {folder.name}-2 " in train_command(kind, folder, used), "a run that exists is not resumed"

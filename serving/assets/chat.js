@@ -379,12 +379,17 @@ function save() {
 
 // ------------------------------------------------------------------------------------------- training data
 
-/** Save records as a file, and show how to train on it. */
-function exportAs(name, command, records) {
+/** Save records as a new file, and show how to prepare it for training the first model. */
+function exportAs(stem, kind, setting, records) {
   const lines = [...new Set(records.map((record) => `${JSON.stringify(record, wellFormed)}\n`))];
   if (!lines.length) return say(`There is nothing to export. ${byId("files-note").textContent}`);
+  // With the time in its name, it is not renamed because of an earlier download.
+  const name = `${stem}-${new Date().toISOString().replace(/\D/g, "").slice(0, 14)}.jsonl`;
   download(name, "application/jsonl", ...lines);
-  say(`${many(lines.length, "line")} saved in ${name}. To train on them: ${command} ${name}`);
+  const {source} = columns().map(modelOf)[0] ?? {};
+  const quoted = source && `'${source.replaceAll("'", "'\\''")}'`;
+  say(`${many(lines.length, "line")} saved. To train on them (if the browser saves in ~/Downloads): `
+    + `./paddock prepare ${kind} ~/Downloads/${name}${source ? ` --${setting} ${quoted}` : ""}`);
 }
 
 async function importFile(file) {
@@ -485,8 +490,8 @@ const ACTIONS = {
   },
   raw() { chat.raw = !chat.raw; showToken(null); },
   copyCode(_, element) { copy({text: element.closest(".fence").querySelector("pre").textContent}, element); },
-  chats() { exportAs("chats.jsonl", "./paddock prepare chats", kept().flatMap(chatsOf)); },
-  pairs() { exportAs("preferences.jsonl", "./paddock prepare pairs", kept().flatMap(pairsOf)); },
+  chats() { exportAs("chats", "chats", "pretrain-checkpoint", kept().flatMap(chatsOf)); },
+  pairs() { exportAs("preferences", "pairs", "instruct-checkpoint", kept().flatMap(pairsOf)); },
   import() { byId("file").click(); },
   version({turn, column, by}) {
     const {answers, versions} = chat.turns[turn], {before, after} = versions[column];

@@ -146,6 +146,19 @@ def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub, tmp_pat
     assert "has no model card" in export(copy, *public, code=5)
 
 
+def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    said = export(whole.folder, "--to", "hub", "me/first", "--dry-run")
+    source = max((whole.folder / "checkpoints").glob("step-*"))
+    names = sorted(without_training(source))
+    title, *lines, last = [line for line in said.splitlines() if not line.startswith("Using ")]
+    assert [line.split()[0] for line in lines] == names and f"{len(names)} files" in title and "to me/first (private" in title
+    assert all(f"{(source / name).stat().st_size:,} bytes" in line for name, line in zip(names, lines))
+    assert last.endswith("--to hub me/first") and Hub.files == {} and Hub.created == []
+    assert "names no license" in export(whole.folder, "--to", "hub", "me/first", "--dry-run", "--public", code=5)
+    assert "--dry-run requires --to hub" in export(whole.folder, "--to", "hf", "--output", "x", "--dry-run", code=2)
+
+
 def test_an_upload_that_failed_in_the_middle_continues(whole, hub, monkeypatch):
     """The file that had arrived is not sent again, and nothing is visible before the commit."""
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # the other way to upload, by chunks of files, has no public protocol

@@ -1,5 +1,8 @@
 """grow_checkpoint.py: a larger model computes the same, and its run goes on exactly."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 import torch
 from factories import UNMEASURED, TinyRun, assert_same_run
@@ -9,7 +12,8 @@ from common.errors import CheckpointError, SettingsError
 from config import Config, rules
 from model_utils import read_model_config
 from run.adapters import load_model
-from scripts.grow_checkpoint import grow
+from scripts.grow_checkpoint import grow, main
+from settings.load import load_config
 
 
 @pytest.mark.parametrize("layers, ffn_dim, allowed", ((3, None, 0.0), (7, None, 0.0), (None, 160, 1e-6), (4, 112, 1e-6)))
@@ -28,6 +32,18 @@ def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
         grow(source, 3, None, tmp_path / "grown")
     with pytest.raises(SettingsError, match="has 2 layers and feed-forwards of"):
         grow(source, 1, None, tmp_path / "smaller")
+
+
+def test_it_ends_with_the_command_that_trains_the_grown_model(whole, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["grow_checkpoint.py", str(whole.checkpoint(4)), "--layers", "3", "--output", "a b"])
+    main()
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert "train.py" in words[words.index("--run-name") - 1]
+    loaded = load_config(words[words.index("--run-name"):], {})
+    recorded = store.read_state(Path("a b"))["settings"]
+    assert (loaded.config.max_steps, loaded.config.data_path) == (8, recorded["PRETRAIN_DATA_PATH"])
+    assert (loaded.config.run_name, loaded.config.resume) == ("a-b", "a b")
 
 
 @pytest.mark.parametrize("optimizer", ("adamw", "muon"))

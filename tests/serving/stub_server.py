@@ -18,7 +18,7 @@ from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 def model(name: str, chat: bool = True) -> dict:
     return {"id": name, "object": "model", "created": 0, "owned_by": "paddock", "chat": chat, "context_length": 2048,
-            "parameters": 134_515_008, "max_tokens": 2047, "prompts": []}
+            "parameters": 134_515_008, "max_tokens": 2047, "prompts": [], "source": "runs/it's"}
 
 
 class StubServer:

@@ -82,6 +82,7 @@ class Chat:
         """The lines of a file that the page saves."""
         with self.page.expect_download() as download:
             self.do(action)
+        self.file = download.value.suggested_filename
         return [json.loads(line) for line in download.value.path().read_text().splitlines()]
 
     def import_lines(self, *records) -> None:
@@ -338,7 +339,9 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     line, = page.exported("pairs")
     example = pair_of("line 1", line)
     assert (example.messages, [answer["content"] for answer in example.answers]) == (asked, ["A", "B"])
-    page.sees("1 line saved in preferences.jsonl. To train on them: ./paddock prepare pairs preferences.jsonl ", where="#notice")
+    assert re.fullmatch(r"preferences-\d{14}\.jsonl", page.file)
+    page.sees("1 line saved. To train on them (if the browser saves in ~/Downloads): ./paddock prepare pairs "
+              f"~/Downloads/{page.file} --instruct-checkpoint 'runs/it'\\''s' ", where="#notice")
     line, = page.exported("chats")
     assert chats_of("line 1", line)[0].messages == asked[:-1], "what follows a bad answer is not learned"
 
