@@ -28,7 +28,7 @@ from common.text import ROOT, command, is_url, show, without_passwords
 from config import KINDS, STAGE_OF_KIND, Config
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
-from data_pipeline.chats import kind_of_examples
+from data_pipeline.chats import describe_lengths, kind_of_examples
 from data_pipeline.prepare import (
     DOCUMENTS,
     PreparationOptions,
@@ -126,6 +126,8 @@ def describe(folder: Path) -> list[str]:
         return [*lines, *mixture.describe_sources(mixed, mixture.source_table(mixed))]
     manifest = read_prepared(folder)
     lines = describe_counts(folder, manifest)
+    if manifest.get("kind") in ("chats", "pairs"):
+        lines.append(describe_lengths(folder, manifest))
     for place, example in enumerate(manifest["examples"], 1):
         # Further lines are indented to distinguish them from ours.
         first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")

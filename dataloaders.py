@@ -22,6 +22,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
+from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
@@ -328,36 +329,56 @@ class ExampleRows:
     validation reads, are a fair sample. For unpaired answers, `stored` has `label_BP`: 1 = the first answer
     of a pair is the record's own, and good; -1 = the second, and bad; 0 = padding.
 
-    Longer chats are truncated, or dropped if no target remains; longer pairs are dropped. Without
-    `document_mask`, chats have no document ids and attend to earlier chats of the row; pairs never do.
+    A document longer than `max_seq_len` is cut at its end, but with "keep_end" a pair's prompt is cut first,
+    at its start: to the room beside the longer answer, or half a row. An example that keeps no target is left
+    out. If a pair's documents do not fit into a row together, all rows are as long as such pairs need, up to
+    2 `max_seq_len`; with "drop", those pairs are left out. Without `document_mask`, chats have no document
+    ids and attend to earlier chats of the row; pairs never do.
     """
 
-    def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
-        self.example_set, self.row_tokens, kind = example_set, row_tokens, example_set.kind
+    def __init__(self, example_set: ExampleSet, max_seq_len: int, document_mask: bool = True,
+                 truncation: str = "keep_end"):
+        self.example_set, self.most, kind = example_set, max_seq_len + 1, example_set.kind
         self.token_set, self.fingerprint = example_set.tokens, example_set.fingerprint
         self.numbered = document_mask or kind == "pairs"
-        # The slots of each example, and the shortest row that can hold a target of it.
-        lengths, first_targets = np.diff(example_set.starts), example_set.first_targets
-        slots = lengths + first_targets - 2 if kind == "pairs" else np.minimum(lengths - 1, row_tokens)
-        needed = slots if kind == "pairs" else first_targets
-        kept = np.flatnonzero(needed <= row_tokens)
+        # The tokens of each example's documents (D: one, or a pair's two), and those before the first target.
+        prompts_E1 = example_set.first_targets.astype(np.int64)[:, None]
+        lengths_ED, kept_ED = np.diff(example_set.starts)[:, None], prompts_E1
+        if kind == "pairs":
+            answers_E2 = (example_set.segments >> LENGTH_SHIFT).astype(np.int64).reshape(-1, 3)[:, 1:]
+            lengths_ED, kept_ED = prompts_E1 + answers_E2, np.repeat(prompts_E1, 2, axis=1)
+            if truncation == "keep_end":
+                if example_set.labels is None:  # both answers follow the same prompt
+                    answers_E2 = answers_E2.max(axis=1, keepdims=True)
+                kept_ED = np.minimum(kept_ED, np.maximum(self.most - answers_E2, self.most // 2))
+        self._prompts_ED = kept_ED
+        cut_ED = np.minimum(lengths_ED - prompts_E1 + kept_ED, self.most)
+        needed = kept_ED.max(axis=1)
+        if (kind, truncation) == ("pairs", "drop"):
+            needed = (lengths_ED - 1).sum(axis=1)
+        kept = np.flatnonzero(needed <= max_seq_len)
         if not len(kept):
-            raise DataError(f"{example_set.path}: none of the {len(lengths):,} {kind} keeps a target in a "
-                            f"row of MAX_SEQ_LEN={row_tokens} tokens; set it to {needed.min():,} or more")
+            raise DataError(f"{example_set.path}: none of the {len(needed):,} {kind} keeps a target in a "
+                            f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.min():,} or more")
+        slots = (cut_ED - 1).sum(axis=1)
+        self.row_tokens = row_tokens = max(max_seq_len, int(slots[kept].max()))
+        if row_tokens > max_seq_len:  # the rows depend on these, too
+            self.fingerprint = json_sha256([self.fingerprint, max_seq_len, truncation])
         packing = pack(slots[kept], row_tokens)
         self._packing = Packing(kept.astype(packing.items.dtype)[packing.items], packing.offsets)
         self._bins = permute(np.arange(len(packing)), len(packing), 0, 0)
-        self.examples, self.left_out = len(kept), len(lengths) - len(kept)
+        self.examples, self.left_out = len(kept), len(needed) - len(kept)
         self.tokens = int(slots[kept].sum())
-        self.truncated = int((lengths[kept] - 1 > row_tokens).sum()) if kind == "chats" else 0
+        self.truncated = int((cut_ED < lengths_ED).any(axis=1)[kept].sum())
         self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
 
     def __len__(self) -> int:
         return len(self._bins)
 
     def describe(self) -> str:
-        packed = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
-        truncated = f", {self.truncated:,} truncated to a row" if self.truncated else ""
+        rows = f"{len(self):,} rows" + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
+        packed = f"{self.examples:,} {self.example_set.kind} in {rows}, {self.fill:.1%} full"
+        truncated = f", {self.truncated:,} cut to MAX_SEQ_LEN={self.most - 1}" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return packed + truncated + left_out
 
@@ -392,13 +413,12 @@ class ExampleRows:
             lengths = segments >> LENGTH_SHIFT
             if self.example_set.kind == "chats":
                 is_target = np.repeat((segments & TARGET).astype(bool), lengths)
-                yield ids[:self.row_tokens + 1], is_target[:self.row_tokens + 1]
+                yield ids[:self.most], is_target[:self.most]
                 continue
-            prompt, chosen = lengths[:2].tolist()
-            is_target = np.arange(len(ids)) >= prompt
-            yield ids[:prompt + chosen], is_target[:prompt + chosen]
-            chosen_slice = slice(prompt, prompt + chosen)
-            yield np.delete(ids, chosen_slice), np.delete(is_target, chosen_slice)
+            prompt, *answers = np.split(ids, np.cumsum(lengths[:2]))
+            for kept, answer in zip(self._prompts_ED[example].tolist(), answers):
+                document = np.concatenate([prompt[len(prompt) - kept:], answer])[:self.most]
+                yield document, np.arange(len(document)) >= kept
 
 
 class PromptRows:
@@ -516,7 +536,7 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
             ends, targets = np.cumsum(segments >> LENGTH_SHIFT), np.flatnonzero(segments & TARGET)
             answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
             start, end = ends[answer - 1:answer + 1].tolist()
-            if end <= source_rows.row_tokens + 1:
+            if end <= source_rows.most:
                 examples.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
             if len(examples) == count:
                 return examples
@@ -575,7 +595,7 @@ def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: st
     example_set = open_example_set(path, split, kind, tokenizer, verify, cache)
     if kind == "prompts":
         return PromptRows(example_set, config.max_seq_len, config.answer_tokens)
-    return ExampleRows(example_set, config.max_seq_len, config.document_mask)
+    return ExampleRows(example_set, config.max_seq_len, config.document_mask, config.pair_truncation)
 
 
 def check_rows(config: Config, path: str | Path, split: str, rows: int, content: str) -> None:
@@ -615,6 +635,8 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
         raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
                         "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")
     shards.allow_open_files(sum(len(rows.token_set.shards) for rows in source_rows if rows), folder)
+    for rows in filter(None, source_rows if config.training_stage == "dpo" else ()):  # one batch holds all
+        rows.row_tokens = max(each.row_tokens for each in source_rows if each)
     sizes = tuple(len(rows) if rows else 0 for rows in source_rows)
     fingerprint = mixture.fingerprint([rows.fingerprint if rows else "" for rows in source_rows])
     if is_training:

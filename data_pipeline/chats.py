@@ -683,6 +683,19 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
     return (texts or [text + " ..."])[:3]
 
 
+def describe_lengths(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Return how many training examples of prepared chats or pairs each MAX_SEQ_LEN keeps whole."""
+    tokenizer = TokenizerInfo(manifest["vocab_size"], None, manifest["document_start_id"])
+    examples, sizes = open_example_set(folder, "train", manifest["kind"], tokenizer, "never"), [512]
+    lengths = np.diff(examples.starts)
+    if examples.kind == "pairs":  # the prompt with the longer answer
+        lengths = lengths - (examples.segments >> LENGTH_SHIFT).reshape(-1, 3)[:, 1:].min(axis=1)
+    while lengths.max() - 1 > sizes[-1]:
+        sizes.append(2 * sizes[-1])
+    first, *more = (f"{size} keeps {int((lengths - 1 <= size).sum()):,}" for size in sizes)
+    return ", ".join([f"MAX_SEQ_LEN={first} of {len(lengths):,} {examples.kind} whole", *more])
+
+
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
     """One split of prepared chats, pairs or prompts: their tokens, and the segments of each example."""

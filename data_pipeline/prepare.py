@@ -118,14 +118,13 @@ class SplitPlan(NamedTuple):
 
     fraction: float | None = 0.0  # those whose keys have lower positions; None = the end of each document
     common: list[float] = []  # positions of keys of too many items (see WorkerSpec)
-    lowest: float = 0.0  # the least fraction that holds something out, if this one does not
 
 
 def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPlan:
     """Plan the split from the first items.
 
-    A key is common if it has more items than people collect answers to one prompt, and so many that one key
-    more or less would change what is held out by an eighth.
+    A key is common if it has all items, or more than people collect answers to one prompt, and so many that
+    one key more or less would change what is held out by an eighth.
     """
     if asked == 0:
         return SplitPlan()
@@ -135,7 +134,8 @@ def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPla
             for item in islice(items, most)]
     target = fraction * len(keys)
     limit = max(MOST_ANSWERS, target / 8) if kind.name else most
-    common = {key for key, count in Counter(key for key, _ in keys).items() if count > limit}
+    common = {key for key, count in Counter(key for key, _ in keys).items()
+              if count > limit or kind.name and count == len(keys)}
     keys = [whole if key in common else key for key, whole in keys]
     counts = sorted(Counter(keys).items())
     if asked is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
@@ -148,8 +148,6 @@ def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPla
         held_out = sum(count for key, count in counts if key < fraction)
         if not cuts:
             fraction = 0.0 if asked is None else asked
-        elif not held_out and asked and len(counts) < FEW_DOCUMENTS:
-            return SplitPlan(fraction, [*common], cuts[0])
         elif not held_out or kind.name and is_far(held_out, target):
             fraction = min(zip(sums, cuts), key=lambda each: abs(each[0] - target))[1]
     return SplitPlan(fraction, [*common])
@@ -196,9 +194,10 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
                 if not (folder / MANIFEST).is_file():
                     build(plan, folder)
     # It may have been prepared with --on-bad-record skip.
-    bad = read_own_json(folder / MANIFEST)["skipped"]["bad_records"]
-    if bad and options.on_bad_record == "fail":
-        raise DataError(f"{bad[0]}; {folder} lacks such records: correct them, or use --on-bad-record skip")
+    skipped = read_own_json(folder / MANIFEST)["skipped"]
+    advice = f"{folder} lacks such records: correct them, or use --on-bad-record skip"
+    Reading(options.on_bad_record == "skip", advice, bad=skipped["bad"],
+            bad_records=skipped["bad_records"]).settle()
     return folder
 
 
@@ -286,6 +285,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             overlaps.count(chunk.removed)
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
+                reading.failed = refused.failed
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
             if chunk.end.fraction:
@@ -307,6 +307,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     # Combine what the reader and the workers skipped.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
+    Reading(skip_bad, reading.advice, bad=skipped["bad"], bad_records=skipped["bad_records"]).settle()
     if reading.dropped:
         skipped["dropped"] = dict(reading.dropped)
     if not splits["train"]["documents"]:
@@ -315,8 +316,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             **({"removed": overlaps.removed} if overlaps.removed else {}),
             **({"cut_from_each": TAIL} if fraction is None else
                {"held_out": fraction} if fraction != options.validation_fraction else {}),
-            **({"common_openings": len(split_plan.common)} if split_plan.common else {}),
-            **({"lowest_fraction": split_plan.lowest} if split_plan.lowest else {})}
+            **({"common_openings": len(split_plan.common)} if split_plan.common else {})}
 
 
 def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
@@ -333,8 +333,8 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
         reading.start = Place(*end["place"])
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
-        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"])
-    plan_of_split = plan_split(kind, read(Reading(reading.skip_bad)), options.validation_fraction)
+        return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"][:2])
+    plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without places are read again, but not tokenized.
     return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
@@ -375,13 +375,17 @@ def cut_chunks(items: Iterable, reading: Reading, done: int = 0) -> Iterator[tup
         return ChunkEnd(reading.fraction, reading.item or reading.place, done, reading.counts)
 
     chunk, characters = [], 0
-    for item in items:
-        done += 1
-        chunk.append(item)
-        characters += item.characters
-        if characters >= CHUNK_CHARACTERS:
-            yield chunk, end()
-            chunk, characters = [], 0
+    try:
+        for item in items:
+            done += 1
+            chunk.append(item)
+            characters += item.characters
+            if characters >= CHUNK_CHARACTERS:
+                yield chunk, end()
+                chunk, characters = [], 0
+    except DataError:
+        if not (reading.failed and reading.bad):  # reported with those that workers find in the last chunks
+            raise
     if chunk:
         yield chunk, end()
 
@@ -458,9 +462,7 @@ def describe_split(manifest: dict) -> Iterator[str]:
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
     if asked and not held_out:
-        lowest = ceil(1000 * manifest.get("lowest_fraction", 0)) / 1000
-        remedy = f"set VALIDATION_FRACTION={lowest} or more, or {more}" if lowest else more
-        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {asked:.1%}; {remedy}"
+        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {asked:.1%}; {more}"
     elif "cut_from_each" not in manifest and is_far(held_out, asked * (trained + held_out)):
         yield (f"Warning: {held_out:,} of {trained + held_out:,} {noun}s are in validation, "
                f"{held_out / (trained + held_out):.1%} instead of {asked:.1%}, because equal ones"

@@ -23,18 +23,19 @@ from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import WrongContentError, check_start, sha256
+from common.files import WrongContentError, advice_on_encoding, check_start, sha256
 from common.text import counted, pip_install, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, also compressed as {' '.join(COMPRESSIONS)}"
-LISTED_BAD_RECORDS, LISTED_COLUMNS, LISTED_DROPPED = 1000, 20, 1000
+LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, LISTED_COLUMNS, LISTED_DROPPED = 1000, 20, 20, 1000
 MAX_LINE_BYTES = 1 << 30  # lines are held in memory, and compressed files may unpack to much more
 SNIFF_BYTES = 8192  # read first, to distinguish text from binary, and JSON lines from an array
 BLOCK_CHARACTERS = 1 << 16  # read from a JSON array at once
 BLANK = re.compile(r"[ \t\r\n]*")
+UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
 # Files that `datasets` writes beside the .arrow files of a saved or cached dataset.
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
@@ -134,6 +135,8 @@ class Reading:
 
     skip_bad: bool = False
     advice: str = "correct it, or skip such records: --on-bad-record skip"
+    failed: bool = False  # a record was refused: read to the end of the file, for all of its bad records
+    refused: int = 0  # bad records that were read here; others are from a journal
     bad: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
     empty: int = 0
@@ -163,12 +166,20 @@ class Reading:
             self.dropped[name if is_listed else "others"] += 1
 
     def refuse(self, where: str, reason: str) -> None:
-        """Count and list an unusable record, or raise DataError."""
-        if not self.skip_bad:
-            raise DataError(f"{where}: {reason}; {self.advice}")
+        """Count and list an unusable record; without `skip_bad`, `settle` raises DataError."""
+        self.failed = not self.skip_bad
+        self.refused += 1
         self.bad += 1
         if len(self.bad_records) < LISTED_BAD_RECORDS:
             self.bad_records.append(f"{where}: {reason}")
+
+    def settle(self) -> None:
+        """Raise DataError with the unusable records so far, unless they are skipped."""
+        if self.bad and not self.skip_bad:
+            shown = self.bad_records[:SHOWN_BAD_RECORDS]
+            first = f"; the first {len(shown)}" * (len(shown) < self.bad)
+            raise DataError(*([f"{shown[0]}; {self.advice}"] if self.bad == 1 else
+                              [f"{self.bad:,} bad records{first}; {self.advice}", *shown]))
 
 
 Records = Iterator[tuple[str, Any]]
@@ -484,13 +495,15 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         while size < SNIFF_BYTES and (line := next(lines, b"")):
             first.append(line)
             size += len(line)
-        bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
-        if 2 * bad > len(first):
-            raise DataError(f"{file.url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain "
-                            "NULs or bytes that are not UTF-8; convert it (iconv), or remove the file")
+        bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
+        if 2 * len(bad) > len(first):
+            sample = b"".join(bad)
+            way = "" if b"\0" in sample else advice_on_encoding(file.url, sample)
+            raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} lines have "
+                            f"NULs or bytes that are not UTF-8; remove the file{way and f', or {way}'}")
         lines = chain(first, lines)
     # Decode the lines.
-    offset = place.offset
+    offset, advice, valid = place.offset, reading.advice, b""  # a line of UTF-8 that is not ASCII
     for number, line in enumerate(lines, place.record + 1):
         where, reading.place = f"{file.url}:{number}", Place(place.file, number - 1, offset)
         offset += len(line)
@@ -505,8 +518,12 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8 (see iconv)")
+            way = advice_on_encoding(file.url, valid + line)
+            reading.advice = f"{advice}; {way}" if way else advice
+            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
             continue
+        if not (valid or line.isascii()):
+            valid, reading.advice = line, advice
         yield where, text
 
 
@@ -555,7 +572,7 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
     """Yield the items of a JSON array file, with one item and a block of text in memory."""
-    text, at, line = "", 0, 1  # text in memory, and the current position
+    text, at, line, advice = "", 0, 1, reading.advice  # text in memory, and the current position
     before, place = reading.bytes_done, reading.place
     number, expected = 0, "["  # next character; "item", or "" for the end
 
@@ -566,6 +583,9 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
         """Read more text, doubling the amount, so that a long item is not decoded too often."""
         nonlocal text, at
         more = decoded.read(max(BLOCK_CHARACTERS, len(text) - at))
+        if UNDECODED.search(more):
+            way = advice_on_encoding(file.url, more.encode("utf-8", "surrogateescape"))
+            reading.advice = f"{advice}; {way}" if way else advice
         if more:
             text, at = text[at:] + more, 0
         return bool(more)
@@ -723,7 +743,8 @@ def flaw_of(text: Any) -> str | None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        return f"contains a lone surrogate at character {error.start + 1}"
+        what = "a byte that is not UTF-8" if UNDECODED.match(text[error.start]) else "a lone surrogate"
+        return f"contains {what} at character {error.start + 1}"
     return None
 
 
@@ -741,7 +762,7 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
     columns = [*dict.fromkeys([column, *renamed.values()])] if column else []
     if source.name:
         yield "hub", _rename_columns(_read_hub(source, columns, reading), renamed, reading)
-        return
+        return reading.settle()
     files = list_files(source)
     reading.bytes_total = sum(file.size for file in files)
     for number, file in enumerate(files):
@@ -751,6 +772,9 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
             reading.place = reading.start if number == reading.start.file else Place(number)
             yield file.kind, _rename_columns(READERS[file.kind](file, columns, reading), renamed, reading)
         reading.bytes_done = before + file.size
+        if reading.failed:
+            break
+    reading.settle()
 
 
 def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Reading) -> Records:
@@ -819,9 +843,20 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
     """Yield the valid texts of a source's column, or if `join`, documents made of them as lines.
 
     Documents are whole files, are separated by blank lines or by the line in `source.splitter`, or start at
-    a line like ` = Title = ` (wikitext).
+    a line like ` = Title = ` (wikitext). A document with an unusable line is left out as a whole.
     """
     column, begin, place, kept, reading.item = source.text_column, "", reading.place, [], None
+    refused = reading.refused
+
+    def end() -> Iterator[Document]:
+        nonlocal kept, refused
+        if kept and reading.refused == refused:
+            reading.item = place
+            yield Document(begin, "".join(kept))
+        elif kept and reading.skip_bad:
+            reading.refuse(begin, "the document that begins here is left out, because a line of it is bad")
+        kept, refused = [], reading.refused
+
     for where, record in records:
         if column not in record:
             reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")
@@ -838,13 +873,9 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
             continue
         is_separator = source.splitter == "blank" and text.isspace() or text.rstrip("\n") == source.splitter
         reading.separators += is_separator
-        if kept and (is_separator or source.splitter == "wikitext" and WIKITEXT_TITLE.fullmatch(text)):
-            reading.item = place
-            yield Document(begin, "".join(kept))
-            kept = []
+        if is_separator or source.splitter == "wikitext" and WIKITEXT_TITLE.fullmatch(text):
+            yield from end()
         if not is_separator:
             begin, place = (begin, place) if kept else (where, reading.place)
             kept.append(text)
-    if kept:
-        reading.item = place
-        yield Document(begin, "".join(kept))
+    yield from end()

@@ -464,6 +464,10 @@ class Check:
             is_planned = config.device_memory and not config.debug
             if config.compile and not is_planned and model_utils.why_not_compile(config, self.device.type):
                 config = config.model_copy(update={"compile": False})
+            if self.inputs and config.training_stage == "dpo":  # rows may be longer, for pairs that need it
+                length = rows_by_source(self.inputs.rows)[0].row_tokens
+                config = config.model_copy(update={"max_seq_len": length,
+                                                   "total_batch_size": config.rows_per_step * length})
             with self.entry("memory"):
                 self.report_memory(config, vocab_size)
         if self.plan and not config.device_memory:  # else the disk belongs to another machine, too

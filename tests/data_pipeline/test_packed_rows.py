@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from config import ModelConfig
+from data_pipeline.chats import describe_lengths
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import LENGTH_SHIFT, Batch, ExampleRows, first_prompts, open_example_set
 from fused.head import IGNORE_INDEX
+from learn.objectives import pair_logprobs
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
 VOCABULARY = 100
@@ -190,7 +193,7 @@ def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remain
     chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
     assert (rows.examples, rows.truncated, rows.left_out) == (4, 2, 2)
-    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 truncated to a row, 2 too long and left out"
+    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut to MAX_SEQ_LEN=8, 2 too long and left out"
     read = {}
     for row in range(len(rows)):
         batch = rows(np.array([row]))
@@ -203,23 +206,83 @@ def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remain
     assert rows.tokens == 6 + 8 + 8 + 8
 
 
-def test_a_pair_that_does_not_fit_is_left_out_whole(tmp_path):
-    pairs = [[(PROMPT, [1] * p), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in ((3, 2, 3), (3, 2, 4), (1, 1, 1), (50, 1, 1))]
-    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs), "pairs"), 9)
+def pairs_of(*lengths):
+    return [[(PROMPT, [*range(1, 1 + p)]), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in lengths]
+
+
+def documents_of(rows):
+    """Return {pair: [chosen, rejected]}, each as (tokens, targets)."""
+    found = {}
+    for row in range(len(rows)):
+        batch = rows(np.array([row]))
+        for place, example in enumerate(rows.examples_in(row).tolist()):
+            own = [batch.document_ids_BT == 2 * place + side for side in (1, 2)]
+            found[example] = [(batch.tokens_BT[each].tolist(), batch.targets_BT[each].tolist()) for each in own]
+    return found
+
+
+def test_pairs_that_do_not_fit_are_left_out_with_drop_and_the_other_rows_stay_as_they_were(tmp_path):
+    """As in versions that knew nothing else, whose runs resume with it."""
+    pairs = opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (3, 2, 4), (1, 1, 1), (50, 1, 1))), "pairs")
+    rows = ExampleRows(pairs, 9, truncation="drop")
     assert (rows.examples, rows.left_out, rows.truncated, rows.tokens) == (2, 2, 0, 9 + 2)
-    assert sorted(rows.examples_in(row).tolist() for row in range(len(rows))) == [[0], [2]]
-    batch = rows(np.array([[0, 2].index(rows.examples_in(0)[0])]))
-    assert batch.document_ids_BT.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 2]]
-    assert batch.targets_BT.tolist() == [[-100, -100, 2, 2, -100, -100, 3, 3, 3]]
+    assert rows.fingerprint == pairs.fingerprint and rows.row_tokens == 9
+    assert documents_of(rows)[0] == [([1, 2, 3, 2], [-100, -100, 2, 2]), ([1, 2, 3, 3, 3], [-100, -100, 3, 3, 3])]
 
 
-@pytest.mark.parametrize("kind, needed", [("chats", 6), ("pairs", 13)])
-def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(kind, needed, tmp_path):
+def test_a_pair_is_kept_if_its_documents_fit_a_row_alone_and_otherwise_cut(tmp_path):
+    pairs = opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20))), "pairs")
+    rows = ExampleRows(pairs, 9)
+    assert (rows.examples, rows.left_out, rows.truncated, rows.row_tokens) == (4, 0, 2, 18)
+    assert rows.describe() == f"4 pairs in {len(rows)} rows of 18 tokens, {rows.fill:.1%} full, 2 cut to MAX_SEQ_LEN=9"
+    found = {pair: [[*tokens, targets[-1]] for tokens, targets in documents] for pair, documents in documents_of(rows).items()}
+    assert found == {0: [[1, 2, 3, 2, 2], [1, 2, 3, 3, 3, 3]], 1: [[1, 2, 3, 4, *[2] * 6], [1, 2, 3, 4, *[3] * 6]],
+                     2: [[*range(44, 51), 2], [*range(44, 51), 3, 3, 3]],  # the prompt's end, beside the longer answer
+                     3: [[*range(5, 10), *[2] * 5], [*range(5, 10), *[3] * 5]]}  # half a row
+    fingerprints = {ExampleRows(pairs, *more).fingerprint for more in ((9,), (10,), (9, True, "keep_start"), (9, True, "drop"))}
+    assert len(fingerprints) == 4, "runs, references and comparisons know rows by it"
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+def test_pairs_are_cut_like_those_of_trl(mode, tmp_path):
+    """TRL drops pairs whose prompts fill a row, and its keep_end keeps more of the prompt for the shorter answer."""
+    collator = pytest.importorskip("trl.trainer.dpo_trainer").DataCollatorForPreference(0, max_length=10, truncation_mode=mode)
+    lengths = [(3, 2, 3), (9, 4, 2), (4, 20, 1), (10, 1, 1)] if mode == "keep_start" else [(3, 2, 3), (50, 4, 4), (20, 5, 5)]
+    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs_of(*lengths)), "pairs"), 9, truncation=mode)
+    assert rows.left_out == (mode == "keep_start")
+    for pair, documents in documents_of(rows).items():
+        (_, prompt), (_, chosen), (_, rejected) = pairs_of(lengths[pair])[0]
+        theirs = collator([{"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}])
+        for ours, ids, mask, is_answer in zip(documents, theirs["input_ids"], theirs["attention_mask"], theirs["completion_mask"]):
+            ids, is_answer = ids[mask.bool()], is_answer[mask.bool()].bool()
+            assert ours == (ids[:-1].tolist(), torch.where(is_answer, ids, IGNORE_INDEX)[1:].tolist())
+
+
+def test_long_rows_give_the_log_probabilities_of_each_answer_alone(tmp_path):
+    model = new_model(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
+    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20), (2, 1, 1))), "pairs"), 9)
+    found = pair_logprobs(model, rows(np.arange(len(rows))))
+    for row in range(len(rows)):
+        for place, example in enumerate(rows.examples_in(row).tolist()):
+            alone = [model(*(torch.tensor([each]) for each in document)).sum() for document in documents_of(rows)[example]]
+            torch.testing.assert_close(found[row, place], torch.stack(alone), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind, mode, needed", [("chats", "keep_end", 6), ("pairs", "keep_start", 6), ("pairs", "drop", 13)])
+def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(kind, mode, needed, tmp_path):
     example = {"chats": chat(6, 3), "pairs": [(PROMPT, [1] * 6), (WORDS, [2]), (WORDS, [3, 3])]}[kind]
     examples = opened(write(tmp_path, kind, [example]), kind)
-    with pytest.raises(DataError, match=rf"(?s){tmp_path}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
-        ExampleRows(examples, needed - 1)
-    assert len(ExampleRows(examples, needed)) == 1
+    with pytest.raises(DataError, match=rf"(?s){re.escape(str(tmp_path))}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
+        ExampleRows(examples, needed - 1, truncation=mode)
+    assert len(ExampleRows(examples, needed, truncation=mode)) == 1
+
+
+def test_the_lengths_that_keep_examples_whole_are_counted(tmp_path):
+    folder = write(tmp_path / "pairs", "pairs", pairs_of((3, 2, 3), (500, 13, 2), (500, 14, 1), (40, 1, 1500)))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert describe_lengths(folder, manifest) == "MAX_SEQ_LEN=512 keeps 2 of 4 pairs whole, 1024 keeps 3, 2048 keeps 4"
+    folder = write(tmp_path / "chats", "chats", [chat(3, 4), chat(500, 13)])
+    assert describe_lengths(folder, json.loads((folder / MANIFEST).read_text())) == "MAX_SEQ_LEN=512 keeps 2 of 2 chats whole"
 
 
 @pytest.mark.parametrize("verify", ["always", "auto", "never"])

@@ -534,3 +534,54 @@ def test_a_table_that_git_lfs_did_not_fetch_is_named(tmp_path):
     (tmp_path / "x.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(DataError, match="x.parquet: it is a git-lfs pointer.* git lfs pull"):
         texts_of(tmp_path / "x.parquet")
+
+
+def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text("".join('{"text": 1}\n' if number % 2 else '{"text": "good"}\n' for number in range(50)))
+    with pytest.raises(DataError) as refused:
+        texts_of(tmp_path)
+    first, *places = str(refused.value).split("\n")
+    assert first.startswith("25 bad records; the first 20; ") and "--on-bad-record skip" in first
+    assert places == [f"{tmp_path}/a.jsonl:{2 * number}: column 'text' is a number, expected text" for number in range(1, 21)]
+
+
+@pytest.mark.parametrize("splitter, kept", [
+    ("whole", []), ("blank", ["first\n", "third\n"]), ("wikitext", [" = C = \nthird\n"]), ("---", ["first\n"])])
+def test_a_document_with_a_bad_line_is_left_out_as_a_whole(tmp_path, splitter, kept):
+    texts = {"blank": b"first\n\nsec\xff\nond\n\n\xff\n\nthird\n", "---": b"first\n---\nsecond\n\xff\n",
+             "wikitext": b" = A = \nfirst\n\xff\n = B = \n\xff\n = C = \nthird\n"}
+    path = tmp_path / "x.txt"
+    path.write_bytes(texts.get(splitter, b"first\nsecond\nthird\n\xff\nfourth\n"))
+    reading = Reading(skip_bad=True)
+    assert [document.text for document in read_texts(Source(path=str(path), documents=splitter), reading)] == kept
+    assert any("the document that begins here is left out" in record for record in reading.bad_records)
+    with pytest.raises(DataError, match="byte . of the line is not UTF-8"):
+        [*read_texts(Source(path=str(path), documents=splitter), Reading())]
+
+
+@pytest.mark.skipif(not shutil.which("iconv"), reason="needs iconv")
+@pytest.mark.parametrize("name, encoding", [
+    ("my texts.txt", "cp1252"), ("x.jsonl", "cp1252"), ("x.json", "cp1252"), ("x.jsonl.gz", "cp1252"), ("x.txt.gz", "utf-16"), ("x.txt", "cp1251")])
+def test_the_command_for_text_that_is_not_utf8_converts_it(tmp_path, name, encoding):
+    text = "Однажды в студёную пору" if encoding == "cp1251" else "Il était une fois un café près de la forêt"
+    record = json.dumps({"text": text}, ensure_ascii=False)
+    content = f"{text}\n" if ".txt" in name else f"[{record}]" if name == "x.json" else f"{record}\n"
+    path, data = tmp_path / name, content.encode(encoding)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(DataError) as refused:
+        texts_of(path)
+    assert ("WINDOWS-1252, as it seems" in str(refused.value)) == (encoding == "cp1252")
+    command = str(refused.value).partition("with: ")[2].partition("\n")[0].replace("ENCODING", "WINDOWS-1251")
+    subprocess.run(["bash", "-c", command], check=True)
+    assert [found.strip() for found in texts_of(path)[0]] == [text] and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_in_which_most_is_utf8_gets_no_command_that_would_spoil_it(tmp_path):
+    for name in ("x.txt", "x.json"):
+        text = "Größe\n" * 9 + "caf\udce9\n"
+        text = text if name == "x.txt" else json.dumps([{"text": line} for line in text.split("\n") if line], ensure_ascii=False)
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(DataError, match=f"{name}:.* not UTF-8") as refused:
+            texts_of(tmp_path / name)
+        assert "iconv" not in str(refused.value)

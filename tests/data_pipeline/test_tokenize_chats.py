@@ -398,7 +398,7 @@ def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_
 
 @pytest.mark.parametrize("trained, held_out, more, words", [
     (190, 10, {}, ""), (30, 170, {}, "170 of 200 examples are in validation, 85.0% instead of 5.0%"),
-    (400, 0, {}, "0 of 400 instead of 5.0%; add more"), (12, 0, {"lowest_fraction": 0.0712}, "set VALIDATION_FRACTION=0.072 or more"),
+    (400, 0, {}, "0 of 400 instead of 5.0%; add more"),
     (186, 14, {"common_openings": 2}, "Split: 2 openings")])
 def test_a_split_far_from_what_was_asked_for_is_told_with_figures_and_a_remedy(trained, held_out, more, words):
     splits = {"train": {"documents": trained}, "validation": {"documents": held_out}}
@@ -407,8 +407,10 @@ def test_a_split_far_from_what_was_asked_for_is_told_with_figures_and_a_remedy(t
     assert words in said and bool(said) == bool(words)
 
 
-def test_the_lowest_fraction_that_is_advised_holds_something_out():
-    examples = [example(f"Prompt {number}", "a") for number in range(12)]
-    planned = plan(examples, 1e-6)
-    assert planned.lowest and not held_out(examples, planned)
-    assert 0 < len(held_out(examples, plan(examples, round(planned.lowest + 5e-4, 3)))) < 12
+@pytest.mark.parametrize("asked", [None, 1e-6, 0.05])
+@pytest.mark.parametrize("prompts, answers", [(12, 1), (2, 1), (1, 2), (1, 10), (1, 16)])
+def test_small_sets_hold_out_at_least_one(prompts, answers, asked):
+    """Also if all are for one prompt, such as the answers that a user judged in one conversation."""
+    examples = [example(f"Prompt {prompt}", answers=(f"Good {number}", "bad")) for prompt in range(prompts) for number in range(answers)]
+    assert 0 < len(held_out(examples, plan(examples, asked))) < len(examples)
+
