@@ -3,11 +3,10 @@
 import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
-from operator import attrgetter
 from typing import Any, Optional
 
 from common.errors import SettingsError
@@ -42,11 +41,10 @@ from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.objectives import Prepared
 from learn.optim import learning_rate
-from model_utils import clip_scale, forced_eager, gradient_norm, gradient_sync, seed_step, wrap_model
-from observe import check, guards
-from observe.profile import Measurements, peak_memory_bytes
+from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
+from observe import check
 from parallel.exact import exponent_for, place, share
-from parallel.fsdp import average_vectors, finite_gradients, is_sharded
+from parallel.fsdp import average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.life import (
     Run,
@@ -61,6 +59,7 @@ from run.life import (
     whole_step,
 )
 from run.start import open_run
+from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
 from run.trackers import abandoning_trackers
 
 
@@ -97,8 +96,10 @@ def train(loaded: Loaded) -> int:
             check.print_overview(run)
             start_writing(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
-            with Measurements(run) as measured, saves_end(run):
-                code = train_loop(run, measured)
+            for extension in run.extensions:
+                extension.run_start(run)
+            with saves_end(run):
+                code = train_loop(run)
             HEARTBEAT.enter("the end")
             return code
     except Interrupted:  # before the first step
@@ -106,7 +107,7 @@ def train(loaded: Loaded) -> int:
 
 
 @collective
-def train_loop(run: Run, measured: Measurements) -> int:
+def train_loop(run: Run) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
@@ -115,45 +116,41 @@ def train_loop(run: Run, measured: Measurements) -> int:
                  f"steps.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype, config.exact_micro_batches)
-    prepare = getattr(run.objective, "prepare_step", None)
-    first_bad = guards.FirstBad(run.model) if config.debug else None
+    started, seconds, first = time.perf_counter(), [], progress.step
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
-            latest = {} if progress.pending_metrics is None else finish_step(run, measured)
+            latest = {} if progress.pending_metrics is None else finish_step(run)
             first = progress.step
             while not (run.finished or run.stops_here):
-                measured.begin_step(progress.step + 1)
-                batches, count = next(loader)
-                prepared = prepare(batches, progress.step) if prepare else Prepared(batches, count, {})
-                batches, count = prepared.batches, prepared.count
+                for extension in run.extensions:
+                    extension.step_begin(run)
+                HEARTBEAT.enter("data", progress.step + 1)
+                begun = time.perf_counter()
+                prepared = prepare_step(run, *next(loader))
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 lr = learning_rate(progress.updates, config)
-                updates = take_updates(run, ddp_model, batches, count, lr)
-                result = whole_step(updates)
-                result = result._replace(metrics=prepared.metrics | result.metrics)
+                result = take_updates(run, ddp_model, prepared, lr)
+                seconds.append(time.perf_counter() - begun)
 
-                # Log the step first: a bad step raises here and is not counted.
+                # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
                     record_settings(run)
-                guards.append_ledger(run, result)
-                if not result.finite:
-                    recheck = partial(recheck_locally, run, batches, result.count)
-                    guards.stop_non_finite(run, batches, result, first_bad, recheck)
-                if result.spike:
-                    guards.handle_loss_spike(run, batches, max(updates, key=attrgetter("spike")))
+                log_step(run, result)
+                for extension in run.extensions:
+                    extension.step_end(run, prepared.batches, result)
+                if not counts(run, result):
+                    stop_before(run, result)
                 run.advance(result)
 
-                measured.end_step(progress.step, batches * config.updates_per_step)
                 if due(config.log_every, progress.step, run.finished):
-                    progress.pending_metrics = step_metrics(run, result, lr, measured.read_steps())
-                if due(config.drift_check_every, progress.step, run.finished):
-                    guards.check_replicas(run)
+                    progress.pending_metrics = step_metrics(run, result, lr, sum(seconds) / len(seconds))
+                    seconds.clear()
                 if result.is_written:
                     finish_saving(run)
                 if result.stop:
                     raise Interrupted
-                latest = finish_step(run, measured)
+                latest = finish_step(run)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
@@ -164,20 +161,32 @@ def train_loop(run: Run, measured: Measurements) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    check.print_summary(run, measured.phases, first, latest)
+    check.print_summary(run, started, first, latest)
     return 0
 
 
 @collective
-def take_updates(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int,
-                 lr: float) -> list[StepResult]:
+def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
+    """Return a step's batches, with `count` units, as the extensions and the objective want them."""
+    for extension in run.extensions:
+        if (changed := extension.batches(run, batches)) is not batches:
+            batches, count = changed, sum(int(run.objective.count(batch)) for batch in changed)
+    if prepare := getattr(run.objective, "prepare_step", None):
+        return prepare(batches, run.progress.step)
+    return Prepared(batches, count, {})
+
+
+@collective
+def take_updates(run: Run, ddp_model: torch.nn.Module, prepared: Prepared, lr: float) -> StepResult:
     """Make a step's updates, up to the first that is not finite; `run.undo` restores the state before."""
+    batches, count, metrics = prepared
     run.undo, restore = None, run.copy_state() if run.config.updates_per_step > 1 else None
     updates = [train_step(run, ddp_model, batches, count, lr)]
     while updates[-1].finite and len(updates) < run.config.updates_per_step:
         run.undo = restore
         updates.append(train_step(run, ddp_model, batches, count, lr))
-    return updates
+    result = whole_step(updates)
+    return result._replace(metrics=metrics | result.metrics)
 
 
 @collective
@@ -206,6 +215,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
             scaler.unscale_(optimizer)
     norm = gradient_norm(ddp_model)
     HEARTBEAT.enter("update")
+    for extension in run.extensions:
+        extension.before_update(run, batches)
 
     # Sum over all ranks. All ranks have the same norm, but if it is NaN on one of them, all must know.
     stops = torch.full_like(norm, run.context.signals.received is not None)
@@ -215,18 +226,19 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     *totals, norms, stops, written = (values.sum() for values in all_sums)
     means = [total / units for total in totals]
 
-    middle, deviation = guards.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
+    middle, deviation = median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
     skipped = ~(means[0].isfinite() & norms.isfinite() & fits)
     if config.loss_spike_policy != "warn":
         skipped |= means[0] > limit
-    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
+    with run.phase("optimizer"):
+        run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
     values = torch.stack([widened(value) for value in
                           (*means, norms, stops, written, norm, skipped, units, fits, largest)])
     has_checksums = config.ledger_checksum or config.reproducible
-    halves = guards.weight_checksums(run.model) if has_checksums else values[:0]
+    halves = weight_checksums(run.model) if has_checksums else values[:0]
     numbers = ranks.tolist(torch.cat([values, halves]))
     *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
     assert units > 0, "the step has no targets"
@@ -240,7 +252,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     spike = (loss - middle) / deviation if loss > limit else 0.0
     metrics = dict(zip([*sums][1:], others))
     return StepResult(loss, metrics, round(units), norm, finite, not skipped, spike, stops > 0,
-                      guards.joined(numbers[len(values):]), written == ranks.world_size)
+                      joined(numbers[len(values):]), written == ranks.world_size)
 
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
@@ -258,46 +270,36 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     exact = run.config.exact_micro_batches
     first = share(exact, run.ranks.rank, run.ranks.world_size).start
     for number, batch in enumerate(batches, 1):
-        HEARTBEAT.begin("forward")
         index = first + number - 1  # in the step
         if exact:
             seed_step(run.config.seed, run.progress.step, index)
         with gradient_sync(ddp_model, is_last=number == len(batches)):
-            total, metrics = run.objective.loss_sum(ddp_model, batch)
-            mean = total * scale
-            HEARTBEAT.begin("backward")
-            (run.scaler.scale(mean) if run.scaler else mean).backward()
+            with run.phase("forward"):
+                total, metrics = run.objective.loss_sum(ddp_model, batch)
+                mean = total * scale
+            with run.phase("backward"):
+                (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + (place(value, index, exact) if exact else value)
         HEARTBEAT.beat()
     return sums
 
 
-def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
-    """Recompute this rank's part of a step; return if it is finite. Collective if the model is sharded."""
-    seed_step(run.config.seed, run.progress.step, run.ranks.rank)
-    scale = run.ranks.world_size / count
-    if not is_sharded(run.model):
-        sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"].sum()) and math.isfinite(gradient_norm(run.model))
-    with forced_eager(), finite_gradients(run.model) as are_finite:
-        sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"].sum()) and are_finite()
-
-
-def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, float]) -> dict[str, Any]:
-    """Print the metrics of a step, with its `measured` speed, power and phases, and return them."""
+def step_metrics(run: Run, result: StepResult, lr: float, seconds: float) -> dict[str, Any]:
+    """Print the metrics of a step, with those of extensions, and return them; `seconds` is its duration."""
     config, progress = run.config, run.progress
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
-               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, **measured,
-               "peak_memory_bytes": peak_memory_bytes(run.ranks.device)}
-    seconds_left = (config.max_steps - progress.step) * measured["step_seconds"]
+               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
+               "tokens_per_second": config.total_batch_size / seconds, "step_seconds": seconds}
+    for extension in run.extensions:
+        metrics |= extension.metrics(run)
+    seconds_left = (config.max_steps - progress.step) * metrics["step_seconds"]
     run.log.progress(progress.step, metrics, seconds_left)
     return metrics
 
 
 @collective
-def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
+def finish_step(run: Run) -> dict[str, Any]:
     """Evaluate, log and save if due after the last step; return its metrics.
 
     Raises Interrupted at a stop signal; the resumed run then completes the step.
@@ -306,7 +308,7 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     evaluate(run)
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
-        run.log.step({"step": progress.step, **metrics, **measured.read_pauses()})
+        run.log.step({"step": progress.step, **metrics})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.finished or run.stops_here or (progress.step > 0 and is_due):

@@ -28,15 +28,16 @@ from common.errors import NonFiniteError, SettingsError
 from common.text import ROOT, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
+from extensions.guards import FirstBad, describe_tensors
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
 from learn.optim import learning_rate
 from model_utils import gradient_norm, is_vocabulary, seed_step, wrap_model
-from observe.guards import FirstBad, describe_tensors, median_and_deviation, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
 from run.life import Run, StepResult
 from run.start import Located, build_run, find_base, find_start, prepare_device, read_inputs
+from run.step_log import median_and_deviation, rows_crc32
 from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 

@@ -117,6 +117,8 @@ def evaluate(run: Run) -> None:
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step,
                                     run.inputs.validation_rows):
             run.log.sample(progress.step, prompt, text)
+    for extension in run.extensions:
+        metrics.update(extension.evaluate(run))
 
 
 def warn_of_a_rise(run: Run) -> None:

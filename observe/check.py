@@ -35,7 +35,6 @@ from learn.grpo import GRPO
 from learn.optim import Optimizer, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
-from observe.phases import Phases
 from parallel.ranks import Ranks, collective
 from report.verdict import time_text
 from run.card import device_name, trained_count
@@ -149,16 +148,17 @@ def print_overview(run: Run) -> None:
 
 
 @collective
-def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> None:
-    """Print the results since `first_step`, where they are, and the commands to try next."""
+def print_summary(run: Run, started: float, first_step: int, latest: dict) -> None:
+    """Print the results since `first_step` and `started`, where they are, and the commands to try next."""
     config, progress = run.config, run.progress
     info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
-    results = [f"in {duration(time.perf_counter() - phases.started)}"]
+    results = [f"in {duration(time.perf_counter() - started)}"]
     took = f" {results[0]}"
     if first_step:
         took = f"; this start took {progress.step - first_step:,} of them{took}"
     info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
-    info(f"Time: {phases.describe()}.")
+    for line in (line for extension in run.extensions for line in extension.summary(run)):
+        info(line)
     if skipped := progress.skipped_steps:
         reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
         run.log.info(f"Skipped: {skipped:,} of {progress.step:,} steps changed no weights (loss spikes or "

@@ -24,7 +24,8 @@ from observe.power import SLOWDOWNS, Reading, power_metrics, start_sampler
 from parallel.fsdp import is_sharded
 from parallel.process import number_of
 from parallel.ranks import collective
-from run.life import Run
+from run.extensions import Extension
+from run.life import Run, StepResult
 
 ROWS = 25  # rows of each table
 SNAPSHOT_EVENTS = 200_000  # the last allocations of a step to keep; each takes a few KB
@@ -60,11 +61,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Measurements:
-    """Measures in a `with` block around the loop, driven by the heartbeat's phases. Steps count from 1."""
+class Measurements(Extension):
+    """Measures the steps, driven by the heartbeat's phases. Steps count from 1."""
+
+    phases: Optional[Phases] = None
 
     @collective
-    def __init__(self, run: Run):
+    def run_start(self, run: Run) -> None:
         self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
         self.flops = step_flops(run, run.config)
         self.work, self.warned_of = Work(), 0
@@ -72,42 +75,46 @@ class Measurements:
         self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # true if any rank samples
         self.profiling = Profiling(run)
         self.phases = Phases(run, self.sampler and self.sampler.mark)
-        self.read_pauses = self.phases.read_pauses
-
-    def __enter__(self) -> "Measurements":
         self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # runs may be nested
         HEARTBEAT.begin("other")
-        return self
 
-    def __exit__(self, error, *_) -> None:
-        HEARTBEAT.on_mark = self.before
-        self.profiling.close(failed=error is not None)
-        if self.sampler:
+    def run_end(self, run: Run, error: Optional[BaseException]) -> None:
+        if self.phases:
+            HEARTBEAT.on_mark = self.before
+            self.profiling.close(failed=error is not None)
+        if self.phases and self.sampler:
             self.sampler.stop()
 
     def _mark(self, phase: str, waits: bool) -> None:
         self.phases.mark(phase, waits)
         self.profiling.mark(phase)
 
-    def begin_step(self, step: int) -> None:
+    def step_begin(self, run: Run) -> None:
         if self.sampler:
-            self.sampler.begin(step)
-        self.profiling.begin(step)
-        HEARTBEAT.enter("data", step)
+            self.sampler.begin(run.progress.step + 1)
+        self.profiling.begin(run.progress.step + 1)
 
-    def end_step(self, step: int, batches: Sequence[Batch]) -> None:
+    def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
         HEARTBEAT.begin("other")
+        batches = batches * run.config.updates_per_step
         self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
         if self.sampler:
             self.sampler.end()
-        self.profiling.end(step, batches)
+        self.profiling.end(run.progress.step + 1, batches)
 
     @collective
-    def read_steps(self) -> dict[str, float]:
+    def metrics(self, run: Run) -> dict[str, float]:
         """Return the metrics of the steps since the last reading: speed, phases, utilization, power."""
         seconds = self.phases.read_steps()
-        rate = self.run.config.total_batch_size / seconds["step_seconds"]
-        return {"tokens_per_second": rate, **seconds, **self.read_utilization(rate)}
+        rate = run.config.total_batch_size / seconds["step_seconds"]
+        return {"tokens_per_second": rate, **seconds, **self.read_utilization(rate),
+                "peak_memory_bytes": peak_memory_bytes(run.ranks.device)}
+
+    def evaluate(self, run: Run) -> dict[str, float]:
+        return self.phases.read_pauses() if run.progress.pending_metrics else {}
+
+    def summary(self, run: Run) -> list[str]:
+        return [f"Time: {self.phases.describe()}."]
 
     @collective
     def read_utilization(self, tokens_per_second: float) -> dict[str, float]:

@@ -38,6 +38,7 @@ from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_co
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
 from run.card import BackgroundReport, commit, device_name, run_card, write_card
+from run.extensions import Extension
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
 from run.saving import Saving, Share
@@ -164,6 +165,7 @@ class Run:
     pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
     share: Optional[Share] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
+    extensions: Sequence[Extension] = ()
 
     @property
     def ranks(self) -> Ranks:
@@ -177,6 +179,15 @@ class Run:
     def folder(self) -> Path:
         """The last known path of the run's folder."""
         return self.run_folder.path
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A `with` block around a part of a step, which extensions measure."""
+        HEARTBEAT.begin(name)
+        with ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.phase(name))
+            yield
 
     @property
     def finished(self) -> bool:

@@ -32,6 +32,7 @@ from learn.stored import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
+from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes, write_report
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
@@ -87,6 +88,8 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         context = RunContext(ranks, signals, log)
         try:
             run = build_run(start, context, inputs, folder)
+            for extension in run.extensions:
+                stack.push(partial(end_extension, extension, run))
             stack.push(lambda error, *_: write_report(
                 run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
             context.leave_if_stopped()
@@ -95,6 +98,10 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             raise
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run
+
+
+def end_extension(extension: Extension, run: Run, _, error: Optional[BaseException], trace) -> None:
+    extension.run_end(run, error)
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -474,6 +481,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
               for_replay: bool = False) -> Run:
     """Build a run in memory. A run for a replay is never saved, and its weights may be non-finite."""
     config, ranks = start.config, context.ranks
+    extensions = () if for_replay else load_extensions(config, context.log.warn)
     dtype = model_utils.choose_dtype(config, ranks.device.type)
     if config.lora_enabled:  # new adapters, or those of the start
         generator = torch.Generator().manual_seed(config.seed)
@@ -505,7 +513,8 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         return start.base or find_base(config, asdict(progress), folder.path, context.log.warn)
 
     objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
-    run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
+    run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder,
+              extensions=extensions)
     if reason := model_utils.compile_where_possible(model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(model, config, dtype.itemsize, ranks.device)

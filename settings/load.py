@@ -27,7 +27,7 @@ from settings.names import SWITCHES, misspelt, shortened, unknown, unknown_flag,
 
 # Settings with several values, and their separator. In JSON they may be lists.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
-         "eval_tasks": ","}
+         "eval_tasks": ",", "extensions": ","}
 # Environment variables for libraries, also allowed in `.env`.
 LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA"

@@ -34,7 +34,6 @@ from learn.objectives import NextToken
 from learn.optim import Optimizer
 from model import Transformer
 from model_utils import wrap_model
-from observe import guards
 from parallel.fsdp import local_rows
 from parallel.ranks import Ranks
 from run import folder as run_folder
@@ -410,6 +409,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
+                          extensions=(), phase=lambda name: contextlib.nullcontext(),
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     trained = wrap_model(model, ranks, config.gradient_dtype, config.exact_micro_batches)
     count = sum(int(run.objective.count(batch)) for batch in batches)
@@ -600,12 +600,12 @@ def drift(rank: int, name: str) -> None:
     """In that rank: change one number of a weight, or of the optimizer's state, to the next float, after step 3."""
     if os.environ["RANK"] != str(rank):
         return
-    original = guards.append_ledger
+    original = train.log_step
 
-    def append_ledger(run, result):
+    def log_step(run, result):
         if run.progress.step == 2:
             rows = local_rows({**dict(run.model.named_parameters()), **run.optimizer.state_tensors()}[name]).detach()
             rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
         original(run, result)
 
-    guards.append_ledger = append_ledger
+    train.log_step = log_step

@@ -20,12 +20,12 @@ from common.heartbeat import HEARTBEAT
 from config import Config, ModelConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
+from extensions import guards
 from learn.objectives import NextToken
 from learn.optim import learning_rate
 from model import Transformer
-from observe import guards
 from report.data import RunReader
-from run import life
+from run import life, step_log
 from run.log import Divergence
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -49,8 +49,8 @@ def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
 def test_a_loss_is_compared_with_the_median_in_robust_standard_deviations(recent):
     middle = statistics.median(recent)
     deviation = max(1.4826 * statistics.median([abs(value - middle) for value in recent]), 0.01 * middle)
-    assert guards.median_and_deviation(recent, 16) == pytest.approx((middle, deviation))
-    assert guards.median_and_deviation(recent, 2 * len(recent) + 1)[1] == math.inf, "too few to judge by"
+    assert step_log.median_and_deviation(recent, 16) == pytest.approx((middle, deviation))
+    assert step_log.median_and_deviation(recent, 2 * len(recent) + 1)[1] == math.inf, "too few to judge by"
 
 
 def poison(monkeypatch, *steps: int) -> None:
@@ -125,22 +125,22 @@ def test_a_checksum_changes_with_any_bit(values, data):
     bits = tensor.clone().view(torch.int32)
     place = data.draw(st.integers(0, len(values) - 1))
     bits[place] ^= 1 << data.draw(st.integers(0, 30))
-    before, same, after = (int(guards.checksum(each)) for each in (tensor, tensor.clone(), bits.view(torch.float32)))
+    before, same, after = (int(step_log.checksum(each)) for each in (tensor, tensor.clone(), bits.view(torch.float32)))
     assert before == same != after
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
-    monkeypatch.setitem(guards.SUMMED_WORDS, "cpu", 4)  # several chunks
+    monkeypatch.setitem(step_log.SUMMED_WORDS, "cpu", 4)  # several chunks
     tensor = torch.arange(37).to(dtype)
     near, far = tensor.clone(), tensor.clone()
     for swapped, places in ((near, [9, 10]), (far, [3, 30])):  # within a chunk, and between two
         swapped[places] = swapped[places[::-1]]
-    one, *others = (int(guards.checksum(each)) for each in (tensor, near, far))
+    one, *others = (int(step_log.checksum(each)) for each in (tensor, near, far))
     assert one not in others
     matrix = tensor.repeat(3, 1)
-    assert guards.checksum(matrix.T.contiguous().T) == guards.checksum(matrix)
-    assert guards.checksum(tensor[5]) == guards.checksum(tensor[5:6])
+    assert step_log.checksum(matrix.T.contiguous().T) == step_log.checksum(matrix)
+    assert step_log.checksum(tensor[5]) == step_log.checksum(tensor[5:6])
 
 
 @pytest.mark.parametrize("name", ["layers.1.attention.wq.weight", "layers.0.feed_forward.w1.weight.exp_avg_sq"])

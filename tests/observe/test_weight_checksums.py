@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from config import Config, ModelConfig
 from model_utils import build_model, load_weights
-from observe import guards
 from parallel.ranks import start_ranks, stop_ranks
+from run import step_log
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
@@ -17,7 +17,7 @@ SHAPE = {name.lower(): value for name, value in TINY.items() if name.lower() in 
 
 
 def checksums(model) -> list[int]:
-    return guards.joined(guards.weight_checksums(model).tolist())
+    return step_log.joined(step_log.weight_checksums(model).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_a_checksum_is_the_sum_over_elements_modulo_2_64(model):
     trained = dict(sorted(model.named_parameters()))
     for parameter, checksum in zip(trained.values(), checksums(model)):
         bits = parameter.detach().view(torch.int32).reshape(len(parameter), -1).tolist()
-        factors = [guards.multipliers(seed, torch.device("cpu"), 512).tolist() for seed in (0, 1)]
+        factors = [step_log.multipliers(seed, torch.device("cpu"), 512).tolist() for seed in (0, 1)]
         exact = sum(bit * row * column for row, bits_C in zip(factors[0], bits) for column, bit in zip(factors[1], bits_C))
         assert checksum == exact % 2**64
     assert len({*checksums(model)}) > len(trained) / 2, "only norms, which are all ones, have equal ones"
@@ -47,7 +47,7 @@ def test_any_bit_changes_its_tensor_and_the_total(model, data):
     after = checksums(model)
     bits[place] ^= flip
     assert [name for name, one, other in zip(names, before, after) if one != other] == [name]
-    assert guards.total_checksum(before) != guards.total_checksum(after)
+    assert step_log.total_checksum(before) != step_log.total_checksum(after)
     assert checksums(model) == before
 
 
@@ -68,7 +68,7 @@ def test_what_is_swapped_is_noticed(kind, model):
 
 def test_swapped_tensors_are_noticed_by_the_total(model):
     one, *others = checksums(model)
-    assert guards.total_checksum([one, *others]) != guards.total_checksum([others[0], one, *others[1:]])
+    assert step_log.total_checksum([one, *others]) != step_log.total_checksum([others[0], one, *others[1:]])
 
 
 def print_checksums(settings: dict) -> int:
@@ -98,7 +98,7 @@ def assert_ledger_knows(run, step: int) -> None:
     load_weights(run.checkpoint(step), model)
     found = checksums(model)
     line = run.lines("ledger")[step - 1]
-    assert line["weights"] == f"{guards.total_checksum(found):016x}"
+    assert line["weights"] == f"{step_log.total_checksum(found):016x}"
     assert line["tensors"] == "".join(f"{checksum >> 32:08x}" for checksum in found)
 
 

@@ -1,6 +1,7 @@
 """Sums that do not depend on order, ranks or shards, and what they do with numbers that do not fit."""
 
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_th
 
     for rank in range(ranks):
         run = SimpleNamespace(config=config, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
-                              objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None))
+                              objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None), phase=lambda name: nullcontext())
         accumulate_gradients(run, nn.Linear(7, 5), [None] * len(share(4, rank, ranks)), 1.0)
     for index, each in enumerate(drawn):
         seed_step(config.seed, 3, index)

@@ -21,6 +21,7 @@ from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
 from common.files import BLOCK_BYTES
 from common.heartbeat import HEARTBEAT, Background, Cancelled
+from extensions import guards
 from parallel.ranks import start_ranks, stop_ranks
 from run import saving
 from run import start as run_start
@@ -115,14 +116,14 @@ def test_a_bad_step_does_not_lose_the_checkpoint_that_is_being_written(tiny_run,
     run, written = tiny_run(), threading.Event()
     hold(monkeypatch, written)
     monkeypatch.setattr(train, "gradient_norm", train.gradient_norm)
-    original = train.guards.stop_non_finite
+    original = guards.stop_non_finite
 
     def stop_non_finite(*arguments):
         assert run.steps_saved() == []
         written.set()
         original(*arguments)
 
-    monkeypatch.setattr(train.guards, "stop_non_finite", stop_non_finite)
+    monkeypatch.setattr(guards, "stop_non_finite", stop_non_finite)
     with at_step(3, bad_gradient):
         assert run.train() == 4
     assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))

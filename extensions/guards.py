@@ -1,11 +1,9 @@
-"""The checks of a step: non-finite values, loss spikes, differing replicas; the ledger and debug files."""
+"""Reports on bad steps (the first bad module, files in debug/), loss spikes, and ranks that drift apart."""
 
 import json
 import math
-import statistics
-import zlib
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -14,107 +12,55 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
-from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
-from common.heartbeat import HEARTBEAT
+from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command
 from dataloaders import Batch
+from evaluation.during_run import due
+from model_utils import forced_eager, gradient_norm, seed_step
 from parallel import fsdp
 from parallel.ranks import collective
-from run.life import Run, StepResult, finish_saving, follow_folder, save_checkpoint
+from run.extensions import Extension
+from run.life import Run, StepResult, follow_folder
+from run.step_log import checksum, save_before
+from train import accumulate_gradients
 
 ROWS_SHOWN = 16
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
-SUMMED_WORDS = {"cpu": 2**16, "cuda": 2**24}  # at a time: what fits into a core's cache, or few launches
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
-def rows_crc32(rows: np.ndarray) -> str:
-    return f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
+class Guards(Extension):
+    """Explains steps that do not count, reports loss spikes, and compares the ranks' weights."""
 
+    first_bad: Optional["FirstBad"] = None
 
-def append_ledger(run: Run, result: StepResult) -> None:
-    """Append the step's line to ledger.jsonl. Warn once if the run diverges or stops learning."""
-    step = run.progress.step + 1
-    HEARTBEAT.begin("other")  # a slow disk is not part of the step
-    if run.ranks.is_rank0:
-        rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
-        entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
-                 "grad_norm": result.grad_norm, "updated": result.updated}
-        if result.checksums:
-            entry |= {"weights": f"{total_checksum(result.checksums):016x}",
-                      "tensors": "".join(f"{checksum >> 32:08x}" for checksum in result.checksums)}
+    def run_start(self, run: Run) -> None:
+        self.first_bad = FirstBad(run.model) if run.config.debug else None
+
+    def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
+        config, step = run.config, run.progress.step + 1
+        if not result.finite:
+            recheck = partial(recheck_locally, run, batches, result.count)
+            stop_non_finite(run, batches, result, self.first_bad, recheck)
         if result.spike:
-            entry |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
-        run.log.append("ledger", entry)
-        loss = result.loss if run.config.has_loss_curve else None
-        for kind, sentence in run.log.divergence.add(loss, result.grad_norm).items():
-            text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well "
-                    f"below {run.config.learning_rate:g}")
-            run.log.warn(f"step {step}: {text}")
-            run.log.event(kind, step, text=text)
+            handle_loss_spike(run, batches, result)
+        if due(config.drift_check_every, step, step >= config.max_steps):
+            check_replicas(run)
 
 
-def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[float, float]:
-    """Return the median and a robust standard deviation; 0 and infinity until half of the window is full.
-
-    The deviation is at least 1 % of the median, so that ripples in a flat curve raise no alarm.
-    Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation.
-    """
-    if 2 * len(recent) < window:
-        return 0.0, math.inf
-    middle = statistics.median(recent)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
-    return middle, max(deviation, 0.01 * abs(middle), 1e-12)
-
-
-# -------------------------------------------------------------------------------------------- checksums
-
-
-@cache
-def multipliers(seed: int, device: torch.device, count: int) -> Tensor:
-    """Return odd pseudo-random int64 factors: the same on every machine, a longer list starts the same."""
-    raw = np.random.PCG64(seed).random_raw(count).view(np.int64)
-    return torch.from_numpy(raw | 1).to(device)
-
-
-@torch.no_grad()
-def checksum(rows: Tensor, start: int = 0) -> Tensor:
-    """Return a checksum, an int64 scalar, of the bits of rows that begin at row `start` of a tensor.
-
-    The sum over all elements of bits x factor of the row x factor of the column, modulo 2^64. Integer sums do
-    not depend on their order, so the shards of a tensor add up. A factor is odd, so that any change of one
-    element changes the sum; other changes cancel out with a probability of about 2^-31.
-    Source: multilinear hashing, Carter & Wegman 1979; Lemire & Kaser 2014 (arXiv:1202.4961).
-    """
-    rows = rows.detach() if rows.ndim else rows.detach()[None]
-    columns, end = rows.shape[1:].numel(), start + len(rows)
-    bits = rows.view(WORDS[rows.element_size()]).reshape(len(rows), columns)
-    longest = 1 << max(end, columns).bit_length()
-    rows_R, columns_C = (multipliers(seed, rows.device, longest) for seed in (0, 1))
-    chunk = max(1, SUMMED_WORDS[rows.device.type] // max(1, columns))
-    sums_R = torch.cat([(part * columns_C[:columns]).sum(dim=1) for part in bits.split(chunk)])
-    return (sums_R * rows_R[start:end]).sum()
+EXTENSION = Guards
 
 
 @collective
-def weight_checksums(model: nn.Module) -> Tensor:
-    """Return the checksum of each trained tensor, by name, as (2K,) doubles: upper and lower halves."""
-    trained = [each for _, each in sorted(fsdp.named_parameters(model).items()) if each.requires_grad]
-    sums = [checksum(fsdp.local_rows(each), fsdp.local_span(each)[0]) for each in trained]
-    sums_K = fsdp.add_shards(sums, trained)
-    return torch.cat([sums_K >> 32, sums_K & 0xFFFFFFFF]).double()
-
-
-def joined(halves: Sequence[float]) -> list[int]:
-    """Return the 64-bit checksums that `weight_checksums` divided into halves."""
-    count = len(halves) // 2
-    return [(int(high) << 32 | int(low)) % 2**64 for high, low in zip(halves[:count], halves[count:])]
-
-
-def total_checksum(checksums: Sequence[int]) -> int:
-    """Return one checksum of all tensors, in which each has another odd factor."""
-    factors = multipliers(2, torch.device("cpu"), len(checksums)).tolist()
-    return sum(factor * checksum for factor, checksum in zip(factors, checksums)) % 2**64
+def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
+    """Recompute this rank's part of a step; return if it is finite. Collective if the model is sharded."""
+    seed_step(run.config.seed, run.progress.step, run.ranks.rank)
+    scale = run.ranks.world_size / count
+    if not fsdp.is_sharded(run.model):
+        sums = accumulate_gradients(run, run.model, batches, scale)
+        return math.isfinite(sums["loss"].sum()) and math.isfinite(gradient_norm(run.model))
+    with forced_eager(), fsdp.finite_gradients(run.model) as are_finite:
+        sums = accumulate_gradients(run, run.model, batches, scale)
+        return math.isfinite(sums["loss"].sum()) and are_finite()
 
 
 # ------------------------------------------------------------------------------------ non-finite values
@@ -243,18 +189,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
 
-    if run.undo:  # earlier updates of the step were finite, so the state before it is good
-        run.undo()
-    # Do not save weights that were not finite before the step.
-    elif any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"]):
-        return folder, reports, "the weights were already non-finite and are not saved"
-    try:
-        finish_saving(run)
-        if run.saved is None:
-            save_checkpoint(run, wait=True)
-    except CheckpointError as error:  # on every rank
-        run.log.warn(str(error))
-    return folder, reports, f"the state before it {'is' if run.saved else 'could not be'} saved"
+    return folder, reports, save_before(run)
 
 
 def how_to_examine(run: Run) -> str:
@@ -348,7 +283,7 @@ def check_replicas(run: Run) -> None:
     tensor, rank = np.argwhere(differs_RN.T)[0]
     first = first_RN[rank, tensor]
     others = np.flatnonzero(differs_RN[:, tensor] & (first_RN[:, tensor] == first))
-    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: "
+    raise DriftError(f"after step {run.progress.step + 1} the ranks no longer have the same model: "
                      f"{[*tensors][tensor]} differs between rank {first} and rank "
                      f"{', '.join(map(str, others))}. A GPU or its memory may be failing, so nothing more is "
                      "saved. Resume from an earlier checkpoint: the ranks were last equal "

@@ -1,0 +1,70 @@
+"""The loader of extensions, and what a run calls of them."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from factories import UNMEASURED
+
+from common.errors import SettingsError
+from config import Config
+from run import extensions
+from run.extensions import Extension, load_extensions
+
+
+def test_extensions_come_in_the_order_of_the_default_and_others_after_them(monkeypatch):
+    module = ModuleType("extensions.mine")
+    module.EXTENSION = type("Mine", (Extension,), {})
+    monkeypatch.setitem(sys.modules, "extensions.mine", module)
+    found = load_extensions(Config(extensions="mine, profile,guards"), pytest.fail)
+    assert [type(each).__name__ for each in found] == ["Guards", "Measurements", "Mine"]
+    assert load_extensions(Config(extensions=""), pytest.fail) == []
+
+
+def test_an_extension_that_is_named_must_exist_and_one_of_the_default_is_missed_in_a_line(monkeypatch):
+    with pytest.raises(SettingsError, match="^EXTENSIONS=guards,gards: extensions/ has no gards; remove it$"):
+        load_extensions(Config(extensions="guards,gards"), pytest.fail)
+    warnings = []
+    monkeypatch.setitem(sys.modules, "extensions.guards", None)  # as if there were no such file
+    found = load_extensions(Config(), warnings.append)
+    assert warnings == ["EXTENSIONS: the run goes on without guards, which extensions/ does not have"]
+    assert len(found) == len(extensions.ORDER) - 1
+
+
+def test_a_package_that_an_extension_lacks_is_not_hidden(monkeypatch):
+    monkeypatch.setitem(sys.modules, "observe.profile", None)
+    sys.modules.pop("extensions.profile", None)
+    with pytest.raises(ModuleNotFoundError, match="observe.profile"):
+        load_extensions(Config(), pytest.fail)
+
+
+class Recorder(Extension):
+    """Records what is called, and masks nothing."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name):
+        if name in vars(Extension) and not name.startswith("_"):
+            self.calls.append(name)
+        return object.__getattribute__(self, name)
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> Recorder:
+    found, module = Recorder(), ModuleType("extensions.recorder")
+    module.EXTENSION = lambda: found
+    monkeypatch.setitem(sys.modules, "extensions.recorder", module)
+    return found
+
+
+def test_a_run_calls_each_hook_at_its_place_and_without_extensions_it_is_the_same(tiny_run, recorder, whole):
+    run = tiny_run(EXTENSIONS="recorder", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, MICRO_BATCH_SIZE=8)
+    assert run.train() == 0
+    step = ["step_begin", "batches", "phase", "phase", "before_update", "phase", "step_end", "metrics", "evaluate"]
+    assert recorder.calls == ["run_start", "evaluate", *step, *step, "summary", "run_end"]
+    plain = tiny_run(EXTENSIONS="guards", MAX_STEPS=2, RUN_NAME="plain", **UNMEASURED)
+    assert plain.train() == 0
+    assert plain.lines("ledger") == whole.lines("ledger")[:2]
+    first = plain.lines("metrics")[0]
+    assert first["tokens_per_second"] == pytest.approx(256 / first["step_seconds"])
