@@ -53,6 +53,12 @@ def choose_device(config: RunConfig) -> str:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {torch.get_num_threads()} threads"
+
+
 def bf16_is_fast(device_type: str) -> bool:
     """Return whether the hardware multiplies bf16 natively. Other CPUs are several times faster in fp32."""
     if device_type == "cuda":

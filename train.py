@@ -16,6 +16,7 @@ from parallel.process import (
     exit_at_signals,
     exit_with_launcher,
     first_on_machine,
+    leaving_what_is_stuck,
     open_missing_streams,
     write_error_file,
 )
@@ -60,7 +61,6 @@ from run.life import (
 )
 from run.start import open_run
 from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
-from run.trackers import abandoning_trackers
 
 
 def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
@@ -317,5 +317,5 @@ def finish_step(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with abandoning_trackers():
+    with leaving_what_is_stuck():
         sys.exit(main(loaded=LOADED))

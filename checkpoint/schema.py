@@ -148,6 +148,7 @@ class State(Known):
     settings: Settings
     scaler: Optional[Scaler] = None
     val_loss: Optional[float] = None
+    extensions: dict[str, dict[str, Any]] = {}
 
     @model_validator(mode="after")
     def check_steps(self) -> "State":

@@ -12,16 +12,18 @@ import shlex
 import shutil
 import socket
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
 from common.errors import PaddockError
 from common.heartbeat import HEARTBEAT
-from common.text import is_url, show
+from common.text import ROOT, is_url, show
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
 # Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
@@ -323,3 +325,14 @@ def holder_runs(lock: Path) -> Optional[bool]:
     except OSError:
         pass
     return False
+
+
+@cache
+def commit() -> str:
+    """Return the commit of the code, with -dirty if files changed; empty outside a git repository."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        if (ROOT / ".git").exists():
+            return subprocess.run(git, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
+                                  env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}).stdout.strip()
+    return ""

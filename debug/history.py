@@ -24,12 +24,11 @@ from checkpoint.manifest import MANIFEST
 from checkpoint.schema import read_entries, segment_files
 from common import __version__
 from common.errors import CheckpointError, PaddockError, SettingsError
-from common.files import disk_errors, read_json
+from common.files import commit, disk_errors, read_json
 from common.text import ROOT, counted, duration, last_line, show
 from config import Config
 from debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
-from model_utils import choose_device
-from run.card import commit, device_name
+from model_utils import choose_device, device_name
 from settings.load import Layer
 
 NO_FLAGS = Layer({}, [])

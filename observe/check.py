@@ -37,7 +37,8 @@ from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from parallel.ranks import Ranks, collective
 from report.verdict import time_text
-from run.card import device_name, trained_count
+from run.card import trained_count
+from run.extensions import load_extensions
 from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes
 from run.rollouts import Rewards
@@ -123,8 +124,8 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     if why_eager and config.activation_checkpointing == "selective":
         raise SettingsError("ACTIVATION_CHECKPOINTING=selective needs the compiler, but "
                             f"{why_eager}; use block, or none")
-    return (f"{device_name(device)}; {str(dtype).removeprefix('torch.')} with fp32 master weights; attention "
-            f"kernel {kernel}{', document masking' if config.document_mask else ''}; "
+    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with fp32 master "
+            f"weights; attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
 
@@ -301,6 +302,8 @@ def check(loaded: Loaded) -> int:
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(loaded.sources) - implied} set{by_others}, all valid")
     checked.messages("settings", loaded)
+    with checked.entry("extensions"):
+        load_extensions(loaded.config, partial(checked.line, "extensions", mark="warn"))
     checked.check_inputs()
     checked.check_start()
     checked.check_hardware()

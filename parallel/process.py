@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Optional
 
 from common import interrupts
 from common.errors import SettingsError, requires_package
+from common.text import print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SECOND_SIGNAL_SECONDS = 1.0  # earlier repeats do not count: torchrun forwards signals of the terminal
@@ -33,6 +34,7 @@ RESTART = "PADDOCK_RESTART"  # JSON: number of this restart, its cause, and how 
 # Files beside a rank's error file: it has state to save; the folder into which the run writes.
 JOINED, RUN_FOLDER = "joined", "run-folder"
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+STUCK: set[str] = set()  # what failed or did not finish in a thread, and may never end
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -68,6 +70,22 @@ def exit_with_launcher() -> None:
 def end_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextmanager
+def leaving_what_is_stuck() -> Iterator[None]:
+    """A `with` block around a program that ends at once if something is STUCK: wandb would wait forever."""
+    try:
+        yield
+    finally:
+        if STUCK:
+            error = sys.exc_info()[1]
+            if error is not None and not isinstance(error, SystemExit):
+                print_traceback(*sys.exc_info())
+            with suppress(OSError):
+                sys.stdout.flush()
+            exits = isinstance(error, SystemExit) and isinstance(error.code, int)
+            os._exit(error.code if exits else int(error is not None))
 
 
 def restart_info() -> dict[str, Any]:

@@ -5,12 +5,9 @@ a machine and its users.
 """
 
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -23,20 +20,17 @@ from jinja2 import Environment, StrictUndefined, Template
 from checkpoint.huggingface import name_of_download
 from checkpoint.manifest import CARD
 from common import __version__
-from common.files import read_json, read_plain
-from common.heartbeat import HEARTBEAT
+from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
-from common.text import ROOT, command, last_line, printable
+from common.text import printable
 from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
 from learn.cost import parameter_count
 from lora import adapter_state_dict
 from model import Transformer
-from model_utils import is_vocabulary
-from parallel.process import STOP_SIGNALS
+from model_utils import device_name, is_vocabulary
 from report.data import segments, setting_lines
-from run.log import REPORT
 
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
@@ -51,12 +45,6 @@ STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)"
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
 
 # ------------------------------------------------------------------------------ writing and reading cards
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {torch.get_num_threads()} threads"
 
 
 def code(text: Any) -> str:
@@ -99,8 +87,7 @@ def card_text(metadata: Mapping[str, Any], title: str, **values: Any) -> str:
 
 
 def write_card(folder: Path, card: str) -> None:
-    if card:
-        (folder / CARD).write_text(card, encoding="utf-8")
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def read_card(folder: Path) -> str:
@@ -223,17 +210,6 @@ def trained_count(model: Transformer, vocab_size: int) -> int:
     return sum(map(math.prod, shapes))
 
 
-@cache
-def commit() -> str:
-    """Return the commit of the code, with -dirty if files changed; empty outside a git repository."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        if (ROOT / ".git").exists():
-            return subprocess.run(git, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL,
-                                  env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}).stdout.strip()
-    return ""
-
-
 # ----------------------------------------------------------------------------------- sections of a card
 
 
@@ -311,73 +287,3 @@ def env_value(value: str) -> str:
     if re.fullmatch(r"[\w./:,+@%-]*", value):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-# -------------------------------------------------------------------------------------- the report
-
-SCRIPT = ROOT / "scripts" / "report.py"
-LOWEST_PRIORITY = 19
-
-
-class BackgroundReport:
-    """A process that writes a run's report, at the lowest priority until the run ends. It may fail."""
-
-    def __init__(self) -> None:
-        self.process: Optional[subprocess.Popen] = None
-        self.warned = False
-
-    def start(self, folder: Path, warn: Callable[[str], None], is_final: bool = False) -> None:
-        """Start writing the report in a run's folder, unless this is already in progress; do not wait."""
-        if self.process and self.process.poll() is None:
-            return  # the next save or the end of the run will update it
-        self._read_result(folder, warn)
-        try:
-            # A separate session does not receive Ctrl-C from the terminal.
-            self.process = subprocess.Popen(
-                [sys.executable, SCRIPT, folder.absolute(), "--in-background"], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            if is_final:
-                return
-            with suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST_PRIORITY)
-            with suppress(OSError):  # Linux first divides the cores among sessions, regardless of priorities
-                Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST_PRIORITY))
-        except OSError as error:
-            self._warn(folder, f"{type(error).__name__}: {error}", warn)
-
-    def finish(self, folder: Path, seconds: float, warn: Callable[[str], None]) -> bool:
-        """Write the final report within this many seconds; return whether it was written."""
-        self._kill(folder)  # an unfinished one lacks the end of the run
-        self.warned = False
-        self.start(folder, warn, is_final=True)
-        if self.process:
-            with suppress(subprocess.TimeoutExpired), HEARTBEAT.beat_in_background():
-                self.process.wait(seconds)
-            if self.process.poll() is None:
-                self._kill(folder)
-                self._warn(folder, f"it takes longer than {seconds:.0f} s", warn)
-        return self._read_result(folder, warn)
-
-    def _kill(self, folder: Path) -> None:
-        if self.process:
-            self.process.kill()
-            self.process.communicate()  # closes the pipe
-            (folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
-        self.process = None
-
-    def _read_result(self, folder: Path, warn: Callable[[str], None]) -> bool:
-        """Return whether the process wrote the report; warn if it failed other than by a stop signal."""
-        if self.process is None:
-            return False
-        process, self.process = self.process, None
-        errors = process.communicate()[1].decode(errors="replace")
-        if process.returncode not in (0, *(-number for number in STOP_SIGNALS)):
-            self._warn(folder, last_line(errors), warn)
-        return process.returncode == 0
-
-    def _warn(self, folder: Path, why: str, warn: Callable[[str], None]) -> None:
-        if not self.warned:
-            self.warned = True
-            warn(f"the report was not written: {why}. This does not affect the run. To write it later: "
-                 f"{command('scripts/report.py', folder)}")

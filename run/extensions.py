@@ -6,7 +6,7 @@ The core imports no extension: without the folder `extensions/`, runs have the s
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import Any, Optional
+from typing import Optional
 
 from common.errors import SettingsError
 from config import Config, Section
@@ -19,52 +19,20 @@ class Extension:
 
     settings: Optional[type[Section]] = None  # its section of the settings
 
-    # The run's folder is open.
-    def run_start(self, run: Any) -> None: ...
-
-    # Before the batches of step `run.progress.step` + 1 are read.
-    def step_begin(self, run: Any) -> None: ...
-
-    # A `with` block around a part of a step, such as "backward".
-    def phase(self, name: str) -> AbstractContextManager:
-        return nullcontext()
-
-    # The step's micro-batches of this rank, perhaps with masked targets.
-    def batches(self, run: Any, batches: list) -> list:
-        return batches
-
-    # The gradients are complete, but not clipped.
-    def before_update(self, run: Any, batches: list) -> None: ...
-
-    # After the update, before the step counts. An error stops the run.
-    def step_end(self, run: Any, batches: list, result: Any) -> None: ...
-
-    # For the line of a logged step, which has just been counted.
-    def metrics(self, run: Any) -> dict[str, Any]:
-        return {}
-
-    # For `run.progress.pending_metrics`, after the evaluations.
-    def evaluate(self, run: Any) -> dict[str, Any]:
-        return {}
-
-    # Small files of the checkpoint that is about to be written, by name; then the checkpoint is complete.
-    def checkpoint_texts(self, run: Any) -> dict[str, str]:
-        return {}
-
-    def saved(self, run: Any) -> None: ...
-
-    # What a resumed run needs from a checkpoint, as JSON.
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    # Lines for the end of the console.
-    def summary(self, run: Any) -> list[str]:
-        return []
-
-    # The run ends, perhaps before `run_start`; `error` is what ends it.
-    def run_end(self, run: Any, error: Optional[BaseException]) -> None: ...
+    def run_start(self, run) -> None: ...  # the run's folder is open
+    def step_begin(self, run) -> None: ...  # before the batches of step `run.progress.step` + 1 are read
+    def phase(self, name: str) -> AbstractContextManager: return nullcontext()  # a part such as "backward"
+    def batches(self, run, batches: list) -> list: return batches  # of this rank; may mask targets
+    def before_update(self, run, batches: list) -> None: ...  # gradients are complete, but not clipped
+    def step_end(self, run, batches: list, result) -> None: ...  # before the step counts; may stop the run
+    def metrics(self, run) -> dict: return {}  # for the line of a logged step, which has just been counted
+    def evaluate(self, run) -> dict: return {}  # for `run.progress.pending_metrics`, after the evaluations
+    def checkpoint_texts(self, run) -> dict: return {}  # small files of the next checkpoint, by name
+    def saved(self, run) -> None: ...  # a checkpoint is complete
+    def state_dict(self) -> dict: return {}  # JSON in each checkpoint
+    def load_state_dict(self, state: dict) -> None: ...
+    def summary(self, run) -> list: return []  # lines for the end of the console
+    def run_end(self, run, error: Optional[BaseException]) -> None: ...  # perhaps before `run_start`
 
 
 def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extension]:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -24,6 +24,7 @@ from checkpoint.schema import SEGMENTS, SavedProgress
 from checkpoint.tensors import TensorFile
 from common import __version__
 from common.errors import CheckpointError
+from common.files import commit
 from common.heartbeat import HEARTBEAT, Background
 from common.text import DIM, ROOT, command, paint, printable
 from config import PLAIN_NAME, Config
@@ -32,15 +33,14 @@ from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import saved_rows, trim_padding
+from model_utils import device_name, saved_rows, trim_padding
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
-from run.card import BackgroundReport, commit, device_name, run_card, write_card
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.log import REPORT, RunLog, disk_errors
+from run.log import RunLog, disk_errors
 from run.saving import Saving, Share
 
 
@@ -160,7 +160,6 @@ class Run:
     objective: Objective
     started_from: Optional[Path]  # a checkpoint, which retention must keep
     saved: Optional[Path] = None  # the checkpoint of the current state
-    report: BackgroundReport = field(default_factory=BackgroundReport)
     saving: Optional[Saving] = None  # the checkpoint that is being written
     pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
     share: Optional[Share] = None  # of the rows that this rank saves
@@ -295,7 +294,7 @@ def start_writing(run: Run) -> None:
     run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
     measured = pending or {} if resumes else {}
-    run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
+    run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, measured))
     process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
     restart = process.restart_info()
     restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
@@ -370,18 +369,6 @@ def record_settings(run: Run) -> None:
                                                         run.inputs.sources(config)))
 
 
-def write_report(run: Run, wait_seconds: float = 0) -> None:
-    """Start writing the run's report on rank 0, if the logs are open, and wait up to `wait_seconds`."""
-    if run.config.report and run.log.lines:
-        if not wait_seconds:
-            run.report.start(run.folder, run.log.warn)
-        elif run.report.finish(run.folder, wait_seconds, run.log.warn):
-            if run.log.ending:
-                run.log.ending[1] += f"\xa0\xa0(wrote\xa0{REPORT})"  # on the same line
-            run.log.info(f"Look at the run: {run.folder.absolute() / REPORT}, in a browser",
-                         "" if run.log.ending else None)
-
-
 # --------------------------------------------------------------------------------------- checkpoints
 
 
@@ -416,12 +403,9 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    card = ""
-    try:
-        if ranks.is_rank0:
-            card = run_card(run)
-    except Exception as error:  # of any kind: a card must not prevent saving weights
-        run.log.warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
+    if states := {type(each).__name__: kept for each in run.extensions if (kept := each.state_dict())}:
+        state["extensions"] = states
+    texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
     tokenizer, model_config = run.inputs.tokenizer, run.model.config
     if config.lora_enabled:
         adapter = peft.Adapter(weights, config, progress.base, progress.base_sha256,
@@ -437,7 +421,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
             peft.save_settings(folder, adapter, config, tokenizer)
         else:
             huggingface.save_settings(folder, weight_files, model_config, tokenizer, config.max_seq_len)
-        write_card(folder, card)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
@@ -500,7 +485,8 @@ def finish_saving(run: Run) -> None:
                                 f"that name, without the earlier logs. To resume: {how_to_resume(run)}")
         error.on_all_ranks = True
         raise error
-    write_report(run)
+    for extension in run.extensions:
+        extension.saved(run)
     HEARTBEAT.begin("other")
 
 

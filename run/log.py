@@ -25,18 +25,17 @@ from common.text import DIM, GREEN, WIDTH, duration, once, paint, print_safely, 
 from config import Config
 from parallel.process import number_of
 from report.paired import trends
-from run.trackers import TensorBoard, Tracker, Trackio, Wandb
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
-REPORT = "report.html"
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
 COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
            "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
            "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
            "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
+REPORT = "report.html"
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
@@ -210,12 +209,13 @@ class RunLog:
         self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
-        self.trackers: list[Tracker] = []
+        self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
+        self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         self.ending: list[str] = []  # what a terminal shows last
         self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
         self.divergence = Divergence()  # of rank 0; a resumed run fills it from the ledger
 
-    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
+    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,
              measured: Collection[str] = ()) -> None:
         """Write into the run's folder from now on, and what was logged before.
 
@@ -225,7 +225,7 @@ class RunLog:
         self.file.open(run_dir / "log" / f"rank-{self.rank}.txt")
         if self.rank > 0:
             return
-        self.run_dir, newest = run_dir, None
+        self.run_dir, self.complete, newest = run_dir, step, None
 
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
         def stays(name: str, entry: Line) -> bool:
@@ -252,24 +252,11 @@ class RunLog:
         before = newest.model_dump() if newest else {}
         self.previous = {"previous_step": before.get("step"),
                          "previous_time": number(before.get("time"), MOST_SECONDS)}
-        self._start_trackers(step, wandb_run_id)
-
-    def _start_trackers(self, step: int, run_id: str) -> None:
-        config, run_dir = self.config, self.run_dir
-        logged = self.previous["previous_step"] if step >= 0 else None  # by the run that is resumed
-        services = {"wandb": (config.wandb_enabled, lambda: Wandb(config, run_dir, run_id)),
-                    "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoard(run_dir, step)),
-                    "trackio": (config.trackio_enabled, lambda: Trackio(config, run_dir, run_id, logged))}
-        running = [tracker.name for tracker in self.trackers]
-        self.trackers += [Tracker(name, start, self.warn) for name, (enabled, start) in services.items()
-                          if enabled and name not in running]
 
     def follow(self, run_dir: Path, step: int) -> None:
-        """Continue in a renamed folder: open files move with it, TensorBoard opens its own by path."""
-        if self.rank == 0:
-            self.run_dir = run_dir
-            self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
-            self._start_trackers(step, "")
+        """Continue in a renamed folder, with which open files move."""
+        self.run_dir = run_dir if self.rank == 0 else self.run_dir
+        self.send("follow", run_dir, step)
 
     def info(self, text: str, shown: Optional[str] = None) -> None:
         """Log a line. A terminal shows `shown` instead, of printable lines, if it is given."""
@@ -306,12 +293,13 @@ class RunLog:
         self.history.add_metrics(step, metrics)
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
-        self._send("log", values, step)
+        self.send("log", values, step)
         evaluated = [(step, name, value) for name, value in values.items() if EVALUATED.match(name)]
         if evaluated:
-            self._send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
+            self.send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
 
-    def _send(self, call: str, *arguments: Any) -> None:
+    def send(self, call: str, *arguments: Any) -> None:
+        """Call a method of each tracker's service, without waiting for it."""
         for tracker in self.trackers:
             tracker.send(call, *arguments)
 
@@ -329,7 +317,7 @@ class RunLog:
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
-        self._send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
+        self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
         line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)"
         self.info(line, "\n  ".join(map(printable, line.split("\n"))))
@@ -338,8 +326,6 @@ class RunLog:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
         if self.ending and self.on_console:
             print_safely("\n".join(f"{self.shown_prefix}{line}" for line in self.ending), sys.stdout, True)
-        if (report := self.run_dir / REPORT).is_file():
-            self._send("report", report)
         for tracker in self.trackers:
             tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)
             if tracker.note:

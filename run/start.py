@@ -34,8 +34,8 @@ from model import Transformer, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
 from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
-from run.life import Inputs, Progress, Run, trained_bytes, write_report
-from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
+from run.life import Inputs, Progress, Run, trained_bytes
+from run.log import RunLog
 from run.rollouts import Rollouts
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
@@ -90,8 +90,6 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             run = build_run(start, context, inputs, folder)
             for extension in run.extensions:
                 stack.push(partial(end_extension, extension, run))
-            stack.push(lambda error, *_: write_report(
-                run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
             context.leave_if_stopped()
         except Interrupted:
             log.info("Stopped by a signal before the first step; nothing was changed.")
@@ -505,6 +503,8 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     optimizer = Optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = restore(start, model, optimizer, scaler)
+    for each in extensions:
+        each.load_state_dict(start.state.get("extensions", {}).get(type(each).__name__, {}))
     if not for_replay and progress.step < config.max_steps:
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
         ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))

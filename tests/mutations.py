@@ -378,7 +378,7 @@ FAULTS = [
           "rows_R[:len(rows)]", "tests/observe/test_weight_checksums.py"),
     fault("weights' checksum: columns have the factors of rows", "run/step_log.py", "for seed in (0, 1))", "for seed in (0, 0))",
           "tests/observe/test_weight_checksums.py::test_what_is_swapped_is_noticed"),
-    fault("TensorBoard: the last saved step is dropped", "run/trackers.py", "purge_step=step + 1", "purge_step=step",
+    fault("TensorBoard: the last saved step is dropped", "extensions/trackers.py", "purge_step=step + 1", "purge_step=step",
           "tests/run/test_run_log.py"),
     fault("replay: a part begins one step late", "debug/replay.py", "if begins <= step]", "if begins < step]",
           "tests/debug/test_replay.py::test_each_part_of_a_run_is_replayed_with_its_own_settings"),

@@ -155,7 +155,7 @@ def test_a_card_that_fails_is_a_warning(tiny_run, monkeypatch, capsys):
     def fail(facts):
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr("run.life.run_card", fail)
+    monkeypatch.setattr("extensions.card.run_card", fail)
     run = tiny_run(MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train() == 0
     assert "the checkpoint has no model card: ZeroDivisionError: planted" in capsys.readouterr().err

@@ -11,8 +11,8 @@ import pytest
 from commands import BARE
 from factories import PATIENCE, UNMEASURED, stop_at
 
-from run import card
-from run.card import LOWEST_PRIORITY, BackgroundReport
+from extensions import report as writing
+from extensions.report import LOWEST_PRIORITY, BackgroundReport
 from run.log import RunLog
 
 SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
@@ -28,7 +28,7 @@ def script(monkeypatch, tmp_path):
     """A function that puts other code in place of scripts/report.py; it gets the run's folder as its first argument."""
     def replace(code: str) -> None:
         (tmp_path / "script.py").write_text(code)
-        monkeypatch.setattr(card, "SCRIPT", tmp_path / "script.py")
+        monkeypatch.setattr(writing, "SCRIPT", tmp_path / "script.py")
 
     return replace
 
@@ -61,7 +61,7 @@ def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its
 def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkeypatch, capsys):
     run = tiny_run(REPORT="true", MAX_STEPS=2, **UNMEASURED)
     with monkeypatch.context() as patch:
-        patch.setattr(card, "SCRIPT", "/nowhere/report.py")
+        patch.setattr(writing, "SCRIPT", "/nowhere/report.py")
         assert run.train() == 0
     told = capsys.readouterr()
     assert "Look at the run" not in told.out and not (run.folder / "report.html").exists()
@@ -130,7 +130,7 @@ def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, monkeypatch
 
 def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
     """Ctrl-C and a scheduler's SIGTERM go to all processes of a job, again and again."""
-    program = card.SCRIPT
+    program = writing.SCRIPT
     process = subprocess.Popen([sys.executable, "-c", f"import os, runpy, signal, sys; sys.argv = [{str(program)!r}, {str(whole.folder)!r}, "
                                 f"'--in-background', '--output', {str(tmp_path / 'x.html')!r}]\nimport report.page\n"
                                 "original = report.page.Report.read\n"

@@ -13,6 +13,7 @@ import train
 from checkpoint import store
 from common.errors import CheckpointError, DataError
 from config import Config
+from extensions import trackers
 from run import folder as run_folder
 from run import log as run_log
 from run import start as run_start
@@ -297,12 +298,13 @@ def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
     """TensorBoard reopens its file for each write; under the old name that could be the file of a second job."""
     written = []
 
-    def tensorboard(run_dir, step):
-        return SimpleNamespace(log=lambda values, step: written.append((run_dir.name, step)), finish=lambda: None)
+    def writer(folder, purge_step):
+        return SimpleNamespace(add_scalar=lambda name, value, step: written.append((folder.parent.name, step)), close=lambda: None)
 
-    monkeypatch.setattr(run_log, "TensorBoard", tensorboard)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", writer)
     log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu")
     log.open(tmp_path / "old")
+    log.trackers = trackers.start_trackers(log, "")
     log.follow(tmp_path / "new", 3)
     log.step({"step": 4, "train_loss": 1.0})
     log.close()

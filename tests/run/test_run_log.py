@@ -18,6 +18,7 @@ from checkpoint.schema import read_lines
 from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
+from extensions.trackers import start_trackers
 from run import log as run_log
 from run.log import LineFile, RunLog, console_line, keep_lines
 
@@ -30,6 +31,7 @@ def make_log(run_dir, rank=0, device="cpu", step=0, **settings) -> RunLog:
     log = RunLog(Config(**settings), rank, device)
     if run_dir:
         log.open(run_dir, step)
+        log.trackers = start_trackers(log, "")
     return log
 
 
@@ -286,6 +288,7 @@ def log_a_run(log) -> None:
     (log.run_dir / "report.html").write_text("<html>")
     log.sample(2, "a|b", "c\nd")
     log.step({"step": 2, "train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4, "none": float("nan")})
+    log.send("report", log.run_dir / "report.html")
     log.close()
 
 
@@ -312,14 +315,16 @@ def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
     fake = FakeTrackio()
     monkeypatch.setitem(sys.modules, "trackio", fake)
     log = RunLog(Config(trackio_enabled=True), 0, "cpu")
-    log.open(tmp_path / "run", wandb_run_id="12ab")
+    log.open(tmp_path / "run")
+    log.trackers = start_trackers(log, "12ab")
     log_a_run(log)
     table = [{"step": 2, "metric": "val_loss", "value": 1.5}, {"step": 2, "metric": "hellaswag_n", "value": 4}]
     expected = [(2, {"samples": [dict(zip(("step", "prompt", "text"), SAMPLE))]}), (2, VALUES), (2, {"evaluation": table})]
     assert fake.logged == expected and fake.artifacts == [("<html>", "report-12ab", "report")] and fake.finished == 1
     assert fake.named == ("paddock", "run-12ab", "allow")
     log = RunLog(Config(trackio_enabled=True), 0, "cpu")
-    log.open(tmp_path / "run", step=1, wandb_run_id="12ab")
+    log.open(tmp_path / "run", step=1)
+    log.trackers = start_trackers(log, "12ab")
     log.sample(2, "a", "b")
     for step in (2, 3):
         log.step({"step": step, "train_loss": 0.5})
@@ -394,8 +399,10 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
         from pathlib import Path
         from config import Config
         from run.log import RunLog
+        from extensions.trackers import start_trackers
         log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu")
-        log.open(Path("run"), wandb_run_id="canaries")
+        log.open(Path("run"))
+        log.trackers = start_trackers(log, "canaries")
         for step in (1, 2, 3):
             log.sample(step, "Once", " upon")
             log.step({{"step": step, "train_loss": 1.0 / step, "val_loss": 1.0}})

@@ -29,6 +29,7 @@ from common.files import write_json
 from config import Config
 from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_set
+from extensions.trackers import start_trackers
 from learn import optim
 from run.log import RunLog
 
@@ -195,6 +196,7 @@ def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypat
     folder = mount(tmp_path / "run", 100_000)
     log = RunLog(Config(tensorboard_enabled=True), 0, "cpu")
     log.open(folder)
+    log.trackers = start_trackers(log, "")
     while not list(folder.glob("tensorboard/*")):
         time.sleep(0.01)
     fill(folder)

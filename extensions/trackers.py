@@ -5,22 +5,44 @@ import queue
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import requires_package
-from common.text import once, print_traceback
+from common.text import once
 from config import Config
+from parallel.process import STUCK
+from run.extensions import Extension
+from run.life import Run
+from run.log import RunLog
 
 Rows = Sequence[Sequence[Any]]
 
 
+class Trackers(Extension):
+    """Sends what rank 0 logs to the trackers that are enabled."""
+
+    def run_start(self, run: Run) -> None:
+        if run.ranks.is_rank0:
+            run.log.trackers = start_trackers(run.log, run.progress.wandb_run_id)
+
+
+EXTENSION = Trackers
+
+
+def start_trackers(log: RunLog, run_id: str) -> list["Tracker"]:
+    """Start the trackers that the settings of an open log enable."""
+    config, folder, step = log.config, log.run_dir, log.complete
+    logged = log.previous["previous_step"] if step >= 0 else None  # by the run that is resumed
+    services = {"wandb": (config.wandb_enabled, lambda: Wandb(config, folder, run_id)),
+                "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoard(folder, step)),
+                "trackio": (config.trackio_enabled, lambda: Trackio(config, folder, run_id, logged))}
+    return [Tracker(name, start, log.warn) for name, (enabled, start) in services.items() if enabled]
+
+
 class Tracker:
     """Runs a service like `Wandb` in a thread, where it may hang. Its first error switches it off."""
-
-    broken: set[str] = set()  # the names of trackers that failed or did not finish
 
     def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
         self.name, self.start = name, start
@@ -52,24 +74,8 @@ class Tracker:
             self._give_up(f"{self.name} did not finish in {timeout_seconds:.0f} s; metrics.jsonl is complete")
 
     def _give_up(self, why: str) -> None:
-        Tracker.broken.add(self.name)
+        STUCK.add(self.name)
         self.warn(why)
-
-
-@contextmanager
-def abandoning_trackers() -> Iterator[None]:
-    """A `with` block around a program that ends at once if a tracker is broken: wandb would wait forever."""
-    try:
-        yield
-    finally:
-        if Tracker.broken:
-            error = sys.exc_info()[1]
-            if error is not None and not isinstance(error, SystemExit):
-                print_traceback(*sys.exc_info())
-            with suppress(OSError):
-                sys.stdout.flush()
-            exits = isinstance(error, SystemExit) and isinstance(error.code, int)
-            os._exit(error.code if exits else int(error is not None))
 
 
 class Wandb:
@@ -95,6 +101,9 @@ class Wandb:
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         self.log({name: self.module.Table(columns=[*columns], data=[*rows])}, step)
+
+    def follow(self, run_dir: Path, step: int) -> None:
+        """Do nothing: the service keeps its files open."""
 
     def report(self, path: Path) -> None:
         artifact = self.module.Artifact(f"report-{self.run.id}", "report")
@@ -139,7 +148,12 @@ class TensorBoard:
         show = threading.excepthook
         threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
                                               or show(death))
-        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+        self.open = lambda folder, step: SummaryWriter(folder / "tensorboard", purge_step=step + 1)
+        self.writer = self.open(run_dir, step)
+
+    def follow(self, run_dir: Path, step: int) -> None:
+        """Open files in the renamed folder: TensorBoard opens them by path for each write."""
+        self.writer = self.open(run_dir, step)
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():

@@ -1,0 +1,107 @@
+"""The process that writes a run's report, at each save and at the end."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Optional
+
+from common.heartbeat import HEARTBEAT
+from common.text import ROOT, command, last_line
+from parallel.process import STOP_SIGNALS
+from run.extensions import Extension
+from run.life import Run
+from run.log import FINISH_SECONDS, LEAVE_SECONDS, REPORT
+
+SCRIPT = ROOT / "scripts" / "report.py"
+LOWEST_PRIORITY = 19
+
+
+class Report(Extension):
+    """Writes the report of rank 0's run with REPORT=true."""
+
+    def __init__(self) -> None:
+        self.background = BackgroundReport()
+
+    def saved(self, run: Run) -> None:
+        if run.config.report and run.log.lines:
+            self.background.start(run.folder, run.log.warn)
+
+    def run_end(self, run: Run, error: Optional[BaseException]) -> None:
+        stops = error is not None or run.context.signals.received is not None
+        seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
+        if run.config.report and run.log.lines and self.background.finish(run.folder, seconds, run.log.warn):
+            if run.log.ending:
+                run.log.ending[1] += f"\xa0\xa0(wrote\xa0{REPORT})"  # on the same line
+            run.log.info(f"Look at the run: {path}, in a browser", "" if run.log.ending else None)
+        if run.log.lines and path.is_file():
+            run.log.send("report", path)
+
+
+EXTENSION = Report
+
+
+class BackgroundReport:
+    """A process that writes a run's report, at the lowest priority until the run ends. It may fail."""
+
+    def __init__(self) -> None:
+        self.process: Optional[subprocess.Popen] = None
+        self.warned = False
+
+    def start(self, folder: Path, warn: Callable[[str], None], is_final: bool = False) -> None:
+        """Start writing the report in a run's folder, unless this is already in progress; do not wait."""
+        if self.process and self.process.poll() is None:
+            return  # the next save or the end of the run will update it
+        self._read_result(folder, warn)
+        try:
+            # A separate session does not receive Ctrl-C from the terminal.
+            self.process = subprocess.Popen(
+                [sys.executable, SCRIPT, folder.absolute(), "--in-background"], start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            if is_final:
+                return
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST_PRIORITY)
+            with suppress(OSError):  # Linux first divides the cores among sessions, regardless of priorities
+                Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST_PRIORITY))
+        except OSError as error:
+            self._warn(folder, f"{type(error).__name__}: {error}", warn)
+
+    def finish(self, folder: Path, seconds: float, warn: Callable[[str], None]) -> bool:
+        """Write the final report within this many seconds; return whether it was written."""
+        self._kill(folder)  # an unfinished one lacks the end of the run
+        self.warned = False
+        self.start(folder, warn, is_final=True)
+        if self.process:
+            with suppress(subprocess.TimeoutExpired), HEARTBEAT.beat_in_background():
+                self.process.wait(seconds)
+            if self.process.poll() is None:
+                self._kill(folder)
+                self._warn(folder, f"it takes longer than {seconds:.0f} s", warn)
+        return self._read_result(folder, warn)
+
+    def _kill(self, folder: Path) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.communicate()  # closes the pipe
+            (folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
+        self.process = None
+
+    def _read_result(self, folder: Path, warn: Callable[[str], None]) -> bool:
+        """Return whether the process wrote the report; warn if it failed other than by a stop signal."""
+        if self.process is None:
+            return False
+        process, self.process = self.process, None
+        errors = process.communicate()[1].decode(errors="replace")
+        if process.returncode not in (0, *(-number for number in STOP_SIGNALS)):
+            self._warn(folder, last_line(errors), warn)
+        return process.returncode == 0
+
+    def _warn(self, folder: Path, why: str, warn: Callable[[str], None]) -> None:
+        if not self.warned:
+            self.warned = True
+            warn(f"the report was not written: {why}. This does not affect the run. To write it later: "
+                 f"{command('scripts/report.py', folder)}")
