@@ -129,8 +129,15 @@ class RowOrder:
         return self.mixing.rows_at(positions, self.seed)
 
     def micro_batches(self, step: int) -> np.ndarray:
+        """Return this rank's rows; the first ranks may have one micro-batch more."""
         micro_batches = self.all_rows(step).reshape(-1, self.micro_batch_size)
         return np.array_split(micro_batches, self.world_size)[self.rank]
+
+
+def first_micro_batch(count: int, rank: int, world_size: int) -> int:
+    """Return the number of a rank's first micro-batch among the `count` of a step."""
+    each, more = divmod(count, world_size)
+    return rank * each + min(rank, more)
 
 
 # ---------------------------------------------------------------------------------- batches, and rows of text

@@ -13,22 +13,18 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from checkpoint import huggingface, store
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, DataError, SettingsError
-from common.heartbeat import HEARTBEAT
 from common.text import print_safely
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
-from parallel.exact import ExactGradients, check_alignment
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
@@ -151,8 +147,6 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the exact reduce-scatter.
     if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
-        if config.reproducible:
-            check_alignment(model, config.ranks_per_copy)
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload,
                          config.reproducible)
     if fsdp.is_sharded(model):
@@ -247,68 +241,6 @@ def forced_eager() -> AbstractContextManager:
     if "torch._dynamo" not in sys.modules:  # then nothing is; its import takes 1 s
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
-
-
-def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32",
-               exact_micro_batches: int = 0) -> nn.Module:
-    """Return the model, wrapped in DDP if several ranks exchange its gradients, in `gradient_dtype`.
-
-    A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
-    to the GPU. With REPRODUCIBLE, ExactGradients adds the gradients of so many micro-batches of a step.
-    """
-    if exact_micro_batches:
-        return ExactGradients(model, ranks, exact_micro_batches)
-    if ranks.world_size == 1 or fsdp.is_sharded(model):
-        return model
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if gradient_dtype == "bf16":
-        parallel.register_comm_hook(None, exchange_in_bf16)
-
-    def start_waiting(parameter: Tensor) -> None:
-        HEARTBEAT.is_waiting = True
-
-    # The backward reaches the first parameter (nearly) last, and then waits for the other ranks.
-    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-    first.register_post_accumulate_grad_hook(start_waiting)
-    return parallel
-
-
-def exchange_in_bf16(process_group, bucket):
-    """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
-    return bf16_compress_hook(process_group, bucket)
-
-
-@contextmanager
-def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
-    if isinstance(model, ExactGradients):
-        with model.adding():
-            yield
-        return
-    if fsdp.is_sharded(model):
-        # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
-        model.set_requires_all_reduce(is_last)
-    # no_sync must include the forward, in which DDP decides whether to exchange.
-    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
-        yield
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the global gradient norm. Collective if the model is sharded."""
-    if isinstance(model, ExactGradients):
-        return model.norm()
-    return fsdp.total_norm(parameter.grad for parameter in model.parameters()
-                               if parameter.grad is not None)
-
-
-def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
-    """Return the divisor that clips gradients of this norm to `max_norm`; None if that is 0 (off).
-
-    It is 1 if the norm is not finite, so that one bad gradient does not spread to all parameters.
-    """
-    if max_norm == 0:
-        return None
-    return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
 
 
 # ---------------------------------------------------------------------- loading and checking weights

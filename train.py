@@ -41,11 +41,9 @@ from common.heartbeat import HEARTBEAT
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.objectives import Prepared
-from learn.optim import learning_rate
-from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
+from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
+from model_utils import seed_step
 from observe import check
-from parallel.exact import exponent_for, place, share
-from parallel.fsdp import average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
 from run.life import (
     Run,
@@ -94,12 +92,14 @@ def train(loaded: Loaded) -> int:
     try:
         with open_run(loaded) as run:
             check.print_overview(run)
+            reducer = make_reducer(run.model, run.ranks, run.config)
             start_writing(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
             for extension in run.extensions:
                 extension.run_start(run)
             with saves_end(run):
-                code = train_loop(run)
+                code = train_loop(run, reducer)
+            del reducer  # destroying a DDP model after its process group can hang
             HEARTBEAT.enter("the end")
             return code
     except Interrupted:  # before the first step
@@ -107,7 +107,7 @@ def train(loaded: Loaded) -> int:
 
 
 @collective
-def train_loop(run: Run) -> int:
+def train_loop(run: Run, reducer: Reducer) -> int:
     """Take the remaining steps, and evaluate, log and save when due; return the exit code."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
@@ -115,7 +115,6 @@ def train_loop(run: Run) -> int:
         log.info(f"Nothing to do: the run has finished {progress.step} of MAX_STEPS={config.max_steps} "
                  f"steps.{early}")
         return 0
-    ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype, config.exact_micro_batches)
     started, seconds, first = time.perf_counter(), [], progress.step
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
@@ -130,7 +129,7 @@ def train_loop(run: Run) -> int:
                 prepared = prepare_step(run, *next(loader))
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 lr = learning_rate(progress.updates, config)
-                result = take_updates(run, ddp_model, prepared, lr)
+                result = take_updates(run, reducer, prepared, lr)
                 seconds.append(time.perf_counter() - begun)
 
                 # Log the step first: a bad step is not counted, and the run stops.
@@ -177,21 +176,20 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
 
 
 @collective
-def take_updates(run: Run, ddp_model: torch.nn.Module, prepared: Prepared, lr: float) -> StepResult:
+def take_updates(run: Run, reducer: Reducer, prepared: Prepared, lr: float) -> StepResult:
     """Make a step's updates, up to the first that is not finite; `run.undo` restores the state before."""
     batches, count, metrics = prepared
     run.undo, restore = None, run.copy_state() if run.config.updates_per_step > 1 else None
-    updates = [train_step(run, ddp_model, batches, count, lr)]
+    updates = [train_step(run, reducer, batches, count, lr)]
     while updates[-1].finite and len(updates) < run.config.updates_per_step:
         run.undo = restore
-        updates.append(train_step(run, ddp_model, batches, count, lr))
+        updates.append(train_step(run, reducer, batches, count, lr))
     result = whole_step(updates)
     return result._replace(metrics=metrics | result.metrics)
 
 
 @collective
-def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int,
-               lr: float) -> StepResult:
+def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
     """Take one optimizer step on the exact mean over all units of the global batch.
 
     The host waits for the GPU only once, after everything is enqueued. So the device decides whether to skip
@@ -201,19 +199,13 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
     units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
-    fits, largest = units > 0, units
-    if config.reproducible:
-        ddp_model.begin(run.progress.gradient_exponent)
-        sums = accumulate_gradients(run, ddp_model, batches, 1.0)
-        fits, largest = ddp_model.reduce(units)
-    else:
-        sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
-    if is_sharded(ddp_model):
-        average_vectors(ddp_model, ranks)
+    reducer.begin(units, run.progress)
+    sums = accumulate_gradients(run, reducer, batches)
+    fits, largest = reducer.reduce(units)
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
-    norm = gradient_norm(ddp_model)
+    norm = reducer.norm()
     HEARTBEAT.enter("update")
     for extension in run.extensions:
         extension.before_update(run, batches)
@@ -243,8 +235,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
     assert units > 0, "the step has no targets"
     if not fits:
-        run.progress.gradient_exponent = exponent_for(largest)
-        return train_step(run, ddp_model, batches, count, lr)
+        reducer.adjust(run.progress, largest)
+        return train_step(run, reducer, batches, count, lr)
     loss, *others = means
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
@@ -255,32 +247,24 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
                       joined(numbers[len(values):]), written == ranks.world_size)
 
 
-def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
-                         scale: Tensor | float) -> dict[str, Tensor]:
+def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> dict[str, Tensor]:
     """Run this rank's micro-batches forward and backward; ranks exchange gradients in the last backward.
 
-    The scale is world_size / units, as losses are sums, and DDP averages over ranks. Return the sums over the
-    micro-batches, on the device: "loss" first, then the objective's metrics. With REPRODUCIBLE, return the
-    values of all micro-batches of the step, and 0 for those of other ranks.
+    Return the sums over the micro-batches, on the device: "loss" first, then the objective's metrics.
     """
     # DDP's buckets keep the gradients of several ranks.
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
-    ddp_model.train()  # an evaluation may have switched dropout off
+    reducer.model.train()  # an evaluation may have switched dropout off
     sums: dict[str, Tensor] = {}
-    exact = run.config.exact_micro_batches
-    first = share(exact, run.ranks.rank, run.ranks.world_size).start
     for number, batch in enumerate(batches, 1):
-        index = first + number - 1  # in the step
-        if exact:
-            seed_step(run.config.seed, run.progress.step, index)
-        with gradient_sync(ddp_model, is_last=number == len(batches)):
+        with reducer.add(run.progress.step, is_last=number == len(batches)):
             with run.phase("forward"):
-                total, metrics = run.objective.loss_sum(ddp_model, batch)
-                mean = total * scale
+                total, metrics = run.objective.loss_sum(reducer.model, batch)
+                mean = total * reducer.loss_scale
             with run.phase("backward"):
                 (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
-            sums[name] = sums.get(name, 0) + (place(value, index, exact) if exact else value)
+            sums[name] = sums.get(name, 0) + reducer.place(value)
         HEARTBEAT.beat()
     return sums
 

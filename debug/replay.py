@@ -31,8 +31,8 @@ from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from extensions.guards import FirstBad, describe_tensors
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
-from learn.optim import learning_rate
-from model_utils import gradient_norm, is_vocabulary, seed_step, wrap_model
+from learn.optim import gradient_norm, learning_rate, make_reducer
+from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
 from run.life import Run, StepResult
@@ -271,21 +271,19 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
     """Take the next step like a run on `world_size` ranks; `count` is the number of units in the step."""
     if prepare := getattr(run.objective, "prepare_step", None):
         batches, count, _ = prepare(batches, run.progress.step)
-    per_rank, done = max(1, len(batches) // world_size), itertools.count()
+    per_rank, done, objective = max(1, len(batches) // world_size), itertools.count(), run.objective
 
     def loss_sum(model: nn.Module, batch: Batch) -> LossSum:
         # Reproduce dropout: each rank seeded its generators before its first micro-batch.
         rank, within = divmod(next(done), per_rank)
         if not within:
             seed_step(run.config.seed, run.progress.step, rank)
-        return run.objective.loss_sum(model, batch)
+        return objective.loss_sum(model, batch)
 
-    lr = learning_rate(run.progress.updates, run.config)
-    if run.config.reproducible:  # the same bits as on any number of ranks
-        exact = wrap_model(run.model, run.ranks, exact_micro_batches=run.config.exact_micro_batches)
-        return train_step(run, exact, batches, count, lr)
-    one_process = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
-    return train_step(one_process, run.model, batches, count, lr)
+    reducer = make_reducer(run.model, run.ranks, run.config)
+    if not run.config.reproducible:  # which has the same bits on any number of ranks
+        run = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
+    return train_step(run, reducer, batches, count, learning_rate(run.progress.updates, run.config))
 
 
 def difference(now: float, then: Optional[float]) -> float:

@@ -16,9 +16,10 @@ from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command
 from dataloaders import Batch
 from evaluation.during_run import due
-from model_utils import forced_eager, gradient_norm, seed_step
+from learn.optim import Reducer
+from model_utils import forced_eager, seed_step
 from parallel import fsdp
-from parallel.ranks import collective
+from parallel.ranks import Ranks, collective
 from run.extensions import Extension
 from run.life import Run, StepResult, follow_folder
 from run.step_log import checksum, save_before
@@ -54,13 +55,13 @@ EXTENSION = Guards
 def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     """Recompute this rank's part of a step; return if it is finite. Collective if the model is sharded."""
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
-    scale = run.ranks.world_size / count
+    local = Reducer(run.model, Ranks(device=run.ranks.device), run.config)
+    local.loss_scale = run.ranks.world_size / count
     if not fsdp.is_sharded(run.model):
-        sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"].sum()) and math.isfinite(gradient_norm(run.model))
+        sums = accumulate_gradients(run, local, batches)
+        return math.isfinite(sums["loss"]) and math.isfinite(local.norm())
     with forced_eager(), fsdp.finite_gradients(run.model) as are_finite:
-        sums = accumulate_gradients(run, run.model, batches, scale)
-        return math.isfinite(sums["loss"].sum()) and are_finite()
+        return math.isfinite(accumulate_gradients(run, local, batches)["loss"]) and are_finite()
 
 
 # ------------------------------------------------------------------------------------ non-finite values

@@ -1,19 +1,31 @@
-"""AdamW and Muon, the parameters that each updates, and the learning-rate schedule."""
+"""A step's gradients over micro-batches and ranks; AdamW and Muon, and the learning-rate schedule."""
 
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from checkpoint.schema import SavedProgress
 from checkpoint.tensors import LazyTensor, lazy
-from common.errors import CheckpointError
+from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
-from config import OptimConfig
+from config import Config, OptimConfig
 from learn.cost import muon_batch
-from parallel.fsdp import compute_in_turns, is_divided, local_rows, local_span
+from parallel.fsdp import (
+    average_vectors,
+    compute_in_turns,
+    is_divided,
+    is_sharded,
+    local_rows,
+    local_span,
+    total_norm,
+)
 from parallel.ranks import Ranks, collective
 
 
@@ -35,6 +47,112 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     progress = min(1.0, max(0.0, progress))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
     return final + share * (peak - final)
+
+
+# ------------------------------------------------------------------------------------------ gradients
+
+
+class Reducer:
+    """Adds a step's gradients over micro-batches and ranks, and divides them by the units of all ranks.
+
+    Losses are sums, which `loss_scale` multiplies. DDP wraps `model` if several ranks exchange gradients; a
+    sharded model exchanges them itself.
+    """
+
+    loss_scale: Tensor | float = 1.0
+
+    def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig):
+        self.ranks, self.whole = ranks, model
+        exchanges = ranks.world_size > 1 and not is_sharded(model)
+        self.model = in_ddp(model, config.gradient_dtype) if exchanges else model
+
+    def begin(self, units: Tensor, progress: SavedProgress) -> None:
+        """Begin a step of so many units."""
+        self.loss_scale = (self.ranks.world_size / units).float()  # DDP averages over ranks
+
+    @contextmanager
+    def add(self, step: int, is_last: bool) -> Iterator[None]:
+        """A `with` block around a micro-batch's forward and backward; only the last exchanges gradients."""
+        if is_sharded(self.model):
+            # Within a shard group every backward exchanges them: a rank has no memory for whole gradients.
+            self.model.set_requires_all_reduce(is_last)
+        # no_sync must include the forward, in which DDP decides whether to exchange.
+        waits = isinstance(self.model, DistributedDataParallel) and not is_last
+        with self.model.no_sync() if waits else nullcontext():
+            yield
+
+    def place(self, value: Tensor) -> Tensor:
+        """Return a value of the last micro-batch such that the values of a step can be added."""
+        return value
+
+    @collective
+    def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
+        """Complete the gradients; return whether they are right, and a number, both on the device.
+
+        Otherwise `adjust` gets the number, and the step is tried again.
+        """
+        if is_sharded(self.model):
+            average_vectors(self.model, self.ranks)
+        return units > 0, units
+
+    def adjust(self, progress: SavedProgress, number: float) -> None:
+        raise AssertionError("the step has no targets")
+
+    @collective
+    def norm(self) -> Tensor:
+        return gradient_norm(self.whole)
+
+
+REDUCERS: dict[str, type[Reducer]] = {}  # of extensions
+
+
+def make_reducer(model: nn.Module, ranks: Ranks, config: Config) -> Reducer:
+    """Return the reducer of a run; with REPRODUCIBLE, that of the extension."""
+    if not config.reproducible:
+        return Reducer(model, ranks, config)
+    if "reproducible" not in REDUCERS:
+        raise SettingsError(f"REPRODUCIBLE=true needs the extension reproducible, but EXTENSIONS="
+                            f"{config.extensions}; add it, or set REPRODUCIBLE=false")
+    return REDUCERS["reproducible"](model, ranks, config)
+
+
+def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataParallel:
+    """Return the model in DDP, which without `device_ids` moves no CPU tensors of a batch to the GPU."""
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if gradient_dtype == "bf16":
+        parallel.register_comm_hook(None, exchange_in_bf16)
+
+    def start_waiting(parameter: Tensor) -> None:
+        HEARTBEAT.is_waiting = True
+
+    # The backward reaches the first parameter (nearly) last, and then waits for the other ranks.
+    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    first.register_post_accumulate_grad_hook(start_waiting)
+    return parallel
+
+
+def exchange_in_bf16(process_group, bucket):
+    """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
+    return bf16_compress_hook(process_group, bucket)
+
+
+@collective
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the global gradient norm."""
+    return total_norm(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+
+
+def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
+    """Return the divisor that clips gradients of this norm to `max_norm`; None if that is 0 (off).
+
+    It is 1 if the norm is not finite, so that one bad gradient does not spread to all parameters.
+    """
+    if max_norm == 0:
+        return None
+    return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
+
+
+# ----------------------------------------------------------------------------------------- optimizers
 
 
 def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:

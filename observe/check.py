@@ -32,7 +32,7 @@ from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
 from learn.cost import MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
 from learn.grpo import GRPO
-from learn.optim import Optimizer, learning_rate
+from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from parallel.ranks import Ranks, collective
@@ -260,7 +260,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         objective.loss_sum(model, next(batches)).total.backward()
 
     def update() -> None:
-        scale = model_utils.clip_scale(model_utils.gradient_norm(model), config.max_grad_norm)
+        scale = clip_scale(gradient_norm(model), config.max_grad_norm)
         optimizer.step(config.learning_rate, scale, torch.zeros((), device=device))
 
     with tqdm(desc="Measuring the speed", unit="micro-batch", delay=1, leave=False, disable=None) as bar:

@@ -26,14 +26,13 @@ from common.text import CALLED_FROM, ROOT
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
-from dataloaders import Batch
+from dataloaders import Batch, first_micro_batch
 from fused.head import IGNORE_INDEX
 from inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from inference.weights import packed_weights
 from learn.grpo import advantages, all_equal
 from learn.objectives import Prepared
 from model import SHARED_PREFIX, Transformer
-from parallel.exact import share
 from parallel.ranks import RunContext, collective
 
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -159,7 +158,7 @@ class Rollouts:
         config, ranks = self.config, self.context.ranks
         size = config.micro_batch_size // config.grpo_group
         micro_batches = config.rows_per_step // config.micro_batch_size
-        place = share(micro_batches, ranks.rank, ranks.world_size).start * size
+        place = first_micro_batch(micro_batches, ranks.rank, ranks.world_size) * size
         is_logged = config.log_every and ((step + 1) % config.log_every == 0 or step + 1 == config.max_steps)
         batches, answers, units = [], [], 0
         for batch in prompts:

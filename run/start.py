@@ -479,7 +479,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
               for_replay: bool = False) -> Run:
     """Build a run in memory. A run for a replay is never saved, and its weights may be non-finite."""
     config, ranks = start.config, context.ranks
-    extensions = () if for_replay else load_extensions(config, context.log.warn)
+    extensions = load_extensions(config, context.log.warn)
     dtype = model_utils.choose_dtype(config, ranks.device.type)
     if config.lora_enabled:  # new adapters, or those of the start
         generator = torch.Generator().manual_seed(config.seed)
@@ -514,7 +514,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
 
     objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
     run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder,
-              extensions=extensions)
+              extensions=() if for_replay else extensions)
     if reason := model_utils.compile_where_possible(model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(model, config, dtype.itemsize, ranks.device)

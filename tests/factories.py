@@ -29,11 +29,11 @@ from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
+from extensions import reproducible  # noqa: F401, for REPRODUCIBLE
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
-from learn.optim import Optimizer
+from learn.optim import Optimizer, make_reducer
 from model import Transformer
-from model_utils import wrap_model
 from parallel.fsdp import local_rows
 from parallel.ranks import Ranks
 from run import folder as run_folder
@@ -411,9 +411,9 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
-    trained = wrap_model(model, ranks, config.gradient_dtype, config.exact_micro_batches)
+    reducer = make_reducer(model, ranks, config)
     count = sum(int(run.objective.count(batch)) for batch in batches)
-    result = train.train_step(run, trained, batches, count, 0.01)
+    result = train.train_step(run, reducer, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 

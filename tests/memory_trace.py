@@ -15,17 +15,17 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lora
+from checkpoint.schema import SavedProgress
 from config import Config, ModelConfig
 from dataloaders import Batch
+from extensions.reproducible import ExactReducer
 from fused import matmul
 from learn.cost import reference_is_live
 from learn.objectives import Distillation, Objective
-from learn.optim import Optimizer
+from learn.optim import Optimizer, Reducer, clip_scale
 from learn.teacher import LlamaTeacher
 from model import Transformer
-from model_utils import clip_scale, gradient_norm, gradient_sync
 from observe.check import probe_objective
-from parallel.exact import ExactGradients
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
 
@@ -110,19 +110,20 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                 # One document or pair in each row; the host reads these two values.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
-            micro_batches, wrapped = min(2, config.accumulation_steps), model
+            micro_batches, units = min(2, config.accumulation_steps), torch.ones((), dtype=torch.float64)
+            reducer = Reducer(model, Ranks(), config)
             with tracker:
                 if config.reproducible:
-                    wrapped = ExactGradients(model, ranks, config.exact_micro_batches)
-                    wrapped.begin(0)
+                    reducer = ExactReducer(model, ranks, config)
+                    reducer.begin(units, SavedProgress(0))
                 for number in range(1, micro_batches + 1):
-                    with gradient_sync(wrapped, is_last=number == micro_batches):
+                    with reducer.add(0, is_last=number == micro_batches):
                         batch = Batch(tokens_BT, tokens_BT, ids_BT, stored={**stored})
-                        objective.loss_sum(wrapped, batch).total.backward()
+                        objective.loss_sum(model, batch).total.backward()
                 if config.reproducible:
-                    wrapped.reduce(torch.ones((), dtype=torch.float64))
+                    reducer.reduce(units)
                 gradients = nbytes(parameter.grad for parameter in trained)
-                scale = clip_scale(gradient_norm(wrapped), config.max_grad_norm)
+                scale = clip_scale(reducer.norm(), config.max_grad_norm)
                 optimizer.step(config.learning_rate, scale, torch.zeros(()))
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
             return Traced(nbytes(model.parameters()), gradients, nbytes(optimizer.state_tensors().values()),

@@ -19,8 +19,9 @@ from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import Config, LoraConfig, ModelConfig
+from learn.optim import in_ddp
 from model import Linear, Transformer, padded
-from model_utils import model_from_tensors, wrap_model
+from model_utils import model_from_tensors
 from observe.check import describe_adapters
 from parallel.ranks import start_ranks, stop_ranks
 from run import start as run_start
@@ -174,7 +175,7 @@ def check_gradients() -> None:
     """In each of two ranks, with two micro-batches each: DDP without find_unused_parameters, with recomputation."""
     ranks = start_ranks("cpu", 60)
     model = adapted(shape(activation_checkpointing="block", tie_embeddings=False), HEAD_AND_ROWS)
-    trained = wrap_model(model, ranks)
+    trained = in_ddp(model)
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
     for part, last in zip(halves, (False, True)):
         with nullcontext() if last else trained.no_sync():

@@ -14,8 +14,7 @@ from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import DPO, NextToken
-from learn.optim import Optimizer, newton_schulz
-from model_utils import clip_scale, gradient_norm
+from learn.optim import Optimizer, clip_scale, gradient_norm, newton_schulz
 from parallel.ranks import start_ranks, stop_ranks
 
 

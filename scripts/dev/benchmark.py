@@ -191,8 +191,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
 
     from config import Config
     from learn.cost import choose_head_chunk
-    from learn.optim import Optimizer
-    from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
+    from learn.optim import Optimizer, clip_scale, gradient_norm
+    from model_utils import bf16_is_fast, build_model
     from observe.profile import peak_memory_bytes
     from parallel.ranks import Ranks
 

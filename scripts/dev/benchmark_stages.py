@@ -28,10 +28,10 @@ from config import Config
 from data_pipeline.chats import LAST, LENGTH_SHIFT, TARGET, ExampleSet
 from dataloaders import ExampleRows, TokenRows, rows_at
 from learn.objectives import DPO, NextToken, frozen_logprobs, stored_reference
-from learn.optim import Optimizer
+from learn.optim import Optimizer, clip_scale, gradient_norm
 from learn.stored import ReferencedRows
 from lora import add_adapters, cast_base
-from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
+from model_utils import bf16_is_fast, build_model
 from parallel.ranks import Ranks
 from scripts.dev.paired import huggingface_model, in_turns, ratio
 

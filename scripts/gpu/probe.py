@@ -269,7 +269,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     import model_utils
     from dataloaders import Batch
     from learn.objectives import NextToken
-    from learn.optim import Optimizer
+    from learn.optim import Optimizer, Reducer, clip_scale
     from parallel.fsdp import local_rows
     from parallel.ranks import Ranks
 
@@ -281,7 +281,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     model_utils.allocate_model(model, config, Ranks(device=device))
     for parameter in model.parameters():
         local_rows(parameter).detach().zero_()
-    optimizer = Optimizer(model, config)
+    optimizer, reducer = Optimizer(model, config), Reducer(model, Ranks(device=device), config)
     model_utils.compile_where_possible(model, config, task.device)
     tokens = torch.zeros(config.micro_batch_size, config.max_seq_len, dtype=torch.int64, device=device)
     for _ in range(2):
@@ -289,9 +289,9 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
             torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         for number in range(1, config.accumulation_steps + 1):
-            with model_utils.gradient_sync(model, is_last=number == config.accumulation_steps):
+            with reducer.add(0, is_last=number == config.accumulation_steps):
                 NextToken().loss_sum(model, Batch(tokens, tokens)).total.backward()
-        scale = model_utils.clip_scale(model_utils.gradient_norm(model), 1.0)
+        scale = clip_scale(reducer.norm(), 1.0)
         optimizer.step(0.0, scale, torch.zeros((), device=device))
     return torch.cuda.max_memory_allocated() if task.cuda else 0
 

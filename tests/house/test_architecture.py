@@ -102,7 +102,7 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
     speaking = {name for name, path in LIBRARY.items() if any(found.startswith("torch.distributed") for found in imports(path))}
     naming = {name for name, path in LIBRARY.items() for node in ast.walk(tree(path))
               if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"}
-    assert speaking | naming == {"parallel/ranks.py", "parallel/fsdp.py", "parallel/exact.py", "model_utils.py"}
+    assert speaking | naming == {"parallel/ranks.py", "parallel/fsdp.py", "extensions/reproducible.py", "learn/optim.py"}
 
 
 def test_settings_data_and_report_need_no_torch():

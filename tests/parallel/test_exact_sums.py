@@ -16,19 +16,13 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from common.errors import SettingsError
 from config import Config
+from dataloaders import first_micro_batch
+from extensions.reproducible import HEADROOM_BITS, ExactReducer, check_alignment, row_sums
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum, NextToken
 from model_utils import seed_step
-from parallel.exact import (
-    HEADROOM_BITS,
-    ExactGradients,
-    check_alignment,
-    exponent_for,
-    place,
-    row_sums,
-    share,
-)
 from parallel.ranks import Ranks
+from run.life import Progress
 from train import accumulate_gradients
 
 GRADIENTS = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(0)) * 10.0**torch.arange(-3, 3)[:, None, None]
@@ -38,18 +32,24 @@ UNITS = torch.tensor(37.0, dtype=torch.float64)
 def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, bool, float]:
     """The mean gradient of micro-batches with these gradients, whether they fitted, and the largest."""
     model = nn.Linear(7, 5, bias=False)
-    exact = ExactGradients(model, Ranks(), len(gradients))
-    exact.begin(exponent)
+    exact = ExactReducer(model, Ranks(), SimpleNamespace(seed=0, exact_micro_batches=len(gradients)))
+    exact.begin(UNITS, Progress(gradient_exponent=exponent))
     for gradient in gradients:
-        with exact.adding():
+        with exact.add(step=0, is_last=False):
             (model.weight * gradient).sum().backward()
     fits, largest = exact.reduce(UNITS)
     return model.weight.grad, bool(fits), float(largest)
 
 
+def exponent_for(largest: float) -> int:
+    progress = Progress()
+    ExactReducer.adjust(None, progress, largest)
+    return progress.gradient_exponent
+
+
 @pytest.mark.parametrize("small", [0, 2**22])
 def test_a_sum_of_micro_batches_has_the_same_bits_in_any_order(small, monkeypatch):
-    monkeypatch.setattr("parallel.exact.SMALL", small)
+    monkeypatch.setattr("extensions.reproducible.SMALL", small)
     expected, fits, largest = summed(GRADIENTS)
     assert fits and largest == float(GRADIENTS.abs().max())
     for seed in range(20):
@@ -70,7 +70,10 @@ def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_th
     for rank in range(ranks):
         run = SimpleNamespace(config=config, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
                               objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None), phase=lambda name: nullcontext())
-        accumulate_gradients(run, nn.Linear(7, 5), [None] * len(share(4, rank, ranks)), 1.0)
+        reducer = ExactReducer(nn.Linear(7, 5), run.ranks, config)
+        reducer.begin(UNITS, Progress())
+        count = first_micro_batch(4, rank + 1, ranks) - first_micro_batch(4, rank, ranks)
+        accumulate_gradients(run, reducer, [None] * count)
     for index, each in enumerate(drawn):
         seed_step(config.seed, 3, index)
         assert torch.equal(each, dropout(torch.ones(64)))
@@ -109,7 +112,8 @@ def test_sums_of_rows_do_not_depend_on_the_other_rows(shape):
 
 @pytest.mark.parametrize("count, world_size", [(16, 3), (4, 4), (5, 2), (7, 1)])
 def test_ranks_share_all_micro_batches_in_order(count, world_size):
-    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    first = [first_micro_batch(count, rank, world_size) for rank in range(world_size + 1)]
+    shares = [range(*each) for each in zip(first, first[1:])]
     assert [index for each in shares for index in each] == [*range(count)]
     assert {len(each) - count // world_size for each in shares} <= {0, 1}
     for each, rows in zip(shares, np.array_split(np.arange(count), world_size)):  # as RowOrder does
@@ -117,8 +121,9 @@ def test_ranks_share_all_micro_batches_in_order(count, world_size):
 
 
 def test_a_placed_value_keeps_its_bits_and_infinity():
-    assert place(torch.tensor(0.1), 1, 3).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
-    assert place(torch.tensor(math.inf), 0, 2).tolist() == [math.inf, 0.0]
+    reducer = SimpleNamespace(done=2, largest=torch.zeros(3))
+    assert ExactReducer.place(reducer, torch.tensor(0.1)).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
+    assert ExactReducer.place(reducer, torch.tensor(math.inf)).tolist() == [0.0, math.inf, 0.0]
 
 
 def test_a_step_is_repeated_with_a_scale_that_fits():
@@ -159,12 +164,12 @@ def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fraction
     """Theirs in float64, summed without any rounding; ours in float32, summed as integers."""
     model, batches = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 512), uneven_batches(2)
     theirs = in_transformers(model).double()
-    exact = ExactGradients(model, Ranks(), len(batches))
-    exact.begin(exponent=8)
+    exact = ExactReducer(model, Ranks(), SimpleNamespace(seed=0, exact_micro_batches=len(batches)))
+    exact.begin(UNITS, Progress(gradient_exponent=8))
     sums = {name: [Fraction(0)] * weight.numel() for name, weight in theirs.named_parameters()}
     for batch in batches:
-        with exact.adding():
-            NextToken().loss_sum(exact, batch).total.backward()
+        with exact.add(step=0, is_last=False):
+            NextToken().loss_sum(model, batch).total.backward()
         logits_BTV = theirs(batch.tokens_BT).logits
         theirs.zero_grad()
         F.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum").backward()

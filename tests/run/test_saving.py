@@ -22,6 +22,7 @@ from checkpoint.tensors import TensorFile
 from common.files import BLOCK_BYTES
 from common.heartbeat import HEARTBEAT, Background, Cancelled
 from extensions import guards
+from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
 from run import saving
 from run import start as run_start
@@ -109,13 +110,13 @@ def test_without_room_for_a_copy_training_stops_for_the_whole_save(tiny_run, who
 
 
 def bad_gradient() -> None:
-    train.gradient_norm = lambda model: torch.tensor(math.nan)
+    Reducer.norm = lambda self: torch.tensor(math.nan)
 
 
 def test_a_bad_step_does_not_lose_the_checkpoint_that_is_being_written(tiny_run, monkeypatch):
     run, written = tiny_run(), threading.Event()
     hold(monkeypatch, written)
-    monkeypatch.setattr(train, "gradient_norm", train.gradient_norm)
+    monkeypatch.setattr(Reducer, "norm", Reducer.norm)
     original = guards.stop_non_finite
 
     def stop_non_finite(*arguments):

@@ -22,7 +22,6 @@ from commands import WORLD, Command, launch
 from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step
 from faults import act
 
-import train
 from checkpoint import store
 from common.errors import DataError
 from common.files import write_json
@@ -31,6 +30,7 @@ from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.trackers import start_trackers
 from learn import optim
+from learn.optim import Reducer
 from run.log import RunLog
 
 
@@ -209,7 +209,7 @@ def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypat
 
 def bad_gradient_on_a_full_disk() -> None:
     fill_the_disk_in_step_3()
-    do_in_step(4, lambda: setattr(train, "gradient_norm", lambda model: torch.tensor(math.nan)))
+    do_in_step(4, lambda: setattr(Reducer, "norm", lambda self: torch.tensor(math.nan)))
 
 
 @needs_mounts

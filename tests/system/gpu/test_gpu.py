@@ -28,8 +28,9 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
 from inference.engine import RowCache
 from inference.generate import generate
+from learn.optim import in_ddp
 from model import SHARED_PREFIX
-from model_utils import build_model, compile_model, wrap_model
+from model_utils import build_model, compile_model
 from parallel import ranks as collectives
 from parallel.ranks import Ranks
 
@@ -402,7 +403,7 @@ def alone_in_a_group(device_type: str) -> None:
     assert float(group.all_reduce_sum(torch.ones(3)).sum()) == 3
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
-    parallel = wrap_model(wrapped, group)
+    parallel = in_ddp(wrapped)
     assert parallel.device_ids is None  # otherwise DDP moves every argument to the device, and waits for the documents
     if device_type == "cuda":
         compile_model(wrapped)

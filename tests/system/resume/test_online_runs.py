@@ -21,7 +21,7 @@ from debug.replay import read_settings
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.grpo import GRPO, advantages
-from learn.optim import Optimizer
+from learn.optim import Optimizer, Reducer
 from report.page import Report
 from run import rollouts
 from run.rollouts import Rewards, training_batch
@@ -122,9 +122,9 @@ def test_the_reference_of_adapters_is_the_model_without_them(stages, tmp_path):
 
 def test_after_an_update_that_is_not_finite_no_other_update_runs(stages, tmp_path, monkeypatch):
     """Of two steps with three updates each, the first update of the second step is not finite."""
-    updates, step, norm = [], Optimizer.step, train.gradient_norm
+    updates, step, norm = [], Optimizer.step, Reducer.norm
     monkeypatch.setattr(Optimizer, "step", lambda *arguments: (updates.append(1), step(*arguments))[1])
-    monkeypatch.setattr(train, "gradient_norm", lambda model: norm(model) * (torch.nan if len(updates) >= 3 else 1))
+    monkeypatch.setattr(Reducer, "norm", lambda self: norm(self) * (torch.nan if len(updates) >= 3 else 1))
     run = stages.run("grpo", tmp_path, **UNMEASURED, MAX_STEPS=2, SAVE_EVERY=0, GRPO_UPDATES=3)
     assert run.train() == 4 and len(updates) == 4
 

@@ -17,10 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from checkpoint.schema import SavedProgress
 from common.errors import SettingsError
 from common.heartbeat import HEARTBEAT
+from config import Config
+from dataloaders import first_micro_batch
+from learn.optim import REDUCERS, Reducer
+from model_utils import seed_step
 from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
 from parallel.ranks import Ranks, collective
+from run.extensions import Extension
 
 INTEGER_BITS = 62  # of a sum over all micro-batches
 HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
@@ -28,18 +34,6 @@ LOWEST_EXPONENT = -60  # smaller gradients are rounded to multiples of 2^-110 or
 ALIGNMENT = 16  # numbers in the widest vector of a kernel
 SMALL = 2**22  # gradients; so few are added after the backward, where a CPU does it three times as fast
 CHUNK = {"cuda": 2**26, "cpu": 2**17}  # numbers converted at a time: a core's cache
-
-
-def share(count: int, rank: int, world_size: int) -> range:
-    """Return a rank's micro-batches of the `count` in a step; the first ranks may have one more."""
-    each, more = divmod(count, world_size)
-    first = rank * each + min(rank, more)
-    return range(first, first + each + (rank < more))
-
-
-def place(value: Tensor, index: int, count: int) -> Tensor:
-    """Return `count` zeros in float64 with a scalar at an index; such tensors of all ranks add up exactly."""
-    return F.pad(value.detach().double()[None], (index, count - 1 - index))
 
 
 def row_sums(values_RC: Tensor) -> Tensor:
@@ -62,7 +56,7 @@ def check_alignment(model: nn.Module, ranks: int) -> None:
     for name, matrix in model.named_parameters():
         if not matrix.requires_grad or matrix.ndim == 1:
             continue
-        rows, width = len(matrix), matrix[0].numel()
+        rows, width = matrix.shape[0], matrix.shape[1:].numel()
         if -(-rows // ranks) * width % ALIGNMENT:
             raise SettingsError(f"REPRODUCIBLE=true cannot divide {name}, which has {rows} rows of {width} "
                                 f"numbers, over {ranks} ranks: the rows of a rank must have a multiple of "
@@ -91,8 +85,8 @@ class ShardedSum:
         self.integers = integers if self.integers is None else self.integers.add_(integers)
 
 
-class ExactGradients(nn.Module):
-    """Wraps a model as DDP does, and sums a step's gradients over micro-batches and ranks as integers.
+class ExactReducer(Reducer):
+    """Sums a step's gradients over micro-batches and ranks as integers.
 
     One scale serves all tensors, because all-reduces and FSDP's buffers hold several of them. The integers
     leave 2^-42 of the largest gradient times the number of micro-batches; an element that rounds to zero is
@@ -100,9 +94,11 @@ class ExactGradients(nn.Module):
     the scale is a function of settings and data.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, micro_batches: int):
-        super().__init__()
-        self.model, self.ranks = model, ranks
+    def __init__(self, model: nn.Module, ranks: Ranks, config: Config):
+        self.model, self.ranks, self.seed = model, ranks, config.seed
+        micro_batches = config.exact_micro_batches
+        if is_sharded(model):
+            check_alignment(model, config.ranks_per_copy)
         self.bits = INTEGER_BITS - (micro_batches - 1).bit_length()
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.whole = [parameter for parameter in self.trained if not is_divided(parameter)]
@@ -115,20 +111,19 @@ class ExactGradients(nn.Module):
         self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
         *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
 
-    def forward(self, *args, **options):
-        return self.model(*args, **options)
-
-    def begin(self, exponent: int) -> None:
-        """Begin a step whose gradients should be at most 2^exponent."""
-        self.exponent, self.scale = exponent, 2.0**(self.bits - exponent)
+    def begin(self, units: Tensor, progress: SavedProgress) -> None:
+        """Begin a step whose gradients should be at most 2^gradient_exponent."""
+        self.exponent = progress.gradient_exponent
+        self.scale = 2.0**(self.bits - self.exponent)
         self.integers.zero_()
         for each in self.sharded.values():
             each.integers, each.scale = None, self.scale
-        self.done = share(len(self.largest), self.ranks.rank, self.ranks.world_size).start
+        self.done = first_micro_batch(len(self.largest), self.ranks.rank, self.ranks.world_size)
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
+    def add(self, step: int, is_last: bool) -> Iterator[None]:
         """A `with` block around a micro-batch's forward and backward, which adds its gradients."""
+        seed_step(self.seed, step, self.done)
         chunk, nothing = CHUNK[self.ranks.device.type], torch.zeros(2, device=self.ranks.device)
         ranges = [nothing] * len(self.not_finite)
 
@@ -158,6 +153,10 @@ class ExactGradients(nn.Module):
         # As bits, which the all-reduce does not change.
         self.largest[self.done] = peaks_T.where(is_finite_T, 0).max().view(torch.int32)
         self.done += 1
+
+    def place(self, value: Tensor) -> Tensor:
+        """Return zeros in float64, and the value in its micro-batch's place; such tensors add up exactly."""
+        return F.pad(value.detach().double()[None], (self.done - 1, len(self.largest) - self.done))
 
     @collective
     def reduce(self, units: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,7 +195,14 @@ class ExactGradients(nn.Module):
                 dist.all_reduce(sums_R, group=mesh.get_group(SHARD))
         return row_sums(sums_R[None])[0].sqrt()
 
+    def adjust(self, progress: SavedProgress, number: float) -> None:
+        """Choose the exponent to try a step again with, after this largest gradient."""
+        progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(number)[1] + HEADROOM_BITS)
 
-def exponent_for(largest: float) -> int:
-    """Return the exponent to begin a step with after this largest gradient."""
-    return max(LOWEST_EXPONENT, math.frexp(largest)[1] + HEADROOM_BITS)
+
+class Reproducible(Extension):
+    """Makes REPRODUCIBLE=true possible."""
+
+
+EXTENSION = Reproducible
+REDUCERS["reproducible"] = ExactReducer
