@@ -46,8 +46,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     Ranks gather weights in `compute_dtype`: a block for its forward and again for its backward, the embedding
     for its look-up, the head from its forward to its backward. They exchange gradients in `gradient_dtype`,
     but those of embedding and head in float32, so that sums are as precise as without sharding. `offload`
-    keeps everything in the host's memory. With `exact`, the run's reducer, not FSDP, adds the gradients of the
-    copies, over the group `model.copies`.
+    keeps everything in the host's memory. With `exact`, the run's reducer, not FSDP, adds the
+    gradients of the copies, over the group `model.copies`.
     """
     # Imported here: it takes half a second, and most runs shard nothing.
     from torch.distributed import fsdp

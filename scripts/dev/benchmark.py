@@ -190,10 +190,10 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     import torch
 
     from config import Config
+    from extensions.profile import peak_memory_bytes
     from learn.cost import choose_head_chunk
     from learn.optim import Optimizer, clip_scale, gradient_norm
     from model_utils import bf16_is_fast, build_model
-    from observe.profile import peak_memory_bytes
     from parallel.ranks import Ranks
 
     if args.threads:
@@ -280,8 +280,8 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     """Return the device, train.py's memory forecast, and the MFU if the device's peak is known."""
     import torch
 
+    from extensions.profile import peak_flops
     from learn.cost import estimate_memory, forward_flops
-    from observe.profile import peak_flops
 
     estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
     figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else

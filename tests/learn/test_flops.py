@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
+from extensions.profile import Measurements
 from fused.head import IGNORE_INDEX
 from learn.cost import StepFlops, Work, forward_flops, teacher_flops
 from learn.objectives import (
@@ -25,7 +26,6 @@ from learn.objectives import (
 )
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
-from observe.profile import Measurements
 from run.start import logprobs_without_adapters
 from tokenizer import load_tokenizer
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import train
 from common.heartbeat import HEARTBEAT
+from extensions import phases
+from extensions.phases import COMPARED, Phases, SlowRanks, percentages
 from learn.objectives import NextToken
-from observe import phases
-from observe.phases import COMPARED, Phases, SlowRanks, percentages
 from run import life
 
 

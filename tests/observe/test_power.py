@@ -16,8 +16,8 @@ from factories import PATIENCE, wait_until
 from nvml_stub import GIB, Pynvml
 
 from common.heartbeat import HEARTBEAT
-from observe import power
-from observe.power import (
+from extensions import power
+from extensions.power import (
     HEADER,
     CpuMeter,
     GpuMeter,

@@ -12,9 +12,9 @@ from factories import UNMEASURED, TinyRun, assert_same_run, stop_at
 
 from common.errors import SettingsError
 from config import Config, rules, step_window
-from observe import power, profile
-from observe.power import Reading, Sample
-from observe.profile import Measurements, Profiling, peak_flops, peak_memory_bytes
+from extensions import power, profile
+from extensions.power import Reading, Sample
+from extensions.profile import Measurements, Profiling, peak_flops, peak_memory_bytes
 from run.start import prepare_device
 
 # What the run of `whole` measures besides; POWER_HZ is that of the window.

@@ -32,9 +32,9 @@ def test_an_extension_that_is_named_must_exist_and_one_of_the_default_is_missed_
 
 
 def test_a_package_that_an_extension_lacks_is_not_hidden(monkeypatch):
-    monkeypatch.setitem(sys.modules, "observe.profile", None)
+    monkeypatch.setitem(sys.modules, "extensions.phases", None)
     sys.modules.pop("extensions.profile", None)
-    with pytest.raises(ModuleNotFoundError, match="observe.profile"):
+    with pytest.raises(ModuleNotFoundError, match="extensions.phases"):
         load_extensions(Config(), pytest.fail)
 
 
