@@ -1,13 +1,52 @@
-"""The model card of each checkpoint."""
+"""The model card of each checkpoint, README.md.
 
+The card's text is in card.md.jinja. Absolute paths are cut to their last name, because they reveal details of
+a machine and its users.
+"""
+
+import re
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+import yaml
+from jinja2 import Environment, StrictUndefined, Template
+
+from checkpoint.huggingface import name_of_download
 from checkpoint.manifest import CARD
-from run.card import run_card
+from common import __version__
+from common.files import commit, read_json, read_plain
+from common.remote import HUB_NAME
+from common.text import printable
+from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
+from data_pipeline.shards import MANIFEST as DATA_MANIFEST
+from dataloaders import MixedRows, rows_by_source
+from learn.cost import parameter_count
+from model_utils import device_name
+from report.data import segments, setting_lines
 from run.extensions import Extension
-from run.life import Run
+from run.life import Run, trained_count
+
+FILES_LISTED = 5
+COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
+# Settings that do not affect training, or differ between machines.
+NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.model_fields)),
+                 *(name.upper() for name in Config.model_fields if name.startswith("sample_")),
+                 "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
+                 "EXTENSIONS", "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT",
+                 "PREPARATION_WORKERS", "VERIFY_DATA"}
+STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)",
+          "dpo": "training on preference pairs",
+          "grpo": "training on the model's own answers (GRPO)"}
+INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
 
 
 class Card(Extension):
-    """Writes README.md into each checkpoint."""
+    """Writes the card of each checkpoint."""
 
     def checkpoint_texts(self, run: Run) -> dict[str, str]:
         try:
@@ -18,3 +57,248 @@ class Card(Extension):
 
 
 EXTENSION = Card
+
+# ------------------------------------------------------------------------------ writing and reading cards
+
+
+def code(text: Any) -> str:
+    """Return a text as inline code in Markdown, with enough backticks for those inside."""
+    line = printable(str(text))
+    ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    space = " " if not line.strip(" ") or line[0] in "` " or line[-1] in "` " else ""
+    return f"{ticks}{space}{line}{space}{ticks}"
+
+
+def fenced(lines: Sequence[str]) -> str:
+    """Return lines as a code block in Markdown, with enough backticks for those inside."""
+    lines = [*map(printable, lines)]
+    ticks = "`" * max(3, *(1 + len(run) for line in ("", *lines) for run in re.findall("`+", line) or [""]))
+    return "\n".join([ticks, *lines, ticks])
+
+
+def cell(text: Any) -> str:
+    return code(text).replace("|", r"\|")
+
+
+@cache
+def template() -> Template:
+    """Return the template of all cards. A backslash at the end of a line joins it with the next one."""
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters |= {
+        "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format, "percent": "{:.2%}".format,
+        "fixed": lambda value, format=".4f": "" if value is None else f"{value:{format}}",
+        "model": model_name, "download": lambda base: name_of_download(base) or ""}
+    source = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    return environment.from_string(source.replace("\\\n", ""))
+
+
+def card_text(metadata: Mapping[str, Any], title: str, **values: Any) -> str:
+    """Return a card with Hugging Face's metadata (without empty fields) and these values in the template."""
+    filled = {name: value for name, value in metadata.items() if value not in ("", [], None)}
+    block = yaml.safe_dump(filled, sort_keys=False, width=float("inf"))
+    values = {"run": None, "adapts": None, "inherited": {}, "digest": ""} | values
+    return template().render(metadata=block, title=title, **values).rstrip("\n") + "\n"
+
+
+def write_card(folder: Path, card: str) -> None:
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def read_card(folder: Path) -> str:
+    with suppress(OSError):
+        return read_plain(folder / CARD).decode(errors="replace")
+    return ""
+
+
+def card_metadata(card: str) -> dict[str, str]:
+    """Return the texts and numbers in a card's metadata, including those under `paddock`."""
+    block = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
+    try:
+        metadata = yaml.safe_load(block[1]) if block else {}
+    except (yaml.YAMLError, ValueError, RecursionError):  # not written by Paddock
+        metadata = {}
+    metadata = metadata if isinstance(metadata, dict) else {}
+    ours = metadata.get("paddock")
+    metadata |= ours if isinstance(ours, dict) else {}
+    return {name: str(value) for name, value in metadata.items() if isinstance(value, (str, int, float))}
+
+
+def sections_of(card: str) -> dict[str, str]:
+    pieces = re.split(r"^## (.+)\n", card, flags=re.MULTILINE)
+    return {heading: text.strip() for heading, text in zip(pieces[1::2], pieces[2::2])}
+
+
+# ---------------------------------------------------------------------------------- the text of cards
+
+
+def run_card(run: Run) -> str:
+    """Return the card of a run's next checkpoint. Called on rank 0 only."""
+    config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
+    data, scores = [*data_sets(run)], [*newest_scores(run)]
+    languages = [name.strip() for name in config.model_language.split(",") if name.strip()]
+    digest = run.log.history.ledger_sha256(progress.step)
+    task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
+    results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
+                "metrics": [{"type": score.metric, "value": score.value}]} for score in scores]
+    metadata = origin(Path(progress.base) if progress.base else None, config.model_license)
+    relation = "adapter" if config.lora_enabled else "finetune"
+    metadata |= {
+        "base_model_relation": relation if metadata["base_model"] else "", "language": languages,
+        "datasets": [*dict.fromkeys(entry["hub_name"] for entry in data if entry["hub_name"])],
+        "library_name": "peft" if config.lora_enabled else "transformers", "pipeline_tag": "text-generation",
+        "tags": [config.model_type, "paddock", task, *["lora"] * config.lora_enabled,
+                 *["distillation"] * config.distillation_enabled],
+        "model-index": [{"name": run.folder.name, "results": results}] if results else [],
+        "paddock": {"version": __version__, "step": progress.step, "tokens": progress.tokens_seen,
+                    "ledger_sha256": digest}}
+
+    # Settings that changed during the run, by the first step, and the settings that reproduce the model.
+    changes = [(segment["step"], [f"{change['name']}={code(without_paths(change['name'], change['after']))}"
+                                  for change in segment["changes"] if change["name"] not in NOT_IN_RECIPE])
+               for segment in [*segments(run.folder)][1:] if segment["step"] <= progress.step]
+    settings = [f"{line['name']}={env_value(without_paths(line['name'], line['value']))}"
+                for line in setting_lines(config.public())
+                if line["changed"] and line["name"] not in NOT_IN_RECIPE]
+    return card_text(
+        metadata, run.folder.name, run=run, config=config, progress=progress, history=run.log.history,
+        vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
+        trained=trained_count(run.model, vocab_size), stage=STAGES[config.training_stage],
+        adapts=progress.base if config.lora_enabled else None,
+        is_chat=config.training_stage != "pretrain", data=data, scores=scores, languages=languages,
+        compute_optimal=COMPUTE_OPTIMAL, device=device_name(run.ranks.device), torch=torch.__version__,
+        paddock=__version__, commit=commit(), changes=[entry for entry in changes if entry[1]],
+        settings=settings, tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)
+
+
+def derived_card(output: str, base: Path, source: Path, introduction: str) -> str:
+    """Return the card of a whole model made from a base and the checkpoint `source`."""
+    card = read_card(source)
+    metadata = origin(base) | license_of(card_metadata(card)) | {
+        "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["llama", "paddock"]}
+    return card_text(metadata, output, introduction=introduction, is_chat="apply_chat_template" in card,
+                     inherited=inherited(source))
+
+
+def write_merged_card(folder: Path, output: Path, base: Path, adapters: Path, dtype: torch.dtype) -> None:
+    """Write the card of `output`, a model that was merged from a base and adapters, into a folder."""
+    rest = "The sections below are from the adapters' card." if inherited(adapters) else "They had no card."
+    write_card(folder, derived_card(output.name, base, adapters, (
+        f"The model {model_name(str(base))} with the adapters {code(run_and_step(str(adapters)))} "
+        f"merged into it, in {str(dtype).removeprefix('torch.')}. {rest}")))
+
+
+def inherited(folder: Path) -> dict[str, str]:  # sections that also apply to models derived from it
+    return {heading: text for heading, text in sections_of(read_card(folder)).items() if heading in INHERITED}
+
+
+def origin(base: Optional[Path], user_license: str = "") -> dict[str, Any]:
+    """Return the base's name on the hub, and the license: the user's if given, else the base's."""
+    base_metadata = card_metadata(read_card(base)) if base else {}
+    name = base and (hub_name_of(str(base)) or base_metadata.get("base_model", ""))
+    known = {"base_model": name if name and HUB_NAME.fullmatch(name) else ""}
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", user_license.lower()):
+        return known | {"license": user_license.lower()}
+    if user_license:  # the hub knows short identifiers; any other license is `other`, with a name
+        slug = re.sub(r"[^a-z0-9.-]+", "-", user_license.lower()).strip("-.")
+        return known | {"license": "other", "license_name": slug or "own"}
+    return known | (license_of(base_metadata) or {"license": "unknown"})
+
+
+def license_of(metadata: Mapping[str, str]) -> dict[str, str]:
+    return {key: metadata[key] for key in ("license", "license_name", "license_link") if metadata.get(key)}
+
+
+def hub_name_of(path: str) -> str:
+    """Return the hub name of a model in the hub's cache; empty for any other path."""
+    return (name_of_download(path) or "").partition("@")[0]
+
+
+def run_and_step(path: str) -> str:
+    """Shorten an absolute path to its run and step, or to its last name."""
+    parts = Path(path).parts
+    if not Path(path).is_absolute():
+        return path
+    return "/".join(parts[-3:] if "checkpoints" in parts[-2:-1] else parts[-1:])
+
+
+def model_name(path: str) -> str:
+    return code(name_of_download(path) or run_and_step(path))
+
+
+# ----------------------------------------------------------------------------------- sections of a card
+
+
+def data_sets(run: Run) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each prepared set that the run has read so far."""
+    config, rows = run.config, run.inputs.rows
+    taken = run.progress.step * config.rows_per_step
+    path = str(config.data_path)
+    shares = [{"source": run_and_step(path), "share": 1.0, "passes": taken / len(rows)}]
+    if isinstance(rows, MixedRows):
+        shares = rows.source_table(taken)
+    for source_rows, entry in zip(rows_by_source(rows), shares):
+        source_rows = getattr(source_rows, "rows", source_rows)  # without stored outputs
+        documents, made, hub_name = made_from(source_rows.token_set.folder)
+        yield entry | {"documents": documents, "tokens": source_rows.token_set.tokens, "made_from": made,
+                       "fingerprint": source_rows.fingerprint, "hub_name": hub_name}
+
+
+@cache
+def made_from(folder: Path) -> tuple[str, str, str]:
+    """Return a prepared set's number of documents, its source as Markdown, and the source's hub name."""
+    try:
+        content = read_json(folder / DATA_MANIFEST)
+        documents = f"{content['splits']['train']['documents']:,}"
+        source = content["source"]["sources"][0]
+        files = source.get("identity", {}).get("files") or []
+    except (OSError, ValueError, KeyError, IndexError, TypeError):  # not prepared by Paddock
+        return "", "token files", ""
+    if name := source.get("name"):
+        version = source["identity"].get("revision") or source.get("revision") or ""
+        known = {"config": source.get("config"), "split": source.get("split"), "revision": version}
+        described = [code(name), *(f"{label} {code(value)}" for label, value in known.items() if value)]
+        return documents, ", ".join(described), name
+    hashes = [f"{'SHA-256' if re.fullmatch('[0-9a-f]{64}', str(content)) else 'version'} {code(content)}"
+              for *_, content in files[:FILES_LISTED]]
+    more = f" and {len(files) - FILES_LISTED:,} more files" if len(files) > FILES_LISTED else ""
+    return documents, f"{code(run_and_step(source.get('path', '')))} ({', '.join(hashes)}{more})", ""
+
+
+# The newest result of an evaluation; unknown values are None.
+Score = namedtuple("Score", "data metric value step stderr n chance", defaults=(None, None, None))
+
+
+def newest_scores(run: Run) -> Iterator[Score]:
+    """Yield the newest result of each evaluation."""
+    scores = run.log.history.scores
+    titles = {choices.name: choices.title for choices in run.inputs.choice_sets}
+
+    def beside(*names: str) -> list[Optional[float]]:
+        return [scores[name][1] if name in scores else None for name in names]
+
+    for name, (step, value) in scores.items():
+        task = name.removesuffix("_norm").removesuffix("_acc")
+        if name in ("val_loss", "val_bits_per_byte", "val_reward", "val_reward_accuracy"):
+            yield Score("validation split", name[4:], value, step, *beside(f"{name}_stderr"))
+        elif name.startswith("generation_") and not name.endswith(("_n", "_stderr")):
+            error_and_n = beside(f"{name}_stderr", "generation_n")
+            yield Score("answers to held-out prompts", name[11:], value, step, *error_and_n)
+        elif name in (f"{task}_acc", f"{task}_acc_norm"):
+            stderr, n, chance = beside(*(f"{task}_{key}" for key in ("stderr", "n", "chance")))
+            error = stderr if name.endswith("_acc") else None
+            yield Score(titles.get(task, task), name[len(task) + 1:], value, step, error, n, chance)
+
+
+def without_paths(name: str, value: str) -> str:
+    """Return a setting's value with shortened paths."""
+    if name == "EVAL_TASKS":
+        tasks = (entry.partition(":") for entry in value.split(","))
+        return ",".join(f"{task}:{run_and_step(path)}" for task, _, path in tasks)
+    return run_and_step(value) if name.lower() in (*LOCAL_PATHS, *NAMES_OR_PATHS) else value
+
+
+def env_value(value: str) -> str:
+    """Return a value as written in `.env`."""
+    if re.fullmatch(r"[\w./:,+@%-]*", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -37,10 +37,9 @@ from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from parallel.ranks import Ranks, collective
 from report.verdict import time_text
-from run.card import trained_count
 from run.extensions import load_extensions
 from run.folder import has_run
-from run.life import Inputs, Run, ending, trained_bytes
+from run.life import Inputs, Run, ending, trained_bytes, trained_count
 from run.rollouts import Rewards
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER

@@ -1,6 +1,7 @@
 """Load models with or without adapters for generation, evaluation and merging."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -15,7 +16,6 @@ from inference.weights import pack_weights
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
-from run.card import code, derived_card, inherited, model_name, run_and_step, write_card
 from run.start import find_by_hash
 from tokenizer import GENERATION_IDS, load_tokenizer, read_generation
 
@@ -112,8 +112,12 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
 
 
 def merge(adapters: Path, output: Path, base: Optional[str] = None,
-          dtype: torch.dtype = torch.float32) -> float:
-    """Merge base and adapters into a model folder; return the largest change of a logit, in float32."""
+          dtype: torch.dtype = torch.float32,
+          describe: Callable = lambda *_: None) -> float:
+    """Merge base and adapters into a model folder; return the largest change of a logit, in float32.
+
+    `describe(folder, output, base, adapters, dtype)` may write a card before the folder is named `output`.
+    """
     store.check_new(output)
     if not (adapters / peft.CONFIG_FILE).exists():
         copy = command("scripts/export.py", adapters, "--to", "hf", "--output", "FOLDER")
@@ -136,12 +140,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
                                   "base and adapters, so nothing is written; are the adapters finite?")
-        rest = "They had no card."
-        if inherited(adapters):
-            rest = "The sections below are from the adapters' card."
-        write_card(folder, derived_card(output.name, base_folder, adapters, (
-            f"The model {model_name(str(base_folder))} with the adapters {code(run_and_step(str(adapters)))} "
-            f"merged into it, in {str(dtype).removeprefix('torch.')}. {rest}")))
+        describe(folder, output, base_folder, adapters, dtype)
 
     store.publish_model(output, state, model.config, tokenizer, longest, complete)
     return differences[0]

@@ -37,11 +37,11 @@ from common.files import read_text
 from common.text import ROOT, show
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
+from extensions.card import read_card
 from fused.rotary import precompute_freqs
 from model import Transformer
 from model_utils import find_model
 from run.adapters import load_model
-from run.card import read_card
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",

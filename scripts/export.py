@@ -74,7 +74,7 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
 
 def check_card(source: Path, public: bool) -> None:
     """Raise CheckpointError without a model card, or for a public upload without a license in it."""
-    from run.card import card_metadata, read_card
+    from extensions.card import card_metadata, read_card
 
     card = read_card(source)
     if not card.strip():

@@ -24,8 +24,8 @@ from common.errors import SettingsError, local_path, run_script
 from common.text import ROOT, command, show
 from config import grown_layers
 from data_preparation_utils import free_run_name
+from extensions.card import derived_card, write_card
 from model_utils import find_model, read_model_config
-from run.card import derived_card, write_card
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

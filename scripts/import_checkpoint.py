@@ -31,8 +31,8 @@ from common.errors import CheckpointError, local_path, run_script, unreadable
 from common.files import WrongContentError, plain
 from common.text import command, show
 from config import ModelConfig
+from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from model_utils import find_model
-from run.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from tokenizer import load_tokenizer, read_generation
 
 

@@ -25,9 +25,9 @@ from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import command, show
+from extensions.card import derived_card, run_and_step, write_card
 from model import padded
 from model_utils import find_model, read_model_config
-from run.card import derived_card, run_and_step, write_card
 from tokenizer import load_tokenizer
 
 

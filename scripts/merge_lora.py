@@ -18,6 +18,7 @@ import torch
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, show
+from extensions.card import write_merged_card
 from model_utils import find_model
 from run.adapters import merge
 
@@ -34,7 +35,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32",
                         help="dtype of the merged weights (default: %(default)s)")
     args = parser.parse_args()
-    difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype])
+    difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype],
+                       write_merged_card)
     show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.",
          f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 

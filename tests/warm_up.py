@@ -3,6 +3,6 @@
 import factories  # noqa: F401
 import torch._dynamo  # noqa: F401
 
-from run.card import template
+from extensions.card import template
 
 template()

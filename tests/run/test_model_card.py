@@ -18,8 +18,7 @@ from common import __version__
 from common.errors import CheckpointError
 from common.text import printable
 from config import Config, ModelConfig
-from run.adapters import merge
-from run.card import (
+from extensions.card import (
     NOT_IN_RECIPE,
     card_metadata,
     card_text,
@@ -32,7 +31,9 @@ from run.card import (
     run_and_step,
     sections_of,
     trained_count,
+    write_merged_card,
 )
+from run.adapters import merge
 from run.log import RunHistory
 from settings.load import load_config
 
@@ -131,7 +132,7 @@ def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
         assert "LoRA adapters (4,864 parameters)" in card and card_metadata(card)["library_name"] == "peft"
         with pytest.raises(CheckpointError, match="has no adapters to merge; copy the whole model with .*export"):
             merge(stages.base, tmp_path / "merged")
-        merge(run.checkpoint(2), tmp_path / "merged")
+        merge(run.checkpoint(2), tmp_path / "merged", describe=write_merged_card)
         merged = read_card(tmp_path / "merged")
         assert sections_of(merged)["Training"] == sections_of(card)["Training"]
         assert card_metadata(merged)["library_name"] == "transformers" and "PeftModel" not in merged
