@@ -31,7 +31,7 @@ def main() -> None:
                         help="number of ranks, for a run with REPRODUCIBLE (default: as recorded)")
     args = parser.parse_args()
 
-    from debug.history import recreate  # imports torch, which takes seconds
+    from extensions.debug.history import recreate  # imports torch, which takes seconds
 
     kept = {} if args.from_start else None
     recreate(find_run(args.run), args.step, args.output, kept, args.force, args.ranks)

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true", help="also replay the first step that differs")
     args = parser.parse_args()
 
-    from debug.history import diff  # imports torch, which takes seconds
+    from extensions.debug.history import diff  # imports torch, which takes seconds
 
     sys.exit(int(diff(*map(find_run, args.runs), args.replay)))
 

@@ -103,7 +103,7 @@ def main() -> None:
         show(*([json.dumps(sets)] if flags.json else list_table(sets)))
         return
 
-    from debug.inspect import open_data  # imports torch, which takes seconds
+    from extensions.debug.inspect import open_data  # imports torch, which takes seconds
 
     data = open_data(Path(folder), config)
     facts = data.facts()

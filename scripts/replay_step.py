@@ -30,7 +30,7 @@ def main() -> None:
         raise SettingsError("command line: only settings that should differ from the run's can be given here")
 
     # Imported here, because torch takes seconds.
-    from debug.replay import replay
+    from extensions.debug.replay import replay
     from parallel.ranks import classify_exception
 
     try:

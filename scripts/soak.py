@@ -74,8 +74,8 @@ from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import command, duration
-from debug.history import compare_ledgers
-from debug.replay import read_ledger
+from extensions.debug.history import compare_ledgers
+from extensions.debug.replay import read_ledger
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}

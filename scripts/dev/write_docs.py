@@ -71,9 +71,10 @@ def reading_order() -> list[tuple[str, str]]:
     rows = [(f"{number}. `{path.name}`", lines_of(path)) for number, path in enumerate(chapters, 1)]
     rows += [("**chapters**", lines_of(*chapters))]
     for folder in sorted({path.parent for path in ROOT.glob("*/__init__.py")} - {ROOT / "scripts"}):
-        files = sorted(folder.glob("*.py"))
-        names = ", ".join(f"`{file.stem}`" for file in files if file.stem[0] != "_")
-        rows, all_files = [*rows, (f"`{folder.name}/`: {names}", lines_of(*files))], [*all_files, *files]
+        files = sorted(folder.rglob("*.py") if folder.name == "extensions" else folder.glob("*.py"))
+        names = [str(file.relative_to(folder).with_suffix("")) for file in files if file.stem[0] != "_"]
+        row = f"`{folder.name}/`: {', '.join(f'`{name}`' for name in names)}", lines_of(*files)
+        rows, all_files = [*rows, row], [*all_files, *files]
     return [*rows, ("**packages**", lines_of(*all_files))]
 
 

@@ -9,12 +9,12 @@ from random import Random
 import pytest
 from factories import MODES, UNMEASURED, TinyRun, contents
 
-import debug.history
-import debug.replay
 from checkpoint import store
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug.history import diff, recreate
+from extensions.debug import history as history_module
+from extensions.debug import replay as replay_module
+from extensions.debug.history import diff, recreate
 
 CHECKED = {**UNMEASURED, "LEDGER_CHECKSUM": "true"}
 PRINTED: list[str] = []
@@ -23,7 +23,7 @@ PRINTED: list[str] = []
 @pytest.fixture(autouse=True)
 def lines(monkeypatch) -> list[str]:
     PRINTED.clear()
-    monkeypatch.setattr(debug.history, "show", PRINTED.append)
+    monkeypatch.setattr(history_module, "show", PRINTED.append)
     return PRINTED
 
 
@@ -138,7 +138,7 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
     """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
     run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
     run.ends([0, 0])
-    other, calls, seventh, original = run.copy(tmp_path / "other"), [], [0], debug.replay.backward_of_row
+    other, calls, seventh, original = run.copy(tmp_path / "other"), [], [0], replay_module.backward_of_row
     another_value(other, "loss", 1.0, 2)
 
     def planted(replayed, row, count):
@@ -146,7 +146,7 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
         calls.append(row)
         return loss, norm + (len(calls) == seventh[0]), units
 
-    monkeypatch.setattr(debug.replay, "backward_of_row", planted)
+    monkeypatch.setattr(replay_module, "backward_of_row", planted)
     for number, words in ((15, "the rows of rank 1 give other gradients"), (0, "settings and data are not the cause")):
         seventh[0] = number
         lines.clear(), calls.clear()

@@ -13,12 +13,12 @@ import torch
 from commands import python
 from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, sentence
 
-import debug.replay
 import model_utils
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import RowOrder
-from debug.replay import read_settings, replay
+from extensions.debug import replay as replay_module
+from extensions.debug.replay import read_settings, replay
 from model_utils import build_model
 from run import folder as run_folder
 from settings.load import Layer, read_flags
@@ -78,7 +78,7 @@ def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(s
     run.ends([0, 0])
     text = replayed(run, 4)
     assert NOTHING in text and "DIFFERENT" not in text and "BUT" not in text
-    monkeypatch.setattr(debug.replay, "read_settings", lambda *given: (read_settings(*given)[0], 1))
+    monkeypatch.setattr(replay_module, "read_settings", lambda *given: (read_settings(*given)[0], 1))
     assert "DIFFERENT" in replayed(run, 4)
 
 

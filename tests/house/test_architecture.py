@@ -20,7 +20,7 @@ from settings.load import load_config
 
 PACKAGES = sorted(str(path.parent.relative_to(ROOT)) for path in [*ROOT.glob("*/__init__.py"), *ROOT.glob("scripts/*/__init__.py")])
 CODE = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("[a-s]*/*.py"),
-        *ROOT.glob("scripts/*/*.py")])}
+        *ROOT.glob("scripts/*/*.py"), *ROOT.glob("extensions/*/*.py")])}
 MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
@@ -54,6 +54,8 @@ def calls(path: Path):
 
 def room_of(name: str) -> str:
     path = Path(name)
+    if path.parts[0] == "extensions":
+        return "extensions"
     return path.stem if path.parent == Path(".") else str(path.parent).replace("scripts/dev", "scripts").replace("scripts/gpu", "scripts")
 
 

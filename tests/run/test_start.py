@@ -29,7 +29,7 @@ from checkpoint import store
 from checkpoint.huggingface import read_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug.replay import replay
+from extensions.debug.replay import replay
 from learn.optim import learning_rate
 from lora import merged_state_dict
 from run.adapters import base_of_adapters, load_for_use, merge

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from common.errors import DataError, SettingsError
 from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug import inspect as statistics
-from debug.inspect import RepeatCounter, measure
+from extensions.debug import inspect as statistics
+from extensions.debug.inspect import RepeatCounter, measure
 from scripts import inspect_data
 from tokenizer import load_tokenizer
 
@@ -151,7 +151,7 @@ def test_all_sets_are_listed(sets, inspect):
 
 
 def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, monkeypatch):
-    monkeypatch.setattr("debug.inspect.find_tokenizer", lambda manifest, config: None)
+    monkeypatch.setattr("extensions.debug.inspect.find_tokenizer", lambda manifest, config: None)
     said = inspect(sets["chats"])
     assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes per token" not in said
 

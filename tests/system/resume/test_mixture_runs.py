@@ -12,7 +12,7 @@ from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step
 import train
 from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
-from debug.replay import replay
+from extensions.debug.replay import replay
 from settings.load import read_flags
 
 

@@ -17,7 +17,7 @@ from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
-from debug.replay import read_settings
+from extensions.debug.replay import read_settings
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.grpo import GRPO, advantages

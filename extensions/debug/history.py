@@ -27,7 +27,7 @@ from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import commit, disk_errors, read_json
 from common.text import ROOT, counted, duration, last_line, show
 from config import Config
-from debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
+from extensions.debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
 from model_utils import choose_device, device_name
 from settings.load import Layer
 
