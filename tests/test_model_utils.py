@@ -19,7 +19,8 @@ import model_utils
 from checkpoint import huggingface
 from common.errors import CheckpointError, SettingsError
 from config import LORA_LAYERS, Config, ModelConfig
-from model_utils import clip_scale, seed_step
+from learn.optim import clip_scale
+from model_utils import seed_step
 
 
 def test_random_numbers_follow_from_seed_step_and_rank():

@@ -33,10 +33,9 @@ from fused import attention  # noqa: E402
 from fused.head import IGNORE_INDEX  # noqa: E402
 from learn import objectives  # noqa: E402
 from learn.grpo import GRPO  # noqa: E402
-from learn.optim import Optimizer  # noqa: E402
+from learn.optim import Optimizer, clip_scale, gradient_norm  # noqa: E402
 from learn.teacher import LlamaTeacher  # noqa: E402
 from model import Transformer  # noqa: E402
-from model_utils import clip_scale, gradient_norm  # noqa: E402
 
 GPU, ROWS, LENGTH, VOCAB = torch.device("cuda", 0), 2, 256, 500
 SHAPE = dict(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=512, max_seq_len=LENGTH,
