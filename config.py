@@ -34,6 +34,13 @@ def setting(on_resume: str, default, meaning: str, **limits):
 safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
 
 
+def interval(times: int, most: int, meaning: str):
+    """Return a field for the steps between two events; settings/derived.py divides MAX_STEPS by `times`."""
+    field = safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0)
+    field.json_schema_extra["times"] = times
+    return field
+
+
 class Section(BaseModel):
     """A group of settings; frozen, so that the logged values are those in use."""
 
@@ -294,7 +301,7 @@ class OptimConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training."""
 
-    validate_every: int = safe(250, "steps between validations; 0 = never", ge=0)
+    validate_every: int = interval(15, 250, "validations; 0 = never")
     validation_rows: int = curve(256, "number of held-out rows to evaluate; always the same ones", ge=1)
     hellaswag_every: int = safe(
         500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
@@ -305,7 +312,7 @@ class EvaluationConfig(Section):
         0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
-    sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)
+    sample_every: int = interval(3, 500, "generated samples; 0 = never")
     sample_prompts: str = safe("", "prompts for samples, separated by |; none = for chats, held-out prompts")
     sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
@@ -317,7 +324,7 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
-    save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
+    save_every: int = interval(3, 500, "checkpoints; 0 = only after the last step")
     async_save: bool = safe(True, "write checkpoints while training continues; needs a copy in host memory")
     keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
     keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
@@ -330,7 +337,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Logs, reports and measurements."""
 
-    log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
+    log_every: int = interval(30, 10, "lines on the console and in metrics.jsonl; 0 = never")
     log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     ledger_checksum: bool = safe(
         False, "write a checksum of the weights after each step into ledger.jsonl; on with REPRODUCIBLE")

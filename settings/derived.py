@@ -128,6 +128,9 @@ def recorded_settings(config: Config, given: Mapping[str, tuple[Any, str]],
         left_out |= settings_of_depth(same_stage, ()).keys()
     if config.resume != "auto" or any(name in given for name in START_FROM):
         left_out |= {*START_FROM}
+    if type(steps := saved.get("MAX_STEPS")) is int:  # what followed from it follows from the new number
+        by_length = settings_of_length(steps, Config.model_fields)
+        left_out |= {name for name, every in by_length.items() if every == saved.get(name.upper())}
     values = {name: saved.get(name.upper(), field.default) for name, field in Config.model_fields.items()
               if name in ignored and (name not in FOR_ONE_START or name in MODEL_SETTINGS)
               or name not in left_out and name not in given and name.upper() in saved}
@@ -234,11 +237,11 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
     if is_tuning or config.epochs:
         undecided += ["warmup_steps"]
     undecided += ["learning_rate"] * is_tuning  # narrow models get a higher rate once the shape is known
-    undecided = [name for name in undecided if name not in decided]
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
-    if config.epochs or "epochs" in chosen:
-        undecided += ["max_steps"]
+    has_epochs = config.epochs or "epochs" in chosen
+    undecided += [*settings_of_length(0, Config.model_fields)] if has_epochs else []
+    undecided = [name for name in undecided if name not in decided] + ["max_steps"] * bool(has_epochs)
     if is_tuning and "total_batch_size" in undecided:
         rows = config.micro_batch_size
         if "micro_batch_size" in undecided or not rows:
@@ -256,6 +259,13 @@ def with_all_rows(config: Config) -> Config:
     while config.reproducible and config.rows_per_step % rows:
         rows -= 1
     return config.model_copy(update={"micro_batch_size": rows})
+
+
+def settings_of_length(steps: int, names: Container[str]) -> dict[str, int]:
+    """Return the intervals of validations, samples, saves and lines among `names` for a run of `steps`."""
+    fields = {name: (field.default, field.json_schema_extra.get("times"))
+              for name, field in Config.model_fields.items() if name in names}
+    return {name: max(1, min(most, -(-steps // times))) for name, (most, times) in fields.items() if times}
 
 
 def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[str, Any]:
@@ -281,4 +291,4 @@ def settings_of_data(config: Config, rows: int, names: Container[str]) -> dict[s
                 config.epochs * rows * config.answers_per_prompt / batch_rows))
     if "warmup_steps" in names and steps < 10 * config.warmup_steps:
         chosen["warmup_steps"] = steps // 10
-    return chosen
+    return chosen | settings_of_length(steps, names)

@@ -264,7 +264,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     given, ignored = settled(layers, complete)
     config, invalid = validate(given)
 
-    # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, the stage.
+    # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, stage, steps.
     checkpoint, recorded = derived.recorded_settings(config, given, ignored)
     config = config.model_copy(update=recorded)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
@@ -273,7 +273,10 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     by_start = derived.settings_of_start(config, decided)  # its row length limits DEPTH's
     config = config.model_copy(update=by_start)
     by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
-    config = derived.with_all_rows(config.model_copy(update=by_stage))
+    config = config.model_copy(update=by_stage)
+    unset = Config.model_fields.keys() - decided
+    by_length = derived.settings_of_length(config.max_steps, unset)
+    config = derived.with_all_rows(config.model_copy(update=by_length))
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
     config = config.model_copy(update={name: new for name, (_, new) in config.growth.items()})
@@ -298,7 +301,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
-    by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
+    by_stage, by_length = ({name: value for name, value in each.items() if name not in undecided}
+                           for each in (by_stage, by_length))
     notes = [f"Kept from {checkpoint}: {text}"] if (text := assigned(recorded)) else []
     if ignored:
         files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())
@@ -307,7 +311,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
                   f"it does not fit TRAINING_STAGE={config.training_stage}")
         notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
     places = dict.fromkeys(recorded, str(checkpoint)) | sources
-    notes += decisions(config, places, by_depth, by_start, by_stage)
+    notes += decisions(config, places, by_depth, by_start, by_stage, by_length)
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
     return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),
@@ -315,7 +319,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
 
 def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, Any],
-              by_start: Mapping[str, Any], by_stage: Mapping[str, Any]) -> Iterator[str]:
+              by_start: Mapping[str, Any], by_stage: Mapping[str, Any],
+              by_length: Mapping[str, Any]) -> Iterator[str]:
     """Yield the values chosen for unset settings. `places` are the locations of all other settings."""
     if by_depth:
         others = [f"{name.upper()} ({places.get(name, 'EPOCHS')})"
@@ -325,6 +330,8 @@ def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, 
     if text := assigned(by_stage):
         with_lora = " with LoRA" if config.lora_enabled else ""
         yield f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}"
+    if text := assigned(by_length):
+        yield f"MAX_STEPS={config.max_steps} sets {text}"
     if text := assigned(by_start, also_defaults=True):
         yield f"From the prepared data or the start checkpoint: {text}"
     if len(config.start_settings) > 1:

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import SettingsError
 from config import Config
-from settings.derived import settings_of_data
+from settings.derived import settings_of_data, settings_of_length
 from settings.load import PRESETS_DIR, load_config, peek
 
 SFT = ["--training-stage", "sft", "--sft-data-path", "set", "--pretrain-checkpoint", "base", "--tokenizer-path", "t"]
@@ -151,7 +151,8 @@ def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
 
 def test_pretraining_keeps_its_defaults():
     loaded = load("--pretrain-data-path", "set", "--tokenizer-path", "t")
-    assert loaded.config == Config(pretrain_data_path="set", tokenizer_path="t") and "max_steps" not in loaded.undecided
+    assert loaded.config == Config(pretrain_data_path="set", tokenizer_path="t", **settings_of_length(1000, Config.model_fields))
+    assert "max_steps" not in loaded.undecided
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [
@@ -209,6 +210,52 @@ def test_epochs_of_a_resumed_run_decide_its_steps_again():
     save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", TOKENIZER_PATH="t", PRETRAIN_CHECKPOINT="base", MAX_STEPS=7)
     longer = load("--run-name", "first", "--epochs", 6)
     assert longer.undecided == ("max_steps",) and not any("MAX_STEPS" in note for note in longer.notes)
+
+
+PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
+EVERY = ("validate_every", "sample_every", "save_every", "log_every")
+
+
+def every(config: Config) -> tuple[int, ...]:
+    return tuple(getattr(config, name) for name in EVERY)
+
+
+def test_a_run_has_enough_validations_samples_saves_and_lines():
+    """Each is also due at the end."""
+    for steps in (*range(12, 100), 299, 300, 301):
+        chosen = settings_of_length(steps, EVERY)
+        validations, samples, saves, lines = (-(-steps // chosen[name]) for name in EVERY)
+        assert 6 <= validations <= 15 and 2 <= samples == saves <= 3 and 6 <= lines <= 31, steps
+        assert steps < 200 or (validations, samples) == (15, 3)
+
+
+def test_what_is_given_takes_precedence_over_the_length_of_the_run():
+    loaded = load(*PRETRAIN, "--max-steps", 300, "--validate-every", 0, "--log-every", 7)
+    assert every(loaded.config) == (0, 100, 100, 7)
+    assert "MAX_STEPS=300 sets SAVE_EVERY=100, SAMPLE_EVERY=100" in loaded.notes
+    assert every(load(*PRETRAIN, "--max-steps", 0).config) == (1, 1, 1, 1), "0 would mean never"
+    long = load(*PRETRAIN, "--max-steps", 100_000)
+    assert every(long.config) == every(Config()) and not long.notes
+    for name in ("sample", "sample,sample-sft", "sample,sample-dpo", "sample,sample-lora"):
+        config = load("--preset", name, "--pretrain-checkpoint", "x").config
+        assert 10 <= config.max_steps / config.validate_every <= 20 and config.save_every == 0
+
+
+@pytest.mark.parametrize("saved, flags, expected", [
+    ((20, 100, 100, 10), [], (20, 100, 100, 10)), ((20, 100, 100, 10), ["--max-steps", 3000], (200, 500, 500, 10)),
+    ((25, 100, 0, 1), ["--max-steps", 3000], (25, 500, 0, 1)),  # given
+    ((250, 500, 500, 10), ["--max-steps", 3000], (250, 500, 500, 10)),  # of a version with fixed defaults
+    ((20, 100, 100, 10), ["--validate-every", 7], (7, 100, 100, 10))])
+def test_the_intervals_of_a_resumed_run_change_only_with_its_steps(saved, flags, expected):
+    save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", MAX_STEPS=300, **dict(zip(map(str.upper, EVERY), saved)))
+    assert every(load("--run-name", "first", *flags).config) == expected
+
+
+def test_epochs_decide_the_intervals_once_the_data_is_read():
+    loaded = load(*SFT, "--sample-every", 7)
+    config = loaded.config.model_copy(update=settings_of_data(loaded.config, 6400, {*loaded.undecided}))
+    assert config.max_steps == 300 and every(config) == (20, 7, 100, 10)
+    assert not any("VALIDATE_EVERY" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize("trained, flags, length", [

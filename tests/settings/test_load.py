@@ -100,7 +100,7 @@ def test_a_preset_is_above_env_unless_env_names_it(named):
 def test_what_a_preset_changes_of_env_is_told():
     env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
     notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
-    assert notes[0] == "From the preset, which overrides .env: LEARNING_RATE=4e-4"
+    assert notes[1] == "From the preset, which overrides .env: LEARNING_RATE=4e-4"
     assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
 
 
@@ -311,11 +311,11 @@ def test_what_comes_from_the_environment_is_told():
     loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
         "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
         "HELLASWAG_NAME": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
-    (note,) = loaded.notes
+    _, note = loaded.notes
     assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
     assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
     Path(".env").unlink()
-    assert load_config(["--preset", "sample"], {}).notes == ()
+    assert load_config(["--preset", "sample"], {}).notes == ("MAX_STEPS=300 sets VALIDATE_EVERY=20, SAMPLE_EVERY=100",)
 
 
 # Unknown names
