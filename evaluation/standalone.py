@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
@@ -60,8 +60,12 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 
 
 @collective
-def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext) -> Run:
-    """Return a model and its evaluation data as a run that takes no steps."""
+def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext,
+               objective_of: Optional[Path] = None) -> Run:
+    """Return a model and its evaluation data as a run that takes no steps.
+
+    Its objective is that of the checkpoint `objective_of`, or its own.
+    """
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
@@ -83,11 +87,12 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
         context.log.info(unused)
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
-    run_dir = folder.resolve().parent.parent
-    objective = None
+    origin, objective = objective_of or folder, None
     if inputs.validation_rows is not None:
-        base = partial(find_base, config, asdict(progress), run_dir, context.log.warn)
-        objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
+        known = store.read_state(origin).get("progress", {})
+        base = partial(find_base, config, known, origin.resolve().parents[1], context.log.warn)
+        objective, inputs = choose_objective(config, inputs, model, base, known.get("base_sha256"), context)
+    run_dir = folder.resolve().parents[1]
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
                folder)
 

@@ -4,6 +4,10 @@
     ./paddock eval runs/first --eval-tasks arc:arc.jsonl
     ./paddock eval owner/Llama --data data/pretrain/0123
     ./paddock eval runs/first --tasks arc_easy,winogrande,piqa
+    ./paddock eval runs/first runs/chat
+
+Two models, such as the base of a run and the run, are compared in one table by paired tests over the same
+items, with their answers to some prompts. Both use the data and settings of the second.
 
 For a run, the newest valid checkpoint is evaluated with the run's data and settings. The results equal those
 the run logged. For other models, choose the data with flags. Flags also change settings, for example
@@ -13,7 +17,9 @@ the run logged. For other models, choose the data with flags. Flags also change 
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,7 +32,9 @@ from settings.load import read_flags  # noqa: E402
 
 def parse_args():
     parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
+    parser.add_argument("model", nargs="+", metavar=("MODEL", "RUN"),
+                        help="a run, a checkpoint, or a Hugging Face folder or name of a Llama; two models "
+                             "are compared on the same items, with the settings of the second")
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
     parser.add_argument("--data", metavar="FOLDER",
                         help="prepared data; its validation split is used (default: the run's)")
@@ -48,6 +56,8 @@ def parse_args():
         raise SettingsError(*flags.layer.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
         parser.error("--include-path, --num-fewshot and --limit require --tasks")
+    if len(args.model) > 2 or args.tasks and len(args.model) > 1:
+        parser.error("--tasks evaluates one model" if args.tasks else "at most two models can be compared")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: the folder {args.json.parent} does not exist")
     return args, flags.layer
@@ -63,59 +73,146 @@ def table(rows) -> list[str]:
     return aligned(cells, left=2)
 
 
+# The scores of items, by the metric in the table that is their mean.
+PAIRED = {"loss": "loss", "reward_accuracy": "preferred", "acc": "correct", "acc_norm": "correct_norm",
+          "exact_match": "exact", "rouge_l": "rouge_l", "reward": "reward"}
+
+
+class Measured(NamedTuple):
+    """The results of one model."""
+
+    step: int
+    metrics: dict
+    rows: list  # of the table
+    scores: list  # of the items, for each row; None if they are unknown or not finite
+    answers: list  # (prompt, answer)
+
+
+def measure(folder: Path, config, args, context, compared_with: Optional[Path] = None) -> Measured:
+    """Evaluate a model; to compare it, by the objective of another one, and with its answers."""
+    from checkpoint.item_scores import item_scores
+    from evaluation.during_run import evaluations, samples
+    from evaluation.standalone import open_model
+
+    has_adapters = (folder / "adapter_config.json").exists()
+    base = args.base if has_adapters or compared_with is None else None
+    run = open_model(folder, config, base, context, compared_with)
+    if compared_with:
+        warn_of_another_tokenizer(folder, run)
+    metrics, rows, scores, answers = {}, [], [], []
+    for evaluation in evaluations(run):
+        result = evaluation.measure()
+        metrics |= result.metrics
+        rows += result.table
+        scores += [item_scores({"step": 0, **result.line})] * len(result.table)
+    if compared_with:
+        greedy = run.config.model_copy(update={"sample_temperature": 0.0})
+        answers = samples(run.model, run.inputs.tokenizer, greedy, 0, run.inputs.validation_rows)
+    return Measured(run.progress.step, metrics, rows, scores, answers)
+
+
+def warn_of_another_tokenizer(folder: Path, run) -> None:
+    from tokenizer import load_tokenizer
+
+    with suppress(PaddockError):  # the model may have no tokenizer
+        if difference := load_tokenizer(str(folder)).differing_id(run.inputs.tokenizer):
+            number, theirs, ours = difference
+            run.context.log.warn(
+                f"warning: {folder} was made for another tokenizer: id {number} is {theirs!r} there and "
+                f"{ours!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
+
+
+def paired_tests(before: Measured, after: Measured) -> list:
+    """Return the paired test of each row, or None."""
+    from report.paired import mcnemar, paired_t
+
+    tests = []
+    for row, one, other in zip(after.rows, before.scores, after.scores):
+        name = PAIRED.get(row.metric)
+        is_same = one and other and one.items == other.items and name in one.scores
+        a, b = (each.scores[name] for each in (one, other)) if is_same else (None, None)
+        tests.append(None if a is None else mcnemar(a, b) if a.dtype == bool else
+                     paired_t(a, b, other.scores.get("count") if row.metric == "loss" else None))
+    return tests
+
+
+def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
+    """Return the lines of the table and the answers."""
+    cells = [("", "metric", "before", "after", "difference", "+-", "p", "n")]
+    for first, last, test in zip(before.rows, after.rows, tests):
+        error = ("", "", "") if test is None else (
+            f"{test.stderr:.4f}", f"{test.p:.2g}" if test.p >= 1e-4 else "<0.0001", f"{test.n:,}")
+        cells.append((last.name, last.metric.replace("_", " "), f"{first.value:.4f}", f"{last.value:.4f}",
+                      f"{last.value - first.value:+.4f}", *error))
+    lines = aligned(cells, left=2)
+    for (prompt, first), (_, last) in zip(before.answers, after.answers):
+        lines += ["", f"prompt:  {prompt}", f"before:  {first}", f"after:   {last}"]
+    return lines
+
+
 def main() -> None:
     args, flags = parse_args()
     # Imported here, because torch takes seconds.
     from types import SimpleNamespace
 
-    from evaluation.during_run import evaluations
-    from evaluation.standalone import Harness, open_model, settings_for
+    from evaluation.standalone import Harness, settings_for
     from model_utils import choose_dtype, find_model
     from parallel.ranks import RunContext, StopSignals, joined_ranks
-    from run.log import finite
     from run.start import prepare_device
 
-    folder = find_model(args.model)
+    *earlier, folder = map(find_model, args.model)
     config = settings_for(folder, flags, args.data)
     harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit,
                                     "tokenizer_path" not in flags.values)
     if harness:
         _ = harness.task_classes  # report a misspelt task before anything slow starts
-    device, results, rows, problem = prepare_device(config), {}, [], None
+    device, problem = prepare_device(config), None
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
-        run = open_model(folder, config, args.base, context)
-        for evaluation in evaluations(run):
-            result = evaluation.measure()
-            results |= result.metrics
-            rows += result.table
-        step, is_rank0, device = run.progress.step, ranks.is_rank0, ranks.device
+        before = [measure(each, config, args, context, folder) for each in earlier]
+        found = measure(folder, config, args, context, folder if earlier else None)
+        is_rank0, device = ranks.is_rank0, ranks.device
         if harness:
-            del run  # frees its memory
             try:
                 metrics, task_rows = harness.evaluate(folder, args.base, config, ranks)
-                results |= metrics
-                rows += task_rows
+                found.metrics.update(metrics)
+                found.rows.extend(task_rows)
             except PaddockError as error:  # raised after the other results have been printed
                 problem = error
     if not is_rank0:
         return
-    if not rows and problem is None:
+    if not found.rows and problem is None:
         raise SettingsError(f"nothing to evaluate: the settings in {folder} name no evaluation data; pass "
                             "prepared data with --data, HellaSwag items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
-    if rows:
-        show(f"{folder}{f' (step {step:,})' if step else ''}, {dtype} on {device}, "
-             f"{config.max_seq_len:,} tokens at a time", *table(rows))
+    tests = [test for each in before for test in paired_tests(each, found)]
+    if found.rows:
+        names = [f"{each}{f' (step {result.step:,})' if result.step else ''}"
+                 for each, result in zip([*earlier, folder], [*before, found])]
+        lines = comparison(before[0], found, tests) if before else table(found.rows)
+        show(f"{', then '.join(names)}, {dtype} on {device}, {config.max_seq_len:,} tokens at a time", *lines)
     if args.json:
-        content = {"model": str(folder), "step": step, "metrics": finite(results)}
-        with disk_errors(args.json, SettingsError, "choose another file with --json"):
-            args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, [*earlier, folder], [*before, found], tests)
     if problem:
         raise problem
+
+
+def write_json(file: Path, folders: list[Path], results: list[Measured], tests: list) -> None:
+    from run.log import finite
+
+    *before, content = [{"model": str(folder), "step": result.step, "metrics": finite(result.metrics)}
+                        for folder, result in zip(folders, results)]
+    if before:
+        names = [f"{row.name} {row.metric}" for row in results[-1].rows]
+        content |= {"before": before[0], "answers": [
+                        {"prompt": prompt, "before": first, "after": last}
+                        for (prompt, first), (_, last) in zip(results[0].answers, results[1].answers)],
+                    "tests": {name: finite(test._asdict()) for name, test in zip(names, tests) if test}}
+    with disk_errors(file, SettingsError, "choose another file with --json"):
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

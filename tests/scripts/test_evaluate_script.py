@@ -1,6 +1,7 @@
 """scripts/evaluate.py finds the numbers that a run logged, and evaluates models from elsewhere."""
 
 import json
+import math
 import multiprocessing
 import runpy
 import shutil
@@ -12,7 +13,9 @@ import pytest
 from commands import ROOT
 from factories import start
 
+from checkpoint.item_scores import read_item_scores
 from common.errors import CheckpointError, DataError, SettingsError
+from report.paired import paired_t
 from run.adapters import load_model, merge
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
@@ -50,6 +53,24 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
 
 
+def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, capsys):
+    found = evaluate(whole.checkpoint(2), whole.folder, output=tmp_path / "found.json")
+    lines = capsys.readouterr().out.splitlines()
+    scores = {(each.step, each.name): each.scores for each in read_item_scores(whole.folder / "evaluations.jsonl")}
+    before, after = (scores[step, "validation"] for step in (2, 6))
+    expected = paired_t(before["loss"], after["loss"], after["count"])
+    assert found["tests"]["validation loss"] == pytest.approx(expected._asdict())
+    assert (found["before"]["step"], found["step"], found["metrics"]) == (2, 6, logged(whole, 6))
+    assert found["tests"].keys() == {"validation loss", "HellaSwag acc", "HellaSwag acc_norm"}
+    assert lines[1].split() == ["metric", "before", "after", "difference", "+-", "p", "n"]
+    loss = lines[2].split()
+    assert loss[:4] == ["validation", "loss", f"{expected.a:.4f}", f"{expected.b:.4f}"] and loss[-1] == f"{expected.n:,}"
+    assert [line.split(":")[0] for line in lines[-3:]] == ["prompt", "before", "after"] and len(found["answers"]) == 1
+    for wrong in ((whole.folder,) * 3, (whole.folder, whole.folder, "--tasks", "x")):
+        with pytest.raises(SystemExit):
+            call(*wrong)
+
+
 @pytest.mark.parametrize("mode", ["sft", "lora-sft", "dpo-stored", "lora-dpo", "distilled"])
 def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
     asked = {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 6} if mode == "lora-sft" else {}
@@ -58,6 +79,9 @@ def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
     found = evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
     assert found == logged(run, 2) and {"val_loss", "hellaswag_acc"} < found.keys()
     assert ("generation_bleu" in found) == (mode == "lora-sft")
+    if mode in ("dpo-stored", "lora-dpo"):  # the start is its own reference: the margin is 0
+        paired = evaluate(stages.base, run.folder, output=tmp_path / "paired.json")
+        assert paired["before"]["metrics"]["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and paired["metrics"] == found
     if mode == "lora-sft":
         of_text = evaluate(run.folder, "--data", stages.prepared.shards, output=tmp_path / "text.json")["metrics"]
         assert "val_bits_per_byte" in of_text and "generation_bleu" not in of_text
