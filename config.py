@@ -1,7 +1,7 @@
 """All settings with their types, defaults and meanings, and the rules between settings.
 
-A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON and
-as an attribute. `settings/load.py` reads them.
+A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON,
+YAML and as an attribute. `settings/load.py` reads them.
 """
 
 import math

@@ -22,7 +22,7 @@ from parallel.process import (
 )
 from settings.load import Loaded, exit_with, load_or_exit
 
-USAGE = ("python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] "
+USAGE = ("python train.py [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
 
 if __name__ == "__main__":

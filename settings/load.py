@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
 
+import yaml
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 
@@ -25,7 +26,7 @@ from settings import derived
 from settings.derived import PRESETS_DIR
 from settings.names import SWITCHES, misspelt, shortened, unknown, unknown_flag, validate
 
-# Settings with several values, and their separator. In JSON they may be lists.
+# Settings with several values, and their separator. In JSON and YAML they may be lists.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
          "eval_tasks": ",", "extensions": ","}
 # Environment variables for libraries, also allowed in `.env`.
@@ -89,28 +90,45 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     return Layer({name: pair for name, pair in given.items() if name not in exports}, problems, exports)
 
 
-def read_json_file(path: Path) -> Layer:
-    """Return the settings in a JSON file, flat or grouped into sections with any names."""
+def yaml_content(node: Any) -> Any:
+    """Return a mapping as (name, value, line) tuples, and other values as text, as in `.env`, or None."""
+    if node is None or node.tag.endswith(":null"):
+        return None
+    if node.id == "mapping":
+        return tuple((str(key.value), yaml_content(value), key.start_mark.line + 1)
+                     for key, value in node.value)
+    return [*map(yaml_content, node.value)] if node.id == "sequence" else node.value
+
+
+def read_config_file(path: Path) -> Layer:
+    """Return the settings in a JSON or YAML file, flat or grouped into sections with any names."""
+    is_yaml = path.suffix in (".yaml", ".yml")
     try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
-        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=tuple)
+        text = read_text(path, "utf-8-sig")
+        content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
+            text, object_pairs_hook=tuple)
     except OSError as error:
         return Layer({}, [f"{path}: cannot be read: {error.strerror or error}"])
-    except (ValueError, RecursionError) as error:
-        return Layer({}, [f"{path}: not valid JSON: {error}"])
+    except yaml.MarkedYAMLError as error:
+        return Layer({}, [f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"])
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        return Layer({}, [f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
     if not isinstance(content, tuple):
-        return Layer({}, [f"{path}: expected an object of settings, such as {{\"max_steps\": 1000}}"])
+        example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
+        return Layer({}, [f"{path}: expected an object of settings, such as {example}"])
     values, problems = {}, []
 
     def add(pairs: tuple, section: str = "") -> None:
-        for key, value in pairs:
+        for key, value, *line in pairs:
             name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
+            where = f"{path}:{line[0]}" if line else where
             if isinstance(value, tuple):
                 add(value, f"{section}{key}.")
-            elif name in DROPPED and value == DROPPED[name]:
+            elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                problems.append(unknown(file, key))
+                problems.append(unknown(where if line else file, key))
             elif name in values:
                 problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
             elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
@@ -194,7 +212,7 @@ def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
     environment = {name: (environ[name.upper()], "environment")
                    for name in Config.model_fields if environ.get(name.upper(), "") != ""}
     env = read_env_file(env_path, environ) if exists else Layer({}, [])
-    layers = [env._replace(is_env=True), *map(read_json_file, map(Path, flags.config_files)),
+    layers = [env._replace(is_env=True), *map(read_config_file, map(Path, flags.config_files)),
               Layer(environment, []), flags.layer]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
@@ -426,14 +444,14 @@ def describe_settings() -> Iterator[SettingLine]:
 def help_text(usage: str) -> str:
     """Return the text of --help: every setting with its default and meaning."""
     lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
-             *filled("Priority: defaults < .env < preset < JSON < environment < flags. A preset named in "
+             *filled("Priority: defaults < .env < preset < --config < environment < flags. A preset named in "
                      ".env has lower priority than .env. The flag for MAX_STEPS is --max-steps."), ""]
 
     def add(flag: str, meaning: str) -> None:
         lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
 
     presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
-    add("--config FILE.json", "read settings from a JSON file, flat or in sections")
+    add("--config FILE", "read settings from a JSON or YAML file (.yaml), flat or in sections")
     add("--env-file FILE", "read this file instead of .env")
     add("--check", "check settings, data, memory and time without training; exit with 0 if a run would start")
     add("--version", "show the version and exit")

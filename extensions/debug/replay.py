@@ -38,7 +38,7 @@ from run.folder import RunFolder
 from run.life import Run, StepResult
 from run.start import Located, build_run, find_base, find_start, prepare_device, read_inputs
 from run.step_log import median_and_deviation, rows_crc32
-from settings.load import Layer, Loaded, read_json_file, validate
+from settings.load import Layer, Loaded, read_config_file, validate
 from train import train_step
 
 CONTEXT_TOKENS = 24  # to show before and after a token
@@ -212,7 +212,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     if not file.is_file():
         raise SettingsError(f"{run_dir} is not a run's folder, or the run has not taken a step: it has no "
                             "config.json; name a run's folder, such as runs/first")
-    saved = read_json_file(file)
+    saved = read_config_file(file)
     merged = {**saved.values, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
               "cpu_offload": (False, "replay"), "memory_snapshot": (None, "replay")}
     config, invalid = validate(merged)

@@ -16,7 +16,7 @@ from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
 from data_preparation_utils import read_mix
 from hellaswag_utils import read_items
 from inference.text import read_prompts
-from settings.load import read_env_file, read_json_file
+from settings.load import read_config_file, read_env_file
 from tokenizer import load_tokenizer
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 123456\n"
@@ -32,7 +32,7 @@ def problems(read):
 
 # How files are read, and a name for each.
 READERS = {
-    "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_json_file),
+    "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_config_file),
     "config.json": huggingface.read_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
     "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "mix.json": read_mix,
     "manifest.json": lambda path: read_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),

@@ -200,6 +200,35 @@ def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     assert load(config={"preset": ["debug", "stable"]}).config.precision == "fp32"
 
 
+def load_yaml(content: str, name: str = "run.yaml"):
+    Path(name).write_text(content)
+    return load("--config", name).config
+
+
+def test_yaml_has_the_names_and_values_of_env():
+    config = load_yaml("# a comment\nmax_steps: 3\nMAX-SEQ-LEN: 512\ncompile: no\nlearning_rate: 1e-3\nrun_name: 2026\nffn_dim: none\n"
+                       "hellaswag_path:\nsample_prompts: [one, 'two: 2']\nmodel:\n  dim: 1536\nrope_theta: 1_000_000\n"
+                       "hellaswag_name: \"\\U0001F44D\"\n")
+    assert (config.max_steps, config.max_seq_len, config.compile, config.learning_rate) == (3, 512, False, 1e-3)
+    assert (config.run_name, config.ffn_dim, config.hellaswag_path, config.dim) == ("2026", None, None, 1536)
+    assert (config.sample_prompts, config.rope_theta, config.hellaswag_name) == ("one|two: 2", 1e6, "\U0001F44D")
+    assert load_yaml("preset: [debug, stable]", "run.yml").precision == "fp32"
+
+
+@pytest.mark.parametrize("content, words", [
+    ("seed: 1\nlearning_rat: 1", "run.yaml:2: unknown setting learning_rat; did you mean LEARNING_RATE?"),
+    ("a:\n  max_stesp: 1", "run.yaml:2: unknown setting max_stesp; did you mean MAX_STEPS?"),
+    ("seed: 1\nSEED: 2", "run.yaml:2 is set a second time (first at run.yaml:1); keep one"),
+    ("seed: 1\ndim: wide", "run.yaml:2: DIM=wide: expected a whole number"), ("dim: true", "run.yaml:1: DIM=true: expected a whole number"),
+    ("dim: [1]", "expected one value, not a list"), ("seed: 1\n  dim: 2", "run.yaml:2: not valid YAML: "), ("seed: {", "not valid YAML"),
+    ("- seed", "expected an object of settings, such as max_steps: 1000"), ("", "expected an object"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
+    ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"), ("seed: \x01", "not valid YAML"),
+    ("seed: !!python/object/apply:os.getcwd []", "expected one value")])
+def test_yaml_that_cannot_be_used_is_named_with_its_line(content, words):
+    Path("run.yaml").write_text(content)
+    assert len(found := problems("--config", "run.yaml")) == 1 and words in found[0] and "run.yaml" in found[0]
+
+
 # `.env`
 
 
