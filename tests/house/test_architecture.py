@@ -124,7 +124,8 @@ UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\
 
 
 def test_nothing_is_unpickled_and_no_foreign_code_runs():
-    expected = {"scripts/import_checkpoint.py": {"pickle"}, "extensions/card.py": {"yaml"}}
+    expected = {"scripts/import_checkpoint.py": {"pickle"}, "extensions/card.py": {"yaml"},
+                "settings/load.py": {"yaml"}}  # compose, which makes no objects
     for room, path in CODE.items():
         assert {name for name in imports(path) if re.match(UNSAFE, name)} == expected.get(room, set()), room
         assert "trust_remote_code" not in path.read_text(encoding="utf-8"), room
