@@ -5,6 +5,7 @@ vocabulary; R rows that get a token, W the most likely tokens, sorted.
 """
 
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ LENGTH_MULTIPLE = {"cuda": 128}
 TOP_CANDIDATES = 512  # tokens sorted first; sorting the whole vocabulary takes ten times longer
 FIXED_POINT, UNNORMALIZED_POINT = 2.0**52, 2.0**42  # scales for sums of probabilities, and of numbers below 1
 EAGER_STEPS = 4  # take about as long as the capture of a CUDA graph
+CAPTURING = threading.Lock()  # a stream captures one graph at a time
 PREFILL_TOKENS = 256  # default prefill budget of a step; a larger one delays requests that are decoding
 
 
@@ -45,7 +47,7 @@ class RowCache(KVCache):
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.config, self.rows, self.used = config, range(rows), [0] * rows
-        self.on_device = device.type == "cuda"  # where the place of a token is data, which a graph reads
+        self.static = device.type == "cuda"  # kernels read the place of a single token, as a graph needs
         self.rows_B = self.used_B = None  # copies on the device, for rows that slices cannot address
 
     def at(self, rows: Sequence[int], used: Sequence[int]) -> "RowCache":
@@ -60,8 +62,7 @@ class RowCache(KVCache):
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
         new = slice(longest, longest + tokens)
-        on_host = tokens > 1 or not self.on_device
-        if on_host and adjacent and min(self.used) == longest and new.stop <= length:
+        if (tokens > 1 or not self.static) and adjacent and min(self.used) == longest and new.stop <= length:
             self.to_write, self.to_read = (block, new), block  # slices avoid a copy
             cos, sin, places_BT = self.cos_1S1H[:, new], self.sin_1S1H[:, new], self.index_S[None, new]
         else:
@@ -239,16 +240,14 @@ class Row:
 
 def capture(compute: Callable[[], None]) -> Callable[[], None]:
     """Record the kernels of a function as a CUDA graph, without running them; return how to run them."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    # Not torch.cuda.graph, which returns all free memory to the driver, also pinned memory.
-    with torch.cuda.stream(stream):
+    graph = torch.cuda.CUDAGraph()
+    # Only its stream, for which cuBLAS keeps memory: torch.cuda.graph returns free memory to the driver.
+    with CAPTURING, torch.cuda.stream(torch.cuda.graph(graph).capture_stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads save, or watch NCCL
         try:
             compute()
         finally:
             graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
     return graph.replay
 
 
@@ -325,16 +324,16 @@ class Batch:
             cache.used = [each + 1 for each in used]
             return self.replay()
         self.eager_steps += 1
-        can_capture = cache.on_device and Batch.captures and not is_sharded(self.model)
-        if not can_capture or self.eager_steps <= EAGER_STEPS:
-            return self.compute()
-        try:
-            self.replay = capture(self.compute)
-        except RuntimeError as error:
-            cache.used, self.replay, Batch.captures = used, None, False
-            print_safely(f"generation goes on without CUDA graphs ({str(error).splitlines()[0]})", sys.stderr)
-            return self.compute()
-        self.replay()
+        captures = Batch.captures and cache.static and not is_sharded(self.model)
+        if captures and self.eager_steps > EAGER_STEPS:
+            try:
+                self.replay = capture(self.compute)
+                return self.replay()
+            except RuntimeError as error:
+                cache.used, self.replay, Batch.captures = used, None, False
+                reason = str(error).splitlines()[0]
+                print_safely(f"generation goes on without CUDA graphs ({reason})", sys.stderr)
+        self.compute()
 
     def run(self) -> list[Request]:
         """Advance the rows by a step; return the requests that got a token."""

@@ -30,6 +30,7 @@ class Int8Linear(nn.Module):
         return torch._weight_int8pack_mm(rows, self.weight, self.scales).unflatten(0, x.shape[:-1])
 
 
+@torch.no_grad()
 def pack_weights(model: Transformer, int8: bool = False) -> None:
     """Lay out a frozen model's matrices for `fused.matmul.linear`; with `int8`, quantize the blocks'."""
     for name, layer in [*model.named_modules()]:
@@ -44,18 +45,13 @@ def pack_weights(model: Transformer, int8: bool = False) -> None:
 
 @contextmanager
 def packed_weights(model: Transformer) -> Iterator[None]:
-    """Lay out the matrices of a model in training as `pack_weights` does, and restore them at the end.
-
-    Otherwise each token would round them again. In float32 there is nothing to round, and packing pays for
-    large matrices only. Ranks gather sharded matrices in the compute dtype.
-    """
+    """Round and lay out the matrices of a model in training, once for all tokens; restore them at the end."""
+    # In float32, packing pays for large matrices only. Sharded ones are gathered in the compute dtype.
     if model.compute_dtype == torch.float32 or is_sharded(model):
-        yield
-        return
+        return (yield)
     before = [(layer, layer.weight) for layer in model.modules() if type(layer) is Linear]
     try:
-        with torch.no_grad():
-            pack_weights(model)
+        pack_weights(model)
         yield
     finally:
         for layer, weight in before:

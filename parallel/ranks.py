@@ -164,9 +164,8 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
         raise SettingsError(f"RANK={rank} must be from 0 to below WORLD_SIZE={world_size}; use a launcher")
-    device = torch.device(device_type)
+    device = torch.device(device_type, local_rank if device_type == "cuda" else None)
     if device_type == "cuda":
-        device = torch.device("cuda", local_rank)
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
         if processes > gpus:
             raise SettingsError(f"{processes} processes were started on this machine, which has {gpus} "

@@ -435,7 +435,7 @@ STAGES: dict[str, dict[str, Any]] = {
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
     **{name: partial(from_probe, name=name)
-       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
+       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag", "decode")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
        for name in ("values", "attention", "compiled", "faults")},
     "ranks": partial(run_tests, prefix="test_ranks"),

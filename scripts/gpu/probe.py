@@ -5,6 +5,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -347,6 +348,32 @@ def checkpoint(task) -> None:
     clock("verify", partial(store.verify, saved))
     clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
+
+
+def decode(task) -> None:
+    """Generate as a run does: weights rounded for each token, once, with CUDA graphs; the same tokens."""
+    from inference.engine import Batch
+    from inference.generate import generate
+    from inference.weights import packed_weights
+
+    model, _, vocab, _ = random_model(task)
+    new, rng, written = (24 if task.tiny else 160), random.Random(0), {}
+    for rows in (1, 16):
+        prompts = [[rng.randrange(vocab) for _ in range(20 if task.tiny else 200)] for _ in range(rows)]
+        for name, packing, Batch.captures in (("rounded for each token", nullcontext(), False),
+                                              ("rounded once", packed_weights(model), False),
+                                              ("rounded once, graphs", packed_weights(model), True)):
+            with packing:
+                generate(model, prompts, 2)
+                started = time.perf_counter()
+                written[name] = generate(model, prompts, new)
+                seconds = time.perf_counter() - started
+            task.figure(f"{rows} rows, {name}: tokens/s", round(rows * new / seconds, 1))
+        every, once, graphs = written.values()
+        task.check(f"{rows} rows: same tokens with graphs", graphs == once, graphs == once)
+        task.check(f"{rows} rows: graphs did not fail", Batch.captures, Batch.captures)
+        same = every == once  # not on a CPU, where the matrices are packed
+        task.check(f"{rows} rows: same tokens when rounded once", same or not task.cuda, same)
 
 
 def hellaswag(task) -> None:

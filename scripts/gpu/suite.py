@@ -86,6 +86,7 @@ PARTS = (
     Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
     Part("speed-1b", "speed", 230, "Llama 3.2 1B, compared with its peers", alone=True),
     Part("speed-174m", "speed", 230, "174M parameters, compared with their peers", alone=True),
+    Part("decode", "speed", 60, "decoding: weights rounded for each token, or once; CUDA graphs", alone=True),
     Part("generate", "speed", 120, "generation, compared with transformers; batched requests", alone=True),
 )
 

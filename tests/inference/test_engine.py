@@ -117,13 +117,13 @@ def test_a_batch_that_lasts_becomes_a_graph_that_writes_the_same(model, sampling
     monkeypatch.setitem(engine_module.LENGTH_MULTIPLE, "cpu", 16)
     monkeypatch.setattr(engine_module, "capture", lambda compute: tapes.append(Tape(compute)) or tapes[-1].replay)
     found = []
-    for on_device in (False, True):
+    for static in (False, True):
         engine = Engine(model, 3, 90)
-        engine.cache.on_device = on_device
+        engine.cache.static = static
         requests = [Request(prompt, 50 + index, dataclasses.replace(sampling, seed=index), top_logprobs=2 if index else None)
                     for index, prompt in enumerate(PROMPTS[:4])]
         found.append((run(engine, *requests), [request.scores for request in requests]))
-        assert bool(tapes) == on_device
+        assert bool(tapes) == static
     assert found[0] == found[1]
     replays = [tape.replays for tape in tapes]
     assert max(replays) == 16 and sum(replays) > 60, replays
@@ -137,7 +137,7 @@ def test_a_graph_that_fails_is_told_once_and_done_without(model, monkeypatch, ca
     monkeypatch.setattr(engine_module.Batch, "captures", True)
     for _ in range(2):
         engine = Engine(model, 2, 60)
-        engine.cache.on_device = True
+        engine.cache.static = True
         assert run(engine, *(Request(prompt, 20, DRAWN) for prompt in PROMPTS[:2])) == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:2]]
     assert capsys.readouterr().err == "generation goes on without CUDA graphs (no capture here)\n"
 
