@@ -186,22 +186,17 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
     else:  # a hung device or read must not wait for ever either
         watch(dist.HashStore(), ranks, timeout_seconds, store_on_rank0=True)
-        use_device(device)
     process.leave_note(process.JOINED)
     return ranks
 
 
-def use_device(device: torch.device) -> None:
-    """Make a GPU current, which waits for its driver."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank0: bool) -> None:
-    """Start this process's watchdog."""
+    """Start this process's watchdog, and then make its GPU current, which waits for the driver."""
     global watchdog
     stop_watchdog()
     watchdog = HangWatchdog(HEARTBEAT, store, (ranks.rank, ranks.world_size), timeout_seconds, store_on_rank0)
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
 
 
 @contextmanager
@@ -254,7 +249,6 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         # First the watchdog: with `device_id`, the group waits for all ranks in ncclCommInitRank, without a
         # time-out. Its own connection does not queue behind a collective's request.
         watch(connect(timeout_seconds), ranks, timeout_seconds, store_on_rank0)
-        use_device(ranks.device)
         is_cuda = ranks.device.type == "cuda"
         with HEARTBEAT.waiting():
             dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,

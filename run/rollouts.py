@@ -150,7 +150,10 @@ class Rollouts:
         self.rewards = Rewards(config)
         self.collapsed_steps, self.growth, self.is_told = 0, Growth(), False
         self.together = config.answers_per_row
-        self.row_lengths = row_lengths(config, context.ranks.device.type)
+        longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
+        # A compiler wants rows of one length, and the kernels of a GPU plan for each new one.
+        multiple = longest if config.compile else LENGTH_MULTIPLE.get(context.ranks.device.type, 1)
+        self.row_size = multiple, longest
 
     @collective
     def __call__(self, prompts: list[Batch], step: int, count) -> Prepared:
@@ -172,7 +175,7 @@ class Rollouts:
             HEARTBEAT.enter("reward")
             found = self.reward(batch, ids, with_values=not config.distillation_enabled)
             advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
-            trained = training_batch(batch, ids, advantages_PG, self.together, self.row_lengths)
+            trained = training_batch(batch, ids, advantages_PG, self.together, *self.row_size)
             batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
             for answer, advantage in zip(found, advantages_PG.flatten().tolist()):
@@ -320,22 +323,15 @@ class Rollouts:
             raise error
 
 
-def row_lengths(config: Config, device_type: str) -> list[int]:
-    """Return the lengths of training rows, ascending: a compiler wants equal rows, a GPU's kernels few."""
-    longest = config.max_seq_len + (config.answers_per_row - 1) * config.answer_tokens
-    multiple = longest if config.compile else LENGTH_MULTIPLE.get(device_type, 1)
-    return [*range(multiple, longest, multiple), longest]
-
-
 def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torch.Tensor, together: int,
-                   lengths: Sequence[int]) -> Batch:
+                   multiple: int, most: int) -> Batch:
     """Return rows of a prompt, `together` of its answers as targets, and padding.
 
     The prompt is computed once in a row: all but its last token are a shared prefix of its answers, each of
     which is a document that begins with the prompt's last token.
 
     Args:
-        lengths: ascending; the rows have the first of these that fits all of them.
+        multiple: of which the rows' length is one, but at most `most`.
     """
     rows, group = [], advantages_PG.shape[1]
     for first in range(0, len(answers), together):
@@ -346,8 +342,7 @@ def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torc
             advantage = float(advantages_PG.view(-1)[first + number])
             rows[-1] += [(token, target, number + 1, advantage, len(ids))
                          for token, target in zip([last, *ids[:-1]], ids)]
-    longest, real = max(map(len, rows)), sum(map(len, rows))
-    length = next(length for length in lengths if length >= longest)
+    length, real = min(-(-max(map(len, rows)) // multiple) * multiple, most), sum(map(len, rows))
     padded = [row + [(0, IGNORE_INDEX, together + 1, 0.0, 1)] * (length - len(row)) for row in rows]
     tokens_BT, targets_BT, document_ids_BT, advantage_BT, length_BT = (
         torch.tensor(column).view(len(rows), length) for column in zip(*chain.from_iterable(padded)))

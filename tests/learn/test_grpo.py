@@ -22,7 +22,8 @@ from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
 from learn.rewards import BUILT_IN, Misunderstood, final_value
 from learn.teacher import LlamaTeacher
-from run.rollouts import Answer, Rollouts, row_lengths, training_batch
+from run import rollouts
+from run.rollouts import Answer, Rollouts, training_batch
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")
@@ -207,7 +208,8 @@ def test_answers_that_share_their_prompt_have_the_loss_and_gradient_of_separate_
     prompts = Batch(batch.tokens_BT[[0, 4]], batch.targets_BT[[0, 4]], stored={"prompt_B1": torch.tensor([[PROMPT], [PROMPT - 1]])})
     ids = [row_T[row_T != IGNORE_INDEX].tolist() for row_T in batch.targets_BT]
     advantages_PG, objective = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4), objective_of(loss, grpo_beta=0.1)
-    alone, shared = (training_batch(prompts, ids, advantages_PG, together, lengths) for together, lengths in ((1, [T]), (4, range(2 * T))))
+    alone, shared = (training_batch(prompts, ids, advantages_PG, together, multiple, 3 * T)
+                     for together, multiple in ((1, T), (4, 1)))
     assert objective.count(alone) == objective.count(shared) and shared.tokens_BT.numel() < alone.tokens_BT.numel() / 2
     assert shared.targets == alone.targets == sum(map(len, ids))
     (one, its_metrics, its_gradient), (other, metrics, gradient) = (gradients(objective, each) for each in (alone, shared))
@@ -217,13 +219,17 @@ def test_answers_that_share_their_prompt_have_the_loss_and_gradient_of_separate_
 
 
 @pytest.mark.parametrize("together", [1, 4])
-def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together):
+def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together, monkeypatch):
     """Each new length would be planned or compiled for. On a CPU, rows are as long as the longest answer needs."""
     config = Config(training_stage="grpo", max_seq_len=300, grpo_max_tokens=60, grpo_group=4, compile=False, distillation_enabled=together == 1)
-    on_gpu, on_cpu = row_lengths(config, "cuda"), row_lengths(config, "cpu")
+    monkeypatch.setattr(rollouts, "load_chat_format", lambda tokenizer: None)
+
+    def size_on(device: str, **changes) -> tuple[int, int]:
+        context = SimpleNamespace(ranks=SimpleNamespace(device=torch.device(device)))
+        return Rollouts(None, config.model_copy(update=changes), None, context).row_size
+
     longest = 300 + (together - 1) * 60
-    assert on_cpu == [*range(1, longest + 1)] and on_gpu == [*range(128, longest, 128), longest]
-    assert row_lengths(config.model_copy(update={"compile": True}), "cuda") == [longest]
+    assert size_on("cpu") == (1, longest) and size_on("cuda") == (128, longest) and size_on("cuda", compile=True) == (longest, longest)
     objective, shapes, lengths = objective_of("grpo"), set(), set()
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
@@ -231,7 +237,7 @@ def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together):
         prompts = Batch(torch.randint(VOCAB, (2, 300), generator=generator), None, stored={"prompt_B1": torch.tensor([[4 * size[8]], [7]])})
         ids = [torch.randint(VOCAB, (each,), generator=generator).tolist() for each in size[:8]]
         of = partial(training_batch, prompts, ids, torch.linspace(-1, 1, 8).view(2, 4), together)
-        one, other = of(on_cpu), of(on_gpu)
+        one, other = of(1, longest), of(128, longest)
         shapes.add(other.tokens_BT.shape)
         lengths.add(one.tokens_BT.shape)
         assert one.targets == other.targets and one.tokens_BT.numel() - one.padding == other.tokens_BT.numel() - other.padding
@@ -242,7 +248,7 @@ def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together):
             with torch.no_grad():
                 losses = [objective.loss_sum(model_of(0), each).metrics["entropy"] for each in (one, other, other_padding)]
             assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6) and torch.equal(*losses[1:])
-    assert len(shapes) <= 3 < len(lengths) and all(shape[1] in on_gpu for shape in shapes)
+    assert len(shapes) <= 3 < len(lengths) and all(shape[1] in (128, 256, 384, longest) for shape in shapes)
 
 
 @losses
@@ -271,7 +277,7 @@ def test_the_forecast_has_the_longest_rows_that_a_step_can_train_on(group, expec
     trained, lengths = as_trained(config), torch.full((2, 1), T - LONGEST)
     assert (trained.micro_batch_size, trained.max_seq_len, trained.accumulation_steps) == (*expected, 3)
     prompts = Batch(torch.ones(2, T, dtype=torch.int64), None, stored={"prompt_B1": lengths})
-    batch = training_batch(prompts, [[1] * LONGEST] * 2 * group, torch.zeros(2, group), config.answers_per_row, range(99))
+    batch = training_batch(prompts, [[1] * LONGEST] * 2 * group, torch.zeros(2, group), config.answers_per_row, 1, 99)
     assert batch.tokens_BT.shape == (expected[0], expected[1] - 1), "the last token is only a target"
 
 

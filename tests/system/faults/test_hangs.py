@@ -1,6 +1,5 @@
 """A rank without progress ends the job with exit code 6 and a report of all ranks; out of memory is no hang."""
 
-import importlib
 import io
 import json
 import os
@@ -160,34 +159,42 @@ def test_one_process_beats_at_each_part_of_a_long_phase():
     assert all(beats)
 
 
-def stuck_in(module: str, name: str) -> None:
-    """In a rank: rank 1 never returns from a call on its way into the process group."""
-    collectives.HangWatchdog = lambda heartbeat, store, world, _, *more: HangWatchdog(heartbeat, store, world, TIMEOUT, *more)
+def start_stuck(in_group: bool) -> None:
+    """In a rank: rank 1 never returns from its driver, or from the process group."""
+    def watchdog(heartbeat, store, world, _, *more):
+        watch = HangWatchdog(heartbeat, store, world, TIMEOUT, *more)
+        if is_rank(1) and not in_group:  # the driver is next
+            time.sleep(600)
+        return watch
+
+    collectives.HangWatchdog = watchdog
     if is_rank(1):
-        setattr(importlib.import_module(module), name, lambda *_, **__: time.sleep(600))
+        torch.distributed.init_process_group = lambda *_, **__: time.sleep(600)
     collectives.start_ranks("cpu", 600)
 
 
-@pytest.mark.parametrize(("place", "told"), [
-    (("torch.distributed", "init_process_group"), "ranks 0-1 wait in start-up (step 0), and no rank"),  # as ncclCommInitRank
-    (("parallel.ranks", "use_device"), "rank 1 is in start-up (step 0), rank 0 waits in start-up (step 0), and no rank")])
-def test_ranks_that_never_become_a_group_end_too(place, told, tmp_path):
-    job = start(stuck_in, *place, world_size=2, folder=tmp_path)
+@pytest.mark.parametrize(("in_group", "told"), [
+    (True, "ranks 0-1 wait in start-up (step 0), and no rank"),  # as in ncclCommInitRank
+    (False, "rank 1 is in start-up (step 0), rank 0 waits in start-up (step 0), and no rank")])
+def test_ranks_that_never_become_a_group_end_too(in_group, told, tmp_path):
+    job = start(start_stuck, in_group, world_size=2, folder=tmp_path)
     assert job.wait() == [6, 6], job.text()
     assert f"error: hang: {told} made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in job.text()
-    assert "in stuck_in" in job.text(), "the stacks"
+    assert "in start_stuck" in job.text(), "the stacks"
 
 
-def test_one_process_is_watched_before_it_asks_for_its_device(monkeypatch):
-    class Found(Exception):
-        """The device was asked for while the watchdog ran."""
+def test_one_process_is_watched_before_its_device_is_used(monkeypatch):
+    class Used(Exception):
+        """The device was used while the watchdog ran."""
 
-    def use_device(device) -> None:
-        raise Found if collectives.watchdog else AssertionError
+    def set_device(device) -> None:
+        assert device == torch.device("cuda", 0) and collectives.watchdog
+        raise Used
 
-    monkeypatch.setattr(collectives, "use_device", use_device)
-    with pytest.raises(Found):
-        collectives.start_ranks("cpu", 60)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(Used):
+        collectives.start_ranks("cuda", 60)
     collectives.stop_watchdog()
 
 
@@ -381,11 +388,10 @@ def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
     told = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
     assert told.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
 
-    def fail(device) -> None:
+    def fail(ranks, seconds) -> None:
         raise CudaError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for")
 
-    monkeypatch.setattr(collectives, "use_device", fail)
     monkeypatch.setenv("WORLD_SIZE", "10")
-    monkeypatch.setattr(collectives, "_init_process_group", lambda ranks, seconds: collectives.use_device(ranks.device))
+    monkeypatch.setattr(collectives, "_init_process_group", fail)
     with pytest.raises(CudaError):  # not an error of its address
         collectives.start_ranks("cpu", 60)

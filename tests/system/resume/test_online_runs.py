@@ -278,7 +278,7 @@ def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):
     rows = PromptRows(open_example_set(stages.prompts, "train", "prompts", TokenizerInfo(512)), 96, 12)
     prompts = rows(np.array([3, 1]))
     answers = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
-    batch = training_batch(prompts, answers, advantages(torch.tensor([[0.0, 1], [2, 0]]).double(), True), 1, [96])
+    batch = training_batch(prompts, answers, advantages(torch.tensor([[0.0, 1], [2, 0]]).double(), True), 1, 96, 96)
     for row, answer in enumerate(answers):
         prompt = prompts.tokens_BT[row // 2, :prompts.stored["prompt_B1"][row // 2]].tolist()
         end = len(prompt) + len(answer) - 1
