@@ -1,4 +1,4 @@
-"""Applies a recipe of docs/recipes.md to this working tree; imports nothing that must be installed.
+"""Applies a recipe of docs/recipes.md, named by words of its heading, to this working tree. Needs no packages.
 
     python tests/recipes.py biases
 """
@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def titles_with(words: str) -> list[str]:
+    """The headings of the recipes that contain the words."""
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    return [title for title in re.findall("^## (.*)", page, re.MULTILINE) if words.lower() in title.lower()]
 
 
 def changes_of(title: str) -> list[tuple[str, str, str]]:
@@ -24,12 +30,30 @@ def changes_of(title: str) -> list[tuple[str, str, str]]:
 
 
 def apply(changes: list[tuple[str, str, str]], folder: Path) -> None:
-    """Replace each old text, which stands once in its file, by the new one."""
+    """Replace each old text, which stands once in its file, by the new one; change nothing if one does not."""
+    files = {path: (folder / path).read_text(encoding="utf-8") for path, *_ in changes}
     for path, old, new in changes:
-        code = (folder / path).read_text(encoding="utf-8")
-        assert code.count(old) == 1, f"{path} has these lines {code.count(old)} times, expected once; correct the recipe:\n{old}"
-        (folder / path).write_text(code.replace(old, new), encoding="utf-8")
+        count = files[path].count(old)
+        assert count == 1, f"{path} has these lines {count} times, expected once; is the recipe already applied?\n{old}"
+        files[path] = files[path].replace(old, new)
+    for path, code in files.items():
+        (folder / path).write_text(code, encoding="utf-8")
+
+
+def main() -> None:
+    words = " ".join(sys.argv[1:])
+    found = titles_with("" if words in ("-h", "--help") else words)
+    if len(found) == 1:
+        try:
+            apply(changes_of(found[0]), ROOT)
+        except AssertionError as error:
+            sys.exit(f"error: {error}")
+        return print(f"Applied: {found[0]}. `git diff` shows the changes.")
+    is_help = words in ("", "-h", "--help")
+    print("\n  ".join([__doc__ if is_help else f"error: {len(found)} recipes have {words!r} in their heading; choose one:",
+                       *(found or titles_with(""))]), file=sys.stdout if is_help else sys.stderr)
+    sys.exit(0 if is_help else 2)
 
 
 if __name__ == "__main__":
-    apply(changes_of(" ".join(sys.argv[1:])), ROOT)
+    main()

@@ -5,6 +5,7 @@ const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // for this tab, kep
 const KEPT = "paddock-conversation-";  // prefix of the ids of stored conversations
 const SILENCE = 3000;  // milliseconds without a token until the page reports it
 const TOP = 5;  // alternatives shown for each token
+const MAX_TOKENS = 512;  // the default for an answer, unless half of the context is less
 const MEASURABLE = 10;  // least milliseconds between first and last token to report a speed
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
 const UNCLEAR = "The server sent an unexpected response.";
@@ -340,6 +341,11 @@ function draw() {
   for (const name of ["max_tokens", "context_length"]) {
     const limit = Math.min(...chosen.map((model) => model[name]));
     fill(byId(name), limit.toLocaleString("en"));
+    if (name === "max_tokens" && chosen.length) {  // the default leaves half of a short context to the prompt
+      const input = byId("panel").elements[name], isDefault = input.value === input.defaultValue;
+      input.defaultValue = Math.max(1, Math.min(MAX_TOKENS, limit >> 1));
+      if (isDefault) input.value = chat.fields[name] = input.defaultValue;
+    }
   }
   if (follows) main.scrollTop = main.scrollHeight;
   byId("latest").hidden = follows || main.scrollHeight - main.scrollTop - main.clientHeight < 40;

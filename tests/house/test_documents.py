@@ -49,3 +49,39 @@ def test_every_page_is_in_the_site_but_the_log():
 
 def test_the_readme_can_be_read_in_five_minutes():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@names
+def test_lists_are_those_of_the_site_too(page):
+    """Python-Markdown continues a list with the items of another kind, and joins items that are indented by less than four columns."""
+    before = kind = ""
+    for line in re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE).splitlines():
+        marker = re.match(r"( *)(?:([-*])|\d+\.) ", line)
+        assert not marker or len(marker[1]) % 4 == 0, line
+        if marker and not marker[1]:
+            own = marker[2] or "number"
+            assert kind in ("", own), f"a paragraph must stand before {line}"
+            kind = own
+        elif line and not line.startswith(" ") and not before:
+            kind = ""
+        before = line
+
+
+def test_the_time_of_the_demo_is_one_figure_everywhere():
+    """That of docs/benchmarks.md, as what the user waits."""
+    assert "| `./paddock demo`, 300 steps, two cores | 0:34 |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    for place in ("README.md", "paddock", "docs/index.md", "scripts/run.py", "settings/presets/sample.env"):
+        text = (ROOT / place).read_text(encoding="utf-8")
+        assert text.count("34 s on two CPU cores") == 1 and not re.search(r"80 seconds|\(2 min\)|a minute of CPU", text), place
+
+
+def test_the_first_page_of_the_site_has_a_picture():
+    pictures = re.findall(r'<img src="([\w.-]+)"', (ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    assert pictures and all((ROOT / "docs" / picture).is_file() for picture in pictures)
+
+
+def test_plurals_are_made_in_one_place():
+    """By `common.text.counted`: a number and a noun are never put together by hand."""
+    for path in [*ROOT.glob("*.py"), *(path for folder in ROOT.glob("*/__init__.py") for path in folder.parent.rglob("*.py"))]:
+        if "tests" not in path.parts and path.name != "text.py":
+            assert not re.search(r"""'e?s' (\*|if)""", path.read_text(encoding="utf-8")), path
