@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from common.text import command, is_url, without_passwords
+from common.text import command, counted, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
 MAX_NAME_BYTES = 200  # for RUN_NAME; file systems allow 255
@@ -680,9 +680,9 @@ def numeric_rules(c: Config) -> Iterator[str]:
 def reproducible_rules(c: Config) -> Iterator[str]:
     """Check that REPRODUCIBLE=true covers the ranks and the other settings."""
     if 0 < (count := c.exact_micro_batches) < c.world_size:
-        yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into {count} "
-               f"micro-batch{'es' * (count > 1)}, too few for WORLD_SIZE={c.world_size}; use at most {count} "
-               f"rank{'s' * (count > 1)}, or start a new run with a lower MICRO_BATCH_SIZE")
+        yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
+               f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
+               f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")
     if c.gradient_dtype == "bf16":
         yield "GRADIENT_DTYPE=bf16 conflicts with REPRODUCIBLE=true, which sums integers; set it to fp32"
     if c.precision == "fp16":

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from common.errors import DataError
 from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
+from common.text import counted
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
 from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
@@ -383,8 +384,8 @@ class ExampleRows:
         return len(self._bins)
 
     def describe(self) -> str:
-        rows = f"{len(self):,} rows" + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
-        packed = f"{self.examples:,} {self.example_set.kind} in {rows}, {self.fill:.1%} full"
+        rows = counted(len(self), "row") + f" of {self.row_tokens:,} tokens" * (self.row_tokens >= self.most)
+        packed = f"{counted(self.examples, self.example_set.kind[:-1])} in {rows}, {self.fill:.1%} full"
         truncated = f", {self.truncated:,} cut to MAX_SEQ_LEN={self.most - 1}" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return packed + truncated + left_out
@@ -455,7 +456,7 @@ class PromptRows:
 
     def describe(self) -> str:
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
-        return f"{len(self):,} prompts{left_out}"
+        return f"{counted(len(self), 'prompt')}{left_out}"
 
     def __call__(self, indices: np.ndarray) -> Batch:
         tokens_BT = torch.zeros(len(indices), self.row_tokens, dtype=torch.int64)
@@ -488,10 +489,10 @@ class MixedRows:
     def describe(self) -> str:
         if self.chosen is None:
             tokens = sum(rows.token_set.tokens for rows in self.source_rows)
-            return f"{tokens:,} tokens in a mixture of {len(self.source_rows)} sources"
+            return f"{tokens:,} tokens in a mixture of {counted(len(self.source_rows), 'source')}"
         sources = zip(self.mixture.sources, self.source_rows, self.mixture.weights[-1])
         missing = [source.label for source, rows, weight in sources if weight and rows is None]
-        return f"{len(self):,} rows" + (f" (none of {', '.join(missing)})" if missing else "")
+        return counted(len(self), "row") + (f" (none of {', '.join(missing)})" if missing else "")
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         indices = indices if self.chosen is None else self.chosen[indices]
@@ -614,8 +615,8 @@ def check_rows(config: Config, path: str | Path, split: str, rows: int, content:
         most *= config.micro_batch_size * config.world_size * config.max_seq_len
         lower = f"TOTAL_BATCH_SIZE to {most} or less"
     if rows < needed:
-        raise DataError(f"{path}: {content} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
-                        f"{reader} reads {needed:,}; prepare more, or lower {lower}")
+        raise DataError(f"{path}: {content} {counted(rows, 'row')} of MAX_SEQ_LEN={config.max_seq_len} "
+                        f"tokens, but {reader} reads {needed:,}; prepare more, or lower {lower}")
 
 
 def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:

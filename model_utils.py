@@ -20,7 +20,7 @@ from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, DataError, SettingsError
-from common.text import print_safely
+from common.text import counted, print_safely
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
@@ -52,7 +52,7 @@ def choose_device(config: RunConfig) -> str:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {torch.get_num_threads()} threads"
+    return "Apple GPU (mps)" if device.type == "mps" else f"CPU, {counted(torch.get_num_threads(), 'thread')}"
 
 
 def bf16_is_fast(device_type: str) -> bool:
@@ -304,7 +304,7 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
     if config.keep_layers:
         if config.keep_layers > saved.n_layers:
             raise CheckpointError(f"KEEP_LAYERS={config.keep_layers}, but the model in {folder} has "
-                                  f"{saved.n_layers} layers; lower it")
+                                  f"{counted(saved.n_layers, 'layer')}; lower it")
         saved = saved.model_copy(update={"n_layers": config.keep_layers})
     saved = saved.model_copy(update={name: new for name, (_, new) in config.growth.items()})
 
@@ -342,8 +342,8 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
         raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
                               f"{described} in its config.json; correct it")
     if rows >= ids:
-        unused = f"dropping the model's last {rows - ids:,} vocabulary rows, which have no token"
-        return [unused] if rows > ids else []
+        unused = counted(rows - ids, "row")
+        return [f"dropping {unused} of the model's vocabulary, without a token"] if rows > ids else []
     try:
         own = load_tokenizer(str(folder))
     except DataError as error:
@@ -359,7 +359,7 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     whole = config.lora_train_embeddings and (config.lora_train_head or config.tie_embeddings)
     if config.lora_enabled and not whole and config.lora_train_tokens != "auto":
         trained = f"; LORA_TRAIN_TOKENS={config.lora_train_tokens} decides which of them are trained"
-    return [f"{ids - rows:,} new tokens: rows {place} start as the mean of the others{trained}"]
+    return [f"{counted(ids - rows, 'new token')}: rows {place} start as the mean of the others{trained}"]
 
 
 def find_model(name: str) -> Path:

@@ -25,7 +25,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from common.errors import DataError, SettingsError, unreadable
 from common.files import atomic_write, disk_errors, json_sha256, plain, read_json, read_plain, read_text
 from common.remote import hub_folder, is_hub_name, why_not
-from common.text import command, pip_install
+from common.text import command, pip_install, uncut
 from config import SAMPLE
 
 # Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
@@ -536,13 +536,13 @@ def refuse_sentencepiece(file: Path, name: str) -> None:
     # In a protocol buffer, its first piece: a text, perhaps with a score (5 bytes) and a type (2).
     if len(start) == 4 and start[::2] == b"\n\n" and start[1] - start[3] in (2, 4, 7, 9):
         folder = json.dumps(str(file.parent))
-        convert = ("from transformers import AutoTokenizer; "
-                   f'AutoTokenizer.from_pretrained({folder}).save_pretrained("converted")')
+        install = f"{pip_install('transformers')} sentencepiece protobuf"
+        convert = shlex.join([sys.executable, "-c", "from transformers import AutoTokenizer; AutoTokenizer."
+                              f'from_pretrained({folder}).save_pretrained("converted")'])
         raise DataError(
             f"TOKENIZER_PATH={name}: {file} is a SentencePiece model, which is not supported. Use the "
             "tokenizer.json of the same model, or make one from its folder, in which the file must be called "
-            f"tokenizer.model: {pip_install('transformers')} sentencepiece protobuf && "
-            f"{shlex.join([sys.executable, '-c', convert])}, then set TOKENIZER_PATH=converted")
+            f"tokenizer.model: {uncut(f'{install} && {convert}')}, then set TOKENIZER_PATH=converted")
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:

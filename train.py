@@ -112,8 +112,8 @@ def train_loop(run: Run, reducer: Reducer) -> int:
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.info(f"Nothing to do: the run has finished {progress.step} of MAX_STEPS={config.max_steps} "
-                 f"steps.{early}")
+        log.info(f"Nothing to do: the run has finished step {progress.step} of MAX_STEPS={config.max_steps}."
+                 f"{early}")
         return 0
     started, seconds, first = time.perf_counter(), [], progress.step
     try:

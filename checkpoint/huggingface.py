@@ -23,7 +23,7 @@ from common import files
 from common.errors import CheckpointError, SettingsError, unreadable
 from common.remote import hub_folder, why_not
 from common.text import command
-from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig, Section, grown_layers
+from config import LINEAR_LAYERS, MAX_NUMBER, SCALING_SETTINGS, ModelConfig, Section, grown_layers
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -111,6 +111,29 @@ def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: Mode
             f"{shapes.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
             "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
             "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
+    written = huggingface_config(model_config, vocab_rows, 1, None, 0, torch.float32)
+    try:
+        read = describing(ModelConfig(**model_settings_from_huggingface(written)))
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoints cannot describe this model: {error}") from error
+    for name, value in describing(model_config).items():
+        if (there := read.get(name)) != value:
+            raise CheckpointError(
+                f"checkpoints cannot describe this model: config.json gives {name}={there!s:.200} instead "
+                f"of {value!s:.200}; add it to huggingface_config and model_settings_from_huggingface")
+
+
+def describing(c: ModelConfig) -> dict[str, Any]:
+    """Return the settings that decide what a model computes, in one spelling, and the shapes of a block."""
+    layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
+    spelt = {"keep_layers", "grow_layers", "grow_ffn_dim", "head_width", *SCALING_SETTINGS}
+    spelt -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
+    fixed = [name for name, field in ModelConfig.model_fields.items()
+             if field.json_schema_extra["on_resume"] == "fixed" and name not in spelt]
+    return {name.upper(): getattr(c, name) for name in fixed} | c.block_shapes | {
+        "HEAD_WIDTH": c.head_dim, "FFN_DIM": c.hidden_dim, "SLIDING_EVERY": None,
+        "SLIDING_WINDOW": [c.sliding_window if c.slides(layer) else None for layer in layers],
+        "NO_ROPE_EVERY": [c.rotates(layer) for layer in layers]}
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:

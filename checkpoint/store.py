@@ -28,7 +28,7 @@ from common.errors import CheckpointError, unreadable
 from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
 from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
-from common.text import print_safely, printable
+from common.text import counted, print_safely, printable
 from config import ModelConfig
 
 STATE = "trainer_state.json"
@@ -266,9 +266,9 @@ def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
         else:
             return folder, [f"skipping a checkpoint: {reason}" for reason in reasons]
     if reasons:
-        raise CheckpointError(f"none of the {len(reasons)} checkpoints in {checkpoints_dir} can be used, the "
-                              f"first because: {reasons[0]}. Restore a good one, or start again with "
-                              "RESUME=never or another RUN_NAME")
+        raise CheckpointError(f"none of {counted(len(reasons), 'checkpoint')} in {checkpoints_dir} can be "
+                              f"used, the first because: {reasons[0]}. Restore a good one, or start again "
+                              "with RESUME=never or another RUN_NAME")
     return None, []
 
 

@@ -45,7 +45,7 @@ WORD = re.compile(r" *(?:[^ \u2e80-\U0010ffff]*[/\xa0][^ \u2e80-\U0010ffff]*|"
 # What stands before the text of a line, and in which color a warning or a failure begins.
 HEAD = re.compile(r"(?:\[\w+\] )?(?: *(?:\S+ )?\S+  +| *)")
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
-RECOMMENDED: set[str] = set()  # what `command` returned
+RECOMMENDED: set[str] = set()  # what `uncut` returned
 
 
 def without_passwords(text: str) -> str:
@@ -160,15 +160,19 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
         start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
     words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
     elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
-    line = f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
+    return uncut(f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words))
+
+
+def uncut(line: str) -> str:
+    """Return a command, which a terminal will show on one line, to be copied."""
     RECOMMENDED.add(line)
     return line
 
 
 def pip_install(package: str) -> str:
     if find_spec("pip") is None:  # uv made the environment
-        return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
-    return shlex.join([sys.executable, "-m", "pip", "install", package])
+        return uncut(shlex.join(["uv", "pip", "install", "--python", sys.executable, package]))
+    return uncut(shlex.join([sys.executable, "-m", "pip", "install", package]))
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -248,7 +252,7 @@ def last_line(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    return f"{number:,} {noun}{('es' if noun.endswith(('ch', 's')) else 's') * (number != 1)}"
 
 
 def duration(seconds: float) -> str:

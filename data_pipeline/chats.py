@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from common.errors import DataError
-from common.text import command
+from common.text import command, counted
 from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records, type_name
 from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, is_target, load_chat_format
@@ -234,8 +234,8 @@ def _dialogs_in(record: Record, columns: tuple[str, ...], drop: Drop, also_used:
         dialog += messages_in(answer, one.get(answer), "assistant", drop) if answer else []
         for name in marks:
             if len(one[name]) != len(dialog):
-                raise DataError(f"{name} has {len(one[name])} entries for {len(dialog)} messages, expected "
-                                "one for each message")
+                raise DataError(f"{name} has length {len(one[name])} for {counted(len(dialog), 'message')}, "
+                                "expected one for each message")
             dialog = [message if mark is None else _marked(f"message {number}", message, {name: mark})
                       for number, (message, mark) in enumerate(zip(dialog, one[name]), 1)]
         dialogs.append(_with_column(dialog, one, drop))
@@ -630,7 +630,7 @@ def _label_fault(example: Example, segments: Segments,
     # There must be as many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
-        return f"{len(targets)} runs of targets for {len(answers)} answers"
+        return f"{counted(len(targets), 'run')} of targets for {counted(len(answers), 'answer')}"
     if segments[0][1] or not all(ids for ids, _ in segments):
         return "a target has no token before it"
     if not segments[-1][1]:
@@ -656,7 +656,7 @@ def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
     words = tokenizer.decode(ids)
     if (hidden := len(ids) - 2 * SHOWN_TOKENS) > 0:
         ends = [tokenizer.decode(end) for end in (ids[:SHOWN_TOKENS], ids[-SHOWN_TOKENS:])]
-        words = f" [... {hidden:,} tokens ...] ".join(ends)
+        words = f" [... {counted(hidden, 'token')} ...] ".join(ends)
     return f"⟦{words}⟧" if is_target else words
 
 

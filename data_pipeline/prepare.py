@@ -428,8 +428,8 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     for name, split in splits.items():
         targets = f", {split['target_tokens']:,} of them targets," if kind else ""
         cut = manifest.get("cut_from_each") if name == "validation" else None
-        lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {counted(split['documents'], noun)}, "
-                     f"{counted(len(split['shards']), 'shard')}"
+        lines.append(f"{name}: {counted(split['tokens'], 'token')}{targets} in "
+                     f"{counted(split['documents'], noun)}, {counted(len(split['shards']), 'shard')}"
                      f"{f' (the last {100 * cut:.0f} % of each document)' if cut else ''}")
     lines += [*describe_split(manifest)]
     empty = "" if kind else f"{counted(skipped['empty'], 'empty document')}, "
@@ -441,9 +441,8 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
                      "without them")
     bad = counted(skipped["bad"], "bad record")
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
-    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} that share text with evaluation "
-                  "items", removed["count"], removed["listed"])
-                 for removed in manifest.get("removed", {}).values()]
+    left_out += [(f"Removed: {counted(removed['count'], noun)} with text of evaluation items",
+                  removed["count"], removed["listed"]) for removed in manifest.get("removed", {}).values()]
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
         if number > SHOWN_LEFT_OUT:

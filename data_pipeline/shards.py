@@ -32,7 +32,7 @@ from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
 from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
-from common.text import command, print_safely
+from common.text import command, counted, print_safely
 from config import KINDS
 
 MANIFEST = "manifest.json"
@@ -415,7 +415,7 @@ def allow_open_files(files: int, folder: Path) -> None:
     if files + OTHER_OPEN_FILES > hard:
         fewer = files > 1 and hard > OTHER_OPEN_FILES
         other_way = ", or prepare the data again with a larger SHARD_TOKENS" if fewer else ""
-        raise DataError(f"{folder}: has {files:,} shard{'s' * (files > 1)}, but a process may open {hard:,} "
+        raise DataError(f"{folder}: has {counted(files, 'shard')}, but a process may open {hard:,} "
                         f"files; in a new shell or as root, ulimit -n {files + OTHER_OPEN_FILES}{other_way}")
     if soft < (wanted := min(hard, 2 * (files + OTHER_OPEN_FILES))):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -21,7 +21,7 @@ from checkpoint.manifest import CARD
 from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
-from common.text import printable
+from common.text import counted, printable
 from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
@@ -260,7 +260,7 @@ def made_from(folder: Path) -> tuple[str, str, str]:
         return documents, ", ".join(described), name
     hashes = [f"{'SHA-256' if re.fullmatch('[0-9a-f]{64}', str(content)) else 'version'} {code(content)}"
               for *_, content in files[:FILES_LISTED]]
-    more = f" and {len(files) - FILES_LISTED:,} more files" if len(files) > FILES_LISTED else ""
+    more = f" and {counted(len(files) - FILES_LISTED, 'more file')}" if len(files) > FILES_LISTED else ""
     return documents, f"{code(run_and_step(source.get('path', '')))} ({', '.join(hashes)}{more})", ""
 
 

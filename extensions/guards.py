@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
 from common.errors import DriftError, LossSpikeError, NonFiniteError
-from common.text import command
+from common.text import command, counted
 from dataloaders import Batch
 from evaluation.during_run import due
 from learn.optim import Reducer
@@ -288,4 +288,4 @@ def check_replicas(run: Run) -> None:
                      f"{[*tensors][tensor]} differs between rank {first} and rank "
                      f"{', '.join(map(str, others))}. A GPU or its memory may be failing, so nothing more is "
                      "saved. Resume from an earlier checkpoint: the ranks were last equal "
-                     f"{run.config.drift_check_every} steps ago")
+                     f"{counted(run.config.drift_check_every, 'step')} ago")

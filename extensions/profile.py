@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from common.heartbeat import HEARTBEAT
-from common.text import last_line
+from common.text import counted, last_line
 from config import Config, step_window
 from dataloaders import Batch
 from extensions.phases import Phases
@@ -276,7 +276,7 @@ def compare_flops(run: Run, batch: Batch) -> str:
     work = flops.read([batch])
     needed, computed = flops.of(work)
     lines = [f"FLOPs of one micro-batch: {work.tokens:,} tokens, {work.padding:,} of them padding, "
-             f"{work.targets:,} targets", f"{'':36}{'matmuls':>12}{'attention':>12}"]
+             f"{counted(work.targets, 'target')}", f"{'':36}{'matmuls':>12}{'attention':>12}"]
     lines += [f"{name:36}{count.matmuls + count.head:12.4e}{count.attention:12.4e}" for name, count in
               (("needed, by formula (MFU)", needed), ("computed eagerly, by formula (HFU)", computed))]
     if is_sharded(run.model):

@@ -120,7 +120,8 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
     """Return the model in DDP, which without `device_ids` moves no CPU tensors of a batch to the GPU."""
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if gradient_dtype == "bf16":
-        parallel.register_comm_hook(None, exchange_in_bf16)
+        # As another function, because DDP refuses the original with gloo, although it works there.
+        parallel.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
     def start_waiting(parameter: Tensor) -> None:
         HEARTBEAT.is_waiting = True
@@ -129,11 +130,6 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     first.register_post_accumulate_grad_hook(start_waiting)
     return parallel
-
-
-def exchange_in_bf16(process_group, bucket):
-    """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
-    return bf16_compress_hook(process_group, bucket)
 
 
 @collective

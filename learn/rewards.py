@@ -4,6 +4,7 @@ That process imports only the standard library, so it starts fast, and a user's 
 """
 
 import importlib
+import inspect
 import json
 import math
 import os
@@ -194,7 +195,9 @@ def load(name: str) -> Reward:
     module, _, function = name.partition(":")
     if name == "math_verify":
         importlib.import_module(name)  # at the start of the run, not at its first answer
-    return getattr(importlib.import_module(module), function) if function else BUILT_IN[name]
+    reward = BUILT_IN.get(name) or getattr(importlib.import_module(module), function)
+    inspect.signature(reward).bind("prompt", "answer", {})  # TypeError if it cannot be called like this
+    return reward
 
 
 def serve(names: list[str]) -> None:

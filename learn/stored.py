@@ -22,6 +22,7 @@ from checkpoint.tensors import write_tensors
 from common.errors import DataError
 from common.files import FileLock, atomic_write, disk_errors
 from common.heartbeat import HEARTBEAT
+from common.text import counted
 from data_pipeline.shards import Cache
 from dataloaders import Batch, ExampleRows
 from learn.objectives import frozen_logprobs
@@ -132,7 +133,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, provenance
         model, size = load_model(), micro_batch_size
         HEARTBEAT.enter("reference")
         batches = -(-len(rows) // (size * ranks.world_size))
-        log.info(f"Reference: the log-probabilities of {rows.examples:,} pairs, computed once")
+        log.info(f"Reference: the log-probabilities of {counted(rows.examples, 'pair')}, computed once")
         logprob_E2 = torch.zeros(len(rows.example_set), 2)
         for number in store.context.progress(range(batches), batches, "Reference"):
             first = (ranks.rank * batches + number) * size

@@ -23,14 +23,14 @@ import model_utils
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes, free_host_memory
-from common.text import ROOT, command, duration, print_safely, show
+from common.text import ROOT, command, counted, duration, print_safely, show
 from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, rows_by_source
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
-from learn.cost import MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
+from learn.cost import StepFlops, Work, estimate_memory, parameter_count
 from learn.grpo import GRPO
 from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
@@ -57,6 +57,8 @@ MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 # The share of a GPU's memory that a forecast may fill. The rest is for CUDA's context, NCCL's buffers and
 # memory that torch reserves. This is an assumption; the part `memory` of the GPU suite measures it.
 USABLE = 0.94
+# Dense bf16 of the GPU that a plan assumes, and the share of it that the run reaches, as in docs/scaling.md.
+H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
 
 # ------------------------------------------------------------------------------------ descriptions of a run
 
@@ -65,13 +67,14 @@ def describe_model(config: Config, vocab_size: int) -> str:
     """Return the model's size, shape and sharding."""
     sharded = ""
     if config.sharding != "none":
-        sharded = (f"; sharded over {config.ranks_per_copy} of {config.world_size} "
-                   f"rank{'s' if config.world_size > 1 else ''} (SHARDING={config.sharding})"
+        sharded = (f"; sharded over {config.ranks_per_copy} of "
+                   f"{counted(config.world_size, 'rank')} (SHARDING={config.sharding})"
                    f"{', in host memory' if config.cpu_offload else ''}")
     family = f"{config.model_type}, " if config.model_type != "llama" else ""
-    return (f"{parameter_count(config, vocab_size):,} parameters: {family}{config.n_layers} layers, dim "
-            f"{config.dim}, heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, "
-            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}{sharded}")
+    return (f"{parameter_count(config, vocab_size):,} parameters: {family}"
+            f"{counted(config.n_layers, 'layer')}, dim {config.dim}, heads {config.n_heads}/"
+            f"{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
+            f"{', tied' if config.tie_embeddings else ''}{sharded}")
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
@@ -82,7 +85,7 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     # The highest ids come first: control tokens, the most interesting ones.
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
-    rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
+    rows = f", including the rows of {counted(len(ids), 'token')}: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
     # Like PEFT, count trained weights in addition to the base, even where they replace parts of it.
     whole = parameter_count(model.config, tokenizer.vocab_size) + trained
     return f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %){rows}"
@@ -90,11 +93,11 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
 
 def describe_batch(config: Config) -> str:
     """Return the composition of a step's batch."""
-    return (f"{config.total_batch_size:,} tokens per step = {config.micro_batch_size} rows x "
-            f"{config.max_seq_len} tokens x {config.exact_micro_batches or config.accumulation_steps} "
-            f"micro-batch{'es' if config.accumulation_steps > 1 else ''} "
-            f"{'over' if config.reproducible else 'x'} {config.world_size} "
-            f"rank{'s' if config.world_size > 1 else ''}; {config.max_steps:,} steps")
+    return (f"{config.total_batch_size:,} tokens per step = {counted(config.micro_batch_size, 'row')} x "
+            f"{counted(config.max_seq_len, 'token')} x "
+            f"{counted(config.exact_micro_batches or config.accumulation_steps, 'micro-batch')} "
+            f"{'over' if config.reproducible else 'x'} {counted(config.world_size, 'rank')}; "
+            f"{counted(config.max_steps, 'step')}")
 
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
@@ -104,14 +107,6 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         return [inputs.description, *(f"  {line}" for line in table)]
     epochs = config.max_steps * config.rows_read / len(inputs.rows)
     return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
-
-
-def describe_memory(forecast: MemoryEstimate) -> str:
-    """Return the memory forecast, item by item."""
-    items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
-                      if name != "host" and (value or name != "frozen"))
-    host = f" and {forecast.host / GIB:.2f} GiB of host memory" if forecast.host else ""
-    return f"about {forecast.total / GIB:.2f} GiB per device ({items}){host}"
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
@@ -156,13 +151,14 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
     took = f" {results[0]}"
     if first_step:
         took = f"; this start took {progress.step - first_step:,} of them{took}"
-    info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
+    info(f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took}.")
     for line in (line for extension in run.extensions for line in extension.summary(run)):
         info(line)
     if skipped := progress.skipped_steps:
         reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
-        run.log.info(f"Skipped: {skipped:,} of {progress.step:,} steps changed no weights (loss spikes or "
-                     "fp16 overflows; \"updated\": false in ledger.jsonl). They do not advance the schedule: "
+        run.log.info(f"Skipped: {skipped:,} of {counted(progress.step, 'step')} changed no weights "
+                     "(loss spikes or fp16 overflows; \"updated\": false in ledger.jsonl). They do not "
+                     "advance the schedule: "
                      f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
@@ -201,7 +197,7 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
         info(f"Evaluate it:     {command('scripts/evaluate.py', run.to_use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Your own data:   {command(script, '--help')}")
-    run.log.ending = ending(run, ", ".join([*(results[1:] or [f"{progress.step:,} steps"]), results[0]]))
+    run.log.ending = ending(run, ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]]))
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
@@ -308,7 +304,7 @@ def check(loaded: Loaded) -> int:
     checked.check_hardware()
     checked.check_plan()
     if failures := len(checked.exit_codes):
-        print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
+        print_safely(f"{counted(failures, 'problem')} found.", sys.stderr)
         return checked.exit_codes[0]
     show("Ready to train." if checked.inputs else "The plan is complete, but data or a tokenizer is missing.")
     return 0
@@ -386,11 +382,11 @@ class Check:
             with self.entry("evaluation"):
                 choices = self.tokenizer and read_choice_set(named, self.tokenizer, config)
                 items = choices.tasks if choices else read_items(named.path, named.setting)
-                when = (f"evaluated every {config.hellaswag_every} steps" if config.hellaswag_every else
-                        "never evaluated (HELLASWAG_EVERY=0)")
+                when = (f"evaluated every {counted(config.hellaswag_every, 'step')}"
+                        if config.hellaswag_every else "never evaluated (HELLASWAG_EVERY=0)")
                 unused = f"\n{choices.unused}" if choices and choices.unused else ""
-                self.line("evaluation",
-                          f"{len(items):,} questions ({named.title}) from {named.path}, {when}{unused}")
+                questions = f"{counted(len(items), 'question')} ({named.title})"
+                self.line("evaluation", f"{questions} from {named.path}, {when}{unused}")
 
         if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):
@@ -421,7 +417,7 @@ class Check:
             if start.state:
                 saved = start.state["progress"]["step"]
                 step = saved if start.is_own or config.start_step is None else config.start_step
-                left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps left"
+                left = f"{max(0, config.max_steps - step):,} of {counted(config.max_steps, 'step')} left"
                 text = f"from {start.folder}, {left}"
             elif start.folder:
                 text = f"the run's folder is {run_dir}"  # the notes name the weights
@@ -434,7 +430,7 @@ class Check:
         with self.entry("hardware"):
             if config.device_memory:  # for a GPU that may not be here
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
-                text = (f"planning for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
+                text = (f"planning for {counted(config.world_size, 'GPU')} of "
                         f"{config.device_memory:g} GB (DEVICE_MEMORY) instead of this machine; "
                         f"{str(dtype).removeprefix('torch.')} with fp32 master weights; "
                         f"{'eager' if not config.compile or config.debug else 'compiled'}")
@@ -475,7 +471,7 @@ class Check:
         if self.plan and not config.device_memory:  # else the disk belongs to another machine, too
             with self.entry("disk"):
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
-        if self.plan and self.inputs and self.device:
+        if self.plan and self.device and (self.inputs or config.device_memory):
             self.report_speed(config, self.plan)
 
     def report_length(self, plan: StepPlan) -> None:
@@ -526,43 +522,60 @@ class Check:
             owner = f"Python, torch and code for matmuls take 0.4 GiB more; this machine{ranks}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = estimate_memory(config, *known)
-        text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f} GiB"
+        items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
+                          if name != "host" and (value or name != "frozen"))
+        host = f" and {forecast.host / GIB:.2f} GiB of host memory per rank" if forecast.host else ""
+        text = (f"about {forecast.total / GIB:.2f} GiB per device ({items}){host}; {owner} has "
+                f"{room / GIB:.1f} GiB")
         if forecast.total > room:  # without room for the copy in host memory, saves are synchronous
             raise SettingsError(f"{text}. {memory_advice(config, room, *known)}")
         offloaded = estimate_memory(config.model_copy(update={"async_save": False}), *known).host
         local_ranks = min(config.world_size, torch.cuda.device_count() or config.world_size)
         if not config.device_memory and offloaded * local_ranks > on_machine:
             raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
-                                "of host memory for all of its ranks; use more machines, or a smaller model")
+                                f"of host memory for {counted(local_ranks, 'rank')}; use more machines, or a "
+                                "smaller model")
         self.line("memory", text)
 
     def report_speed(self, config: Config, plan: StepPlan) -> None:
-        """Print the speed and duration of the run, if they can be measured within seconds."""
-        if config.device_memory:
-            return self.line("speed", "not measured, because DEVICE_MEMORY plans for another device")
+        """Print the run's speed and duration: measured within seconds, or from FLOPs for planned GPUs."""
         if self.exit_codes:
             return
         if config.training_stage == "grpo":
-            return self.line("speed", "not measured, because it depends on the length of the answers")
+            return self.line("speed", "not known, because it depends on the length of the answers")
+
+        def line(seconds: float, assumption: str, uncounted: str) -> None:
+            total = config.max_steps * seconds
+            hours = f" ({total * config.world_size / 3600:,.1f} GPU hours)" * (self.device.type == "cuda")
+            self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{assumption}: about "
+                               f"{time_text(total)} for {counted(config.max_steps, 'step')}{hours}, not "
+                               f"counting {uncounted}evaluation and saving")
+
+        if config.device_memory:
+            peak = config.peak_tflops or H100_TFLOPS
+            if self.dtype == torch.float32:
+                peak /= 2 if config.tf32 else 16
+            card = "PEAK_TFLOPS" if config.peak_tflops else "an H100; set PEAK_TFLOPS for another GPU"
+            seconds = plan.computed / (config.world_size * ASSUMED_SHARE * peak * 1e12)
+            return line(seconds, f" if each GPU reaches {100 * ASSUMED_SHARE:.0f} % of {peak:g} TFLOP/s "
+                                 f"({card})", "communication, ")
 
         alone = config.model_copy(update={"sharding": "none", "cpu_offload": False})
-        vocab_size = self.inputs.tokenizer.vocab_size
+        vocab_size, why = self.inputs.tokenizer.vocab_size, ""
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
-        if forecast > (free := free_memory(self.device)):
-            return self.line("speed", f"not measured: the model needs about {forecast / GIB:.1f} GiB, but "
-                                      f"only {free / GIB:.1f} GiB is free", "warn")
         at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
-        if (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
-            length = time_text(config.max_steps * at_best)
-            return self.line("speed", f"not measured, because a micro-batch takes about {seconds:.0f} s; the "
-                                      f"run takes at least about {length}", "warn")
+        if forecast > (free := free_memory(self.device)):
+            why = f"the model needs about {forecast / GIB:.1f} GiB, but only {free / GIB:.1f} GiB is free"
+        elif (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
+            why = f"a micro-batch takes about {seconds:.0f} s"
+        if why:
+            return self.line("speed", f"not measured, because {why}; at the speed of plain matmuls, "
+                                      f"{config.total_batch_size / at_best:,.0f} tokens/s, the run takes at "
+                                      f"least about {time_text(config.max_steps * at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
-            ranks = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
-            teacher = ", or the teacher" if config.distillation_enabled else ""
-            length = f"about {time_text(config.max_steps * seconds)} for {config.max_steps:,} steps"
-            self.line("speed", f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: {length}, not "
-                               f"counting evaluation and saving{teacher}")
+            linear = f" if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
+            line(seconds, linear, "the teacher, " if config.distillation_enabled else "")
 
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
@@ -650,8 +663,8 @@ def describe_disk(config: Config, size: int) -> str:
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
     kept += config.max_steps // config.keep_every if config.keep_every else 0
-    kept_checkpoints = "1 checkpoint" if kept == 1 else f"{kept} checkpoints"
-    text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
+    text = (f"keeping {counted(kept, 'checkpoint')} needs {kept * size / GIB:.2f} GiB; "
+            f"{free / GIB:.1f} GiB is free")
     if 2 * size > free:
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, or use another disk")
     if kept * size > free + earlier:  # those of this run give way to newer ones

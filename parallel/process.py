@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Optional
 
 from common import interrupts
 from common.errors import SettingsError, requires_package
-from common.text import print_traceback
+from common.text import counted, print_traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SECOND_SIGNAL_SECONDS = 1.0  # earlier repeats do not count: torchrun forwards signals of the terminal
@@ -260,8 +260,8 @@ class Gpu(NamedTuple):
     def __str__(self) -> str:
         if self.is_partitioned:
             return f"GPU {self.number} is partitioned (MIG)"
-        return (f"GPU {self.number} has {self.processes} processes, is {self.percent} % busy, and has "
-                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use")
+        return (f"GPU {self.number} has {counted(self.processes, 'process')}, is {self.percent} % busy, and "
+                f"has {self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use")
 
 
 def read_gpus() -> list[Gpu]:
@@ -311,7 +311,7 @@ def choose_gpus(wanted: GpuRequest) -> list[int]:
     idle = [gpu.number for gpu in gpus if gpu.is_idle]
     if not wanted.numbers and len(idle) < wanted.count:
         busy = "; ".join(str(gpu) for gpu in gpus if not gpu.is_idle)
-        raise SettingsError(f"--gpus idle:{wanted.count}: of {len(gpus)} GPUs {len(idle)} are idle"
+        raise SettingsError(f"--gpus idle:{wanted.count}: idle GPUs: {len(idle)} of {len(gpus)}"
                             f"{f' ({busy})' if busy else ''}; wait, or choose some with --gpus")
     return [*wanted.numbers] or idle[:wanted.count]
 

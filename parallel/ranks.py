@@ -21,7 +21,7 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
-from common.text import duration
+from common.text import counted, duration
 from parallel import process
 from parallel.hang import HangWatchdog
 from parallel.process import listen_at, restrict_interface
@@ -168,8 +168,8 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     if device_type == "cuda":
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
         if processes > gpus:
-            raise SettingsError(f"{processes} processes were started on this machine, which has {gpus} "
-                                f"visible GPUs; start torchrun with --nproc_per_node {gpus} at most")
+            raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
+                                f"start torchrun with --nproc_per_node {gpus} at most")
     HEARTBEAT.enter("start-up", 0)
     ranks = Ranks(rank, local_rank, world_size, device)
     if world_size > 1:

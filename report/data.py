@@ -18,6 +18,7 @@ from checkpoint import schema
 from checkpoint.item_scores import ItemScores, item_scores, read_item_scores
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
+from common.text import counted
 from config import Config
 from report.curves import Curve, as_json, rounded
 from report.goodput import KILLED, Process, clock_steps, goodput
@@ -198,7 +199,7 @@ class RunReader:
         """Return descriptions of the invalid entries that were left out, with counts."""
         files = [*self.logs.values(), *self.power.files]
         lines = {file.path.name: file.invalid for file in files}
-        return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
+        return [*(f"{counted(count, word)} of {name}"
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
 
@@ -322,7 +323,7 @@ class RunReader:
             reason, last_sign = self.processes[-1].end.get("reason"), self.processes[-1].last_sign
         elif log.exists():
             last_sign = log.stat().st_mtime
-        done = f"{step:,} of {max_steps:,} steps"
+        done = f"{step:,} of {counted(max_steps, 'step')}"
         running = holder_runs(self.folder / "run.lock") if reason is None else False
         if running:
             return "running", f"running: {done} done"

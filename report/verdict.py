@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
+from common.text import counted
 from report.curves import Curve, task_names
 from report.goodput import RESTARTED
 from report.paired import SIGNIFICANT, Paired, Trend, sign_test
@@ -123,7 +124,7 @@ def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],
     number = len(interruptions)
     restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
     restarted = f", {restarts} {RESTARTED}" * bool(restarts)
-    lost = (f"{number} interruption{'s' * (number > 1)} ({away} away{restarted})" if number
+    lost = (f"{counted(number, 'interruption')} ({away} away{restarted})" if number
             else "no interruptions")
     counts = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.most_common())
     if state in ("failed", "unknown"):

@@ -26,7 +26,7 @@ from common import __version__
 from common.errors import CheckpointError
 from common.files import commit
 from common.heartbeat import HEARTBEAT, Background
-from common.text import DIM, ROOT, command, paint, printable
+from common.text import DIM, ROOT, command, counted, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
@@ -206,8 +206,8 @@ class Run:
         best = "finite loss"
         if progress.best_step:
             best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
-        return (f"Early stopping: {progress.validations_without_best} validations without a {best}; to "
-                "continue, raise EARLY_STOPPING_PATIENCE.")
+        return (f"Early stopping: {counted(progress.validations_without_best, 'validation')} without a "
+                f"{best}; to continue, raise EARLY_STOPPING_PATIENCE.")
 
     def why_ended(self, error: Optional[BaseException]) -> str:
         """Return why this process takes no more steps; `error` is the exception that it raised, if any."""

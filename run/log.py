@@ -21,7 +21,7 @@ from common import files
 from common.errors import CheckpointError
 from common.files import plain
 from common.heartbeat import HEARTBEAT
-from common.text import DIM, GREEN, WIDTH, duration, once, paint, print_safely, printable
+from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
 from report.paired import trends
@@ -144,7 +144,7 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
             yield line, entry, is_kept
     os.replace(beside, path)
     if bad_lines:
-        warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
+        warn(f"{path}: {counted(bad_lines, 'unreadable line')} moved to {aside.name}")
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:  # JSON has no NaN and infinity

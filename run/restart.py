@@ -13,7 +13,7 @@ from checkpoint.manifest import read_sealed
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, HangError
 from common.files import plain
-from common.text import print_safely
+from common.text import counted, print_safely
 from config import Config
 from parallel import process
 
@@ -143,7 +143,7 @@ class Job:
                 if config.resume == "never" or Path(config.resume).absolute().is_relative_to(folder):
                     flags.append("--resume=auto")
             number, cause = number + 1, RankExit(*state["cause"]).sentence
-            words = f"restarted {number} time{'s' * (number > 1)}"
+            words = f"restarted {counted(number, 'time')}"
             place = f"step {newest[1]}" if newest[0] else "the beginning"
             print_safely(f"warning: {self.describe(ending)}. Restart {number} of {self.most} from {place}",
                          sys.stderr)

@@ -64,7 +64,8 @@ class Rewards:
         weakref.finalize(self, end, self.process)
         if isinstance(reply := self._reply(START_SECONDS), str):
             raise SettingsError(f"REWARD={self.config.reward}: a function cannot be imported: {reply}; "
-                                "modules are searched in the folder of the command and in PYTHONPATH")
+                                "modules are searched in the folder of the command and in PYTHONPATH, and "
+                                "functions take prompt, answer and record")
 
     def __call__(self, prompt: str, answer: str, record: str) -> list[float | bool] | str:
         """Return an answer's reward by each function, and if one did not understand it; or why not."""

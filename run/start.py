@@ -22,6 +22,7 @@ from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
+from common.text import counted
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -126,8 +127,9 @@ def decide_by_data(loaded: Loaded) -> Loaded:
         config = config.model_copy(update=chosen)
         if conflicts := [*numeric_rules(config)]:
             raise SettingsError(*conflicts)
-        epochs = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
-        notes = [f"The {rows:,} training rows{epochs} set {text}"] if (text := assigned(chosen)) else []
+        also = f" and EPOCHS={config.epochs:g}" if "max_steps" in chosen else ""
+        text = assigned(chosen)
+        notes = [f"The {counted(rows, 'training row')}{also} set {text}"] if text else []
     if config.named_checkpoint is None:  # otherwise `adopt` knows the model's shape first
         config = decide_compile(config, loaded)
     return replace(loaded, config=config, notes=(*loaded.notes, *notes))
@@ -332,7 +334,7 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
         notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")
     if not resumed:
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
-        layers = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
+        layers = f"the first {counted(config.keep_layers, 'layer')} of " if config.keep_layers else ""
         notes.append(f"weights from {layers}{folder}; optimizer, schedule and step restart")
         if inputs:
             notes += model_utils.check_vocabulary(folder, inputs.tokenizer, config)

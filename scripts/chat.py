@@ -37,7 +37,7 @@ from common.command_line import (
 from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.files import disk_errors
 from common.http_server import KEY_VARIABLE
-from common.text import DIM, obeys_escapes, paint, print_safely, printable, show_part
+from common.text import DIM, counted, obeys_escapes, paint, print_safely, printable, show_part
 
 ANSWER_SHARE = 4  # a quarter of the context is reserved for an answer
 SEEDS = 2**32
@@ -239,7 +239,7 @@ class Chat:
 
     def statistics(self, request: Any, times: list[float], room: int) -> str:
         """Return a line with the number of tokens, the speed, the seed, and why the answer was cut."""
-        items = [f"{len(times):,} token{'s' * (len(times) != 1)}"]
+        items = [counted(len(times), 'token')]
         if len(times) > 1 and times[-1] > times[0]:
             items.append(f"{(len(times) - 1) / (times[-1] - times[0]):,.1f} tokens/s")
         if request.sampling.temperature:

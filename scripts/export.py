@@ -140,7 +140,7 @@ def main() -> None:
                     f"Generate text with it: {command('scripts/generate.py', args.repo)}")
     copy_model(folder, files, args.output.expanduser())
     kind = "PEFT adapters" if ADAPTERS in files else "Hugging Face model"
-    show(f"Exported to {args.output} ({kind}, {len(files)} files).",
+    show(f"Exported to {args.output} ({kind}, {counted(len(files), 'file')}).",
          f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import SEED, CommandParser, add_loading_flags, add_sampling_flags
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
-from common.text import duration, print_safely, show_part
+from common.text import counted, duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from inference.engine import Sampling
 from inference.generate import TextChunk, TextGenerator
@@ -130,8 +130,8 @@ def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk
         if now - reported >= PROGRESS_SECONDS:
             reported = now
             left = duration((now - started) / done * (count - done)) if done else "?"
-            print_safely(f"{done:,} of {count:,} prompts | {tokens / (now - started):,.0f} tokens/s | "
-                         f"ETA: {left}", sys.stderr)
+            print_safely(f"{done:,} of {counted(count, 'prompt')} | {tokens / (now - started):,.0f} tokens/s "
+                         f"| ETA: {left}", sys.stderr)
         yield chunk
 
 

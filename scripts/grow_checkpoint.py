@@ -21,7 +21,7 @@ from checkpoint import huggingface, store
 from checkpoint.tensors import TensorFile, write_files
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.text import ROOT, command, show
+from common.text import ROOT, command, counted, show
 from config import grown_layers
 from data_preparation_utils import free_run_name
 from extensions.card import derived_card, write_card
@@ -37,8 +37,8 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
     old = read_model_config(folder)
     new = old.model_copy(update={"n_layers": layers or old.n_layers, "ffn_dim": ffn_dim or old.hidden_dim})
     if new.n_layers < old.n_layers or new.hidden_dim < old.hidden_dim or new == old:
-        raise SettingsError(f"{folder} has {old.n_layers} layers and feed-forwards of {old.hidden_dim}; set "
-                            "--layers to more, or --ffn-dim to a larger width")
+        raise SettingsError(f"{folder} has {counted(old.n_layers, 'layer')} and feed-forwards of "
+                            f"{old.hidden_dim}; set --layers to more, or --ffn-dim to a larger width")
     weights = huggingface.grown(huggingface.load_model_weights(folder), old, new)
     files = huggingface.weight_files(weights, new.head_dim)
     state, tokenizer = store.read_state(folder), load_tokenizer(str(folder))
@@ -52,8 +52,8 @@ def grow(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Pa
     def write(temporary: Path) -> dict[str, Any]:
         huggingface.save_settings(temporary, files, new, tokenizer, context)
         write_card(temporary, derived_card(output.name, folder, folder, (
-            f"Grown from {old.n_layers} to {new.n_layers} layers, and from feed-forwards of {old.hidden_dim} "
-            f"to {new.hidden_dim}. Growing did not change the logits.")))
+            f"Grown from {old.n_layers} to {counted(new.n_layers, 'layer')}, and from feed-forwards of "
+            f"{old.hidden_dim} to {new.hidden_dim}. Growing did not change the logits.")))
         if state:
             (temporary / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         return write_files(temporary, all_files)

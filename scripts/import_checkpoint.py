@@ -29,7 +29,7 @@ from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script, unreadable
 from common.files import WrongContentError, plain
-from common.text import command, show
+from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from model_utils import find_model
@@ -80,7 +80,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {rows:,}; "
                               "pass the model's own tokenizer with --tokenizer")
     if tokenizer.vocab_size < rows:
-        show(f"Dropping the last {rows - tokenizer.vocab_size:,} rows of the embedding, which have no token.")
+        dropped = counted(rows - tokenizer.vocab_size, "row")
+        show(f"Dropping {dropped} at the end of the embedding, without a token.")
 
     def complete(folder: Path) -> None:
         digest = huggingface.weights_sha256(huggingface.load_model_weights(folder))

@@ -24,7 +24,7 @@ from checkpoint.peft import refuse_adapters
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
-from common.text import command, show
+from common.text import command, counted, show
 from extensions.card import derived_card, run_and_step, write_card
 from model import padded
 from model_utils import find_model, read_model_config
@@ -76,9 +76,9 @@ def main() -> None:
     except ValueError:
         weights = []
     if len(weights) != len(args.models) or not all(0 < weight < float("inf") for weight in weights):
-        parser.error(f"--weights needs {len(args.models)} positive numbers, separated by commas")
+        parser.error(f"--weights needs {counted(len(args.models), 'positive number')}, separated by commas")
     merge([*map(find_model, args.models)], weights, args.output.expanduser())
-    show(f"Averaged {len(weights)} checkpoints into {args.output}.",
+    show(f"Averaged {counted(len(weights), 'checkpoint')} into {args.output}.",
          f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
-from common.text import CALLED_FROM, command  # noqa: E402
+from common.text import CALLED_FROM, command, counted  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
@@ -278,8 +278,8 @@ def report(summary: dict, pipeline: Pipeline) -> None:
         picture = ""
     seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items()
                         if name != "total")
-    on_gpu, ranks = torch.cuda.is_available(), f"{pipeline.ranks} rank{'s' * (pipeline.ranks > 1)}"
-    machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {os.cpu_count()} cores"
+    on_gpu, ranks = torch.cuda.is_available(), counted(pipeline.ranks, 'rank')
+    machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {counted(os.cpu_count() or 1, 'core')}"
     minutes = f"{summary['seconds'] / 60:.1f} minutes"
     (RUNS / "pipeline.md").write_text(f"""# Every stage on the sample data
 

@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.manifest import read_sealed  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
-from common.files import FileLock  # noqa: E402
-from common.text import aligned, show, show_part  # noqa: E402
+from common.files import FileLock, read_json  # noqa: E402
+from common.text import WIDTH, aligned, counted, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
 from report.data import RunReader, spelt  # noqa: E402
 from report.verdict import time_text  # noqa: E402
@@ -65,34 +65,48 @@ def read_run(folder: Path, name: str) -> Run:
     """Read a run's logs. Raise CheckpointError if the folder is not a run."""
     reader = RunReader(folder, name)
     reader.read()
-    step, max_steps = max(0, reader.newest), reader.settings.get("MAX_STEPS") or 0
+    settings = reader.settings or settings_of(reader.newest_checkpoint())
+    step, max_steps = max(0, reader.newest), settings.get("MAX_STEPS") or 0
     state, _ = reader.state(step, max_steps)
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
     found = ((kind, reader.value(curve)) for curve, kind in results.items())
     loss = next((f"{value:.4f} {kind}" for kind, value in found if value is not None), "-")
-    stage = reader.settings.get("TRAINING_STAGE", "-") + "+lora" * bool(reader.settings.get("LORA_ENABLED"))
+    stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
-    starts = " ".join(spelt(reader.settings.get(setting)) for setting in STARTS)
-    return Run(folder, name, stage, f"{step:,}/{max_steps:,}", state, loss, max(logs), folder_bytes(folder),
-               starts)
+    starts = " ".join(spelt(settings.get(setting)) for setting in STARTS)
+    steps = f"{step:,}/{max_steps:,}" if settings else str(step)
+    return Run(folder, name, stage, steps, state, loss, max(logs), folder_bytes(folder), starts)
+
+
+def settings_of(checkpoint: Optional[Path]) -> dict[str, Any]:
+    """Return the settings in a checkpoint. A run that stopped before its first step has no config.json."""
+    with suppress(OSError, ValueError, LookupError):
+        return read_json(checkpoint / "trainer_state.json")["settings"] if checkpoint else {}
+    return {}
 
 
 def read_runs(output_dir: Path) -> list[Run]:
     """Return the runs in a folder and its subfolders (such as pipeline/sft), the newest last."""
     runs = []
     for folder in (*output_dir.glob("*/"), *output_dir.glob("*/*/")):
-        if (folder / "config.json").is_file() and (folder / "configs").is_dir():
+        if (folder / "events.jsonl").is_file() or (folder / "configs").is_dir():
             with suppress(CheckpointError):
                 runs.append(read_run(folder, str(folder.relative_to(output_dir))))
     return sorted(runs, key=lambda run: run.written)
 
 
 def table(runs: list[Run]) -> list[str]:
+    """Return a line for each run; two, the first with its name, if the lines would be too wide."""
     now = time.time()
-    rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, time_text(now - run.written),
-                       size_text(run.size)) for run in runs)]
-    return aligned(rows, left=len(HEADER))
+    ages = (" ".join(time_text(now - run.written).split()[:2]) for run in runs)
+    rows = [HEADER, *((run.name, run.stage, run.step, run.state, run.loss, age, size_text(run.size))
+                      for run, age in zip(runs, ages))]
+    lines = aligned(rows, left=len(HEADER))
+    if max(map(len, lines)) <= WIDTH:
+        return lines
+    others = aligned([row[1:] for row in rows], left=len(HEADER) - 1)
+    return [line for row, other in zip(rows, others) for line in (row[0], f"  {other}")]
 
 
 def worse_checkpoints(folder: Path) -> list[Path]:
@@ -147,7 +161,7 @@ def clean(runs: list[Run]) -> None:
         return show("Nothing to delete.")
     sizes = [folder_bytes(item.path) for item in items]
     show(*(f"{size_text(size):>10}  {item.path}  ({item.reason})" for item, size in zip(items, sizes)))
-    total = f"{len(items)} folder{'s' * (len(items) > 1)} ({size_text(sum(sizes))})"
+    total = f"{counted(len(items), 'folder')} ({size_text(sum(sizes))})"
     if not sys.stdin.isatty():
         return show(f"Nothing was deleted. To delete {total}, run this in a terminal.")
     show_part(f"Delete {total}? Type yes: ")

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from common.text import aligned, duration, show  # noqa: E402
+from common.text import aligned, counted, duration, show  # noqa: E402
 from config import KIND_OF_STAGE, PLAIN_NAME, START_FROM  # noqa: E402
 from data_pipeline.shards import KINDS  # noqa: E402
 from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
@@ -115,7 +115,7 @@ class Sweep:
     def train(self, gpus: list[Optional[str]]) -> None:
         """Train the unfinished runs, one at a time on each of these GPUs (None: the default device)."""
         left = [trial for trial in self.trials if not self.is_finished(trial)]
-        show(f"{len(self.trials)} runs in {self.folder}, {len(self.trials) - len(left)} finished")
+        show(f"{counted(len(self.trials), 'run')} in {self.folder}, {len(self.trials) - len(left)} finished")
         for position, trial in enumerate(left, 1 + len(self.trials) - len(left)):
             self.waiting.put((position, trial))
         for stop in STOP_SIGNALS:
@@ -204,7 +204,7 @@ def main() -> None:
         show_table(folder, finished)
     if sweep.failed:
         codes = ", ".join(f"{name} (exit code {code})" for name, code in sweep.failed.items())
-        raise PaddockError(f"{len(sweep.failed)} of {len(trials)} runs failed: {codes}")
+        raise PaddockError(f"{len(sweep.failed)} of {counted(len(trials), 'run')} failed: {codes}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from checkpoint.manifest import CARD, MANIFEST, fault_of, read_sealed
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.files import plain, read_plain
-from common.text import printable, show
+from common.text import counted, printable, show
 
 PROGRESS_SECONDS = 1
 RESUME_FILES = ("optimizer.safetensors", "trainer_state.json")  # needed only to resume
@@ -150,8 +150,8 @@ def main() -> None:
                 show(f"{checkpoint}: {error}")
                 damaged.append(str(checkpoint))
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {count} checkpoints are damaged: {', '.join(damaged)}; "
-                              "replace the files marked BAD from an intact copy")
+        raise CheckpointError(f"damaged: {len(damaged)} of {counted(count, 'checkpoint')}: "
+                              f"{', '.join(damaged)}; replace the files marked BAD from an intact copy")
 
 
 if __name__ == "__main__":

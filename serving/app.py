@@ -18,7 +18,7 @@ from starlette.routing import Route
 from common import interrupts
 from common.errors import SettingsError
 from common.http_server import KEY_VARIABLE, is_loopback, listen
-from common.text import print_traceback, show
+from common.text import counted, print_traceback, show
 from inference.text import LanguageModel
 from report.page import csp_hash, distinct_names, fill_template, join_assets
 from serving.api import Api
@@ -89,7 +89,7 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlett
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise SettingsError(f"{model.name} has too little memory for {options.concurrency} answers of "
+            raise SettingsError(f"{model.name} lacks memory for {counted(options.concurrency, 'answer')} of "
                                 f"{length} tokens; lower --concurrency or --context-length") from error
 
     @asynccontextmanager

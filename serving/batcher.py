@@ -14,7 +14,7 @@ from typing import Optional
 
 import torch
 
-from common.text import print_safely, print_traceback
+from common.text import counted, print_safely, print_traceback
 from inference.engine import Engine, Request
 from inference.generate import TextChunk, next_chunk
 from inference.text import LanguageModel, TextStream
@@ -88,8 +88,8 @@ class Batcher:
         if self._stopping:
             raise stopping()
         if prompts > self.capacity:
-            raise ApiError(400, f"a request may have at most {self.capacity} prompts, not {prompts}",
-                           "prompt")
+            raise ApiError(400, f"a request may have at most {counted(self.capacity, 'prompt')}, "
+                                f"not {prompts}", "prompt")
         if sum(answer.unfinished for answer in self._answers) + prompts > self.capacity:
             raise ApiError(429, "too many requests are waiting; try again later",
                            code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})

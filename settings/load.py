@@ -19,7 +19,7 @@ from dotenv.variables import Variable, parse_variables
 from common.command_line import VERSION, filled, suggestion
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import command, exit_if_unread, print_safely, show, without_passwords
+from common.text import command, counted, exit_if_unread, print_safely, show, without_passwords
 from config import DROPPED, SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
@@ -496,7 +496,7 @@ def exit_with(error: SettingsError) -> NoReturn:
     lines = str(error).splitlines()
     with first_on_machine() as first:
         if first:
-            title = f"{len(lines)} error{'s' if len(lines) > 1 else ''} in the settings:"
+            title = f"{counted(len(lines), 'error')} in the settings:"
             print_safely("\n  ".join([title, *lines]), sys.stderr)
     raise SystemExit(error.exit_code)
 

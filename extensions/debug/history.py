@@ -53,7 +53,7 @@ class Leg(NamedTuple):
 
     @property
     def threads(self) -> str:  # on a CPU, if recorded
-        return "".join(re.findall(r"(\d+) threads$", self.start.get("device", "")))
+        return "".join(re.findall(r"(\d+) threads?$", self.start.get("device", "")))
 
 
 def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
@@ -152,8 +152,8 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
                if isinstance(entry.get("step_seconds"), float)]
     needed = (step + 1 - first) * statistics.median(seconds or [0])
     needed += sum(leg.start.get("seconds") or 0 for leg in legs)  # to load
-    show(f"Step {step} of {run_dir}: {step + 1 - first} steps from {base.name if base else 'the start'}"
-         + f", about {duration(needed)}" * bool(legs))
+    show(f"Step {step} of {run_dir}: {counted(step + 1 - first, 'step')} from "
+         + (base.name if base else "the start") + f", about {duration(needed)}" * bool(legs))
     for leg in legs:
         names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
         used = [f"{name}={leg.settings[name]}" for name in names]
@@ -222,7 +222,7 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False) -> bool:
     proof = "weights included" if all(lines[common[-1]]["weights"] for lines in ledgers) else (
         "by loss and gradient norm, as LEDGER_CHECKSUM was not on in both")
     if step is None:
-        show(f"The {len(common)} common steps, {common[0]} to {common[-1]}, are equal: {proof}")
+        show(f"{counted(len(common), 'common step')}, {common[0]} to {common[-1]}: equal, {proof}")
         return False
     show(f"The first difference is in step {step} ({proof}).")
     one, two = (ledger[step] for ledger in ledgers)

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
-from common.text import command, printable
+from common.text import command, counted, printable
 from config import STAGE_OF_KIND, Config
 from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_table
@@ -149,7 +149,7 @@ class DataReport:
         """Return the lines that show `facts`."""
         if "sources" in facts:
             mixture = read_mixture(self.folder)
-            return [f"{self.folder}: a mixture of {len(mixture.sources)} sources",
+            return [f"{self.folder}: a mixture of {counted(len(mixture.sources), 'source')}",
                     *(f"  {line}" for line in describe_sources(mixture, facts["sources"])),
                     *(f"  {source['source']}: {command('scripts/inspect_data.py', Path(source['set']))}"
                       for source in facts["sources"])]
@@ -161,11 +161,11 @@ class DataReport:
                          f"{facts['tokenizer_sha256'][:12]}")
             lines += describe_counts(self.folder, self.manifest)
         else:
-            lines.append(f"train: {facts['tokens']:,} tokens in {documents:,} documents")
+            lines.append(f"train: {facts['tokens']:,} tokens in {counted(documents, 'document')}")
         if "bytes_per_token" in facts:
             lines.append(f"bytes per token: {facts['bytes_per_token']:.2f}")
         about, share = "about " * facts["repeated_is_estimate"], facts["repeated"] / max(1, documents)
-        lines += [f"repeated: {about}{facts['repeated']:,} {items} ({share:.2%}) are copies of earlier ones",
+        lines += [f"repeated: {about}{facts['repeated']:,} of {counted(documents, items[:-1])} ({share:.2%})",
                   f"lengths: median {facts['median']:,}, 90 % up to {facts['p90']:,}, 99 % up to "
                   f"{facts['p99']:,}, longest {facts['longest']:,} tokens"]
         most = max(count for _, count in facts["histogram"])
@@ -176,7 +176,7 @@ class DataReport:
                          f"{count / documents:>7.2%}")
         # What MAX_SEQ_LEN does to the documents or examples.
         if items == "documents":
-            fits = (f"{facts['rows']:,} rows; {facts['longer']:.2%} of the documents, with "
+            fits = (f"{counted(facts['rows'], 'row')}; {facts['longer']:.2%} of the documents, with "
                     f"{facts['tokens_in_longer']:.2%} of the tokens, are longer than a row, so they are cut")
         else:
             cut, left_out = (facts[name] / max(1, documents) for name in ("truncated", "left_out"))
@@ -211,7 +211,7 @@ class DataReport:
         end = int(batch.stored.get("prompt_B1", len(tokens_T)))  # without the padding after a prompt
         borders = [0, *(torch.diff(documents_T).nonzero().flatten() + 1).tolist(), end]
         labels = int((targets_T != IGNORE_INDEX).sum())
-        yield f"row {row[0]:,}{name}{note}: {len(tokens_T):,} slots, {labels:,} labels"
+        yield f"row {row[0]:,}{name}{note}: {len(tokens_T):,} slots, {counted(labels, 'label')}"
         has_examples = isinstance(source, ExampleRows)
         for number, (first, last) in enumerate(zip(borders, borders[1:]), 1):
             if number > SHOWN_DOCUMENTS and last < len(tokens_T):
@@ -224,7 +224,8 @@ class DataReport:
             name = f"document {number}"
             if has_examples and source.example_set.kind == "pairs":
                 name = f"pair {(number + 1) // 2}, {'chosen' if number % 2 else 'rejected'}"
-            yield f"  {name}: slots {first}-{last - 1}, positions 0-{last - first - 1}, {labels:,} labels"
+            yield (f"  {name}: slots {first}-{last - 1}, positions 0-{last - first - 1}, "
+                   f"{counted(labels, 'label')}")
             # Show the ids, and the text: the first token, then the token after each one.
             shown = " ".join(map(str, tokens[:SHOWN_IDS])) + (" ..." if len(tokens) > SHOWN_IDS else "")
             following = [(token if target == IGNORE_INDEX else target, target != IGNORE_INDEX)

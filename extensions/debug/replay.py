@@ -25,7 +25,7 @@ from tqdm import tqdm
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
 from common.errors import NonFiniteError, SettingsError
-from common.text import ROOT, printable, show
+from common.text import ROOT, counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from extensions.guards import FirstBad, describe_tensors
@@ -197,8 +197,8 @@ def describe_parameters(run: Run) -> list[str]:
             first, token = (~run.model.get_parameter(entry["tensor"]).isfinite()).nonzero()[0].tolist(), ""
             if is_vocabulary(entry["tensor"]):
                 token = f" (token {run.inputs.tokenizer.decode(first[:1])!r})"
-            lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} "
-                         f"non-finite elements, the first at {first}{token}")
+            lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: "
+                         f"{counted(entry['non_finite'], 'non-finite element')}, the first at {first}{token}")
     return lines
 
 
@@ -330,7 +330,8 @@ def compare(name: str, now: float, then: Optional[float]) -> str:
 
 def rows_of(reports: list[RowReport]) -> str:
     """Return the numbers of the first rows, as in "rows 3, 5"."""
-    return f"row{'s' if len(reports) > 1 else ''} {', '.join(str(report.row) for report in reports[:8])}"
+    noun = counted(len(reports), "row").split()[1]
+    return f"{noun} {', '.join(str(report.row) for report in reports[:8])}"
 
 
 def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool,

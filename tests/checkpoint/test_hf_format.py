@@ -139,6 +139,26 @@ def test_settings_come_back_from_the_config(config):
         assert back.model_dump(exclude=ignored) == config.model_dump(exclude=ignored)
 
 
+@pytest.mark.parametrize("changes", [
+    {"head_width": 16}, {"head_width": 8}, {"rope_low_freq_factor": 2.0, "rope_scaling_type": "yarn"}, {"sliding_every": 3},
+    {"model_type": "qwen3", "sliding_window": 9, "sliding_every": 7}, {"model_type": "smollm3", "no_rope_every": 9},
+    {"ffn_dim_multiplier": 2.0}, {"keep_layers": 2}, {"grow_layers": "1:2"}, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
+def test_settings_without_effect_or_spelt_otherwise_can_be_stored(changes):
+    config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), **changes})
+    shapes = {name: parameter.shape for name, parameter in new_model(config, VOCAB).named_parameters()}
+    huggingface.check_parameters(shapes, config, padded(VOCAB))
+
+
+def test_a_weight_in_the_tables_that_the_config_does_not_describe_is_an_error(monkeypatch):
+    """As if someone had given Llama the norms of heads that Qwen 3 has, but no field in config.json."""
+    shapes = ModelConfig.block_shapes.fget
+    monkeypatch.setattr(ModelConfig, "block_shapes", property(lambda self: shapes(self) | (
+        {"attention.q_norm": (self.head_dim,)} if self.init_copy else {})))
+    config = ModelConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, init_copy=True)
+    with pytest.raises(CheckpointError, match=r"config.json gives attention.q_norm=None instead of \(16,\)"):
+        huggingface.check_parameters(huggingface.parameter_shapes(config, 640), config, 640)
+
+
 def test_old_config_files_are_understood():
     """Files without num_key_value_heads, and with the scaling's type named as in Llama 3.1's first files."""
     old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}

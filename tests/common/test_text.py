@@ -4,13 +4,20 @@ import sys
 
 import pytest
 
-from common.text import duration, show_part
+from common.text import counted, duration, show_part
 
 
 @pytest.mark.parametrize("seconds, shown", [(0, "0:00"), (59.9, "0:59"), (330, "5:30"), (3600, "1:00:00"), (7530, "2:05:30"),
                                             (360_000, "100:00:00")])
 def test_durations(seconds, shown):
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("number, noun, shown", [(0, "row", "0 rows"), (1, "training row", "1 training row"), (1234, "row", "1,234 rows"),
+                                                 (1, "micro-batch", "1 micro-batch"), (2, "micro-batch", "2 micro-batches"),
+                                                 (1, "process", "1 process"), (2, "process", "2 processes")])
+def test_counts(number, noun, shown):
+    assert counted(number, noun) == shown
 
 
 @pytest.mark.parametrize("is_terminal, printed", [(True, "a\\x1b[2J\nb\\u202e\\udc80"), (False, "a\x1b[2J\nb\u202e?")])

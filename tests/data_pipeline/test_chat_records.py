@@ -234,7 +234,7 @@ def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path,
             ("chats", {"messages": [{**ASK, **included}, SAY]}, rf"messages\[0\] is marked for training \({name}\), but is the user's"),
             ("chats", {"messages": [ASK, {**SAY, name: 0.5}]}, rf"messages\[1\] has {name} = 0.5, expected true or false"),
             ("chats", {"messages": [ASK, {**SAY, name: "no"}]}, rf"messages\[1\] has {name} = 'no', expected true or false"),
-            ("chats", {"messages": TWO, name: [excluded]}, f"{name} has 1 entries for 4 messages, expected one for each"),
+            ("chats", {"messages": TWO, name: [excluded]}, f"{name} has length 1 for 4 messages, expected one for each"),
             ("pairs", {"chosen": [ASK, {**SAY, **mark}], "rejected": [ASK, AGAIN[1]]}, "excluded from training by a mark"),
             ("pairs", {"messages": [ASK, {**SAY, **mark}], "label": False}, "excluded from training by a mark")):
         with pytest.raises(DataError, match=reason):

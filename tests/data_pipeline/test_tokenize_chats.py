@@ -237,7 +237,7 @@ def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer
     (lambda asked, said, *more: [(asked, False), (said[:-1], True), *more], "the end of the turn is not a target"),
     (lambda asked, said, *more: [(asked[:3], False), (asked[3:] + said, True), *more], "a control token is a target"),
     (lambda asked, said, *more: [(asked[:-1], False), (asked[-1:] + [120] + said, True), *more], "the targets are"),
-    (lambda asked, said, *more: [(asked + said, False), *more], "0 runs of targets for|1 runs of targets for"),
+    (lambda asked, said, *more: [(asked + said, False), *more], "0 runs of targets for|1 run of targets for"),
     (lambda asked, said, *more: [(asked + said, True), *more], "a target has no token before it"),
     (lambda asked, said, *more: [([], False), (said, True), *more], "a target has no token before it"),
     (lambda asked, said, *more: [(asked, False), (said, True), *more, ([10], False)], "the last tokens are not targets"),

@@ -125,7 +125,7 @@ def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path, lines):
     run = checked[0]
     other = run.copy(tmp_path / "other")
     assert not diff(run.folder, other.folder)
-    assert lines == ["The 8 common steps, 1 to 8, are equal: weights included"]
+    assert lines == ["8 common steps, 1 to 8: equal, weights included"]
     tensors = run.lines("ledger")[4]["tensors"]
     another_value(other, "tensors", "00000000" + tensors[8:], 5)
     lines.clear()

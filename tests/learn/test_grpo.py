@@ -20,7 +20,7 @@ from inference.engine import Engine
 from learn.cost import as_trained, estimate_memory, generation_bytes
 from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
-from learn.rewards import BUILT_IN, Misunderstood, final_value
+from learn.rewards import BUILT_IN, Misunderstood, final_value, load
 from learn.teacher import LlamaTeacher
 from run import rollouts
 from run.rollouts import Answer, Rollouts, training_batch
@@ -310,6 +310,14 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
 def test_a_reference_that_is_not_one_number_is_an_error_and_needs_math_verify(answer):
     with pytest.raises(ValueError, match="is not one number; correct the record, or use REWARD=math_verify"):
         BUILT_IN["math"]("prompt", "5", {"answer": answer})
+
+
+@pytest.mark.parametrize("name, words", [("os:sep", "not a callable"), ("operator:neg", "too many positional"), ("os:", "attribute"),
+                                         ("os:absent", "absent")])
+def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words):
+    with pytest.raises((TypeError, AttributeError), match=words):
+        load(name)
+    assert load("math") and load("operator:setitem"), "three arguments"
 
 
 def test_answers_that_are_not_understood_are_counted_and_told_of_once():

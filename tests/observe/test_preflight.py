@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import model
 import train
+from checkpoint import huggingface
 from common.errors import SettingsError
 from learn.cost import estimate_memory
 from observe import check
@@ -82,6 +83,17 @@ def test_a_model_that_could_not_be_saved_fails(changes, prepared, tmp_path, caps
         before(self, config), self.register_module("q_norm", model.RMSNorm(config.head_dim, config.norm_eps)))[0])
     checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
     assert checked.code == 5 and "layers.0.attention.q_norm.weight" in checked.text("FAIL")
+
+
+def test_a_model_that_its_config_json_does_not_describe_fails_before_training(prepared, tmp_path, capsys, monkeypatch):
+    run, write = TinyRun(prepared, tmp_path, NORM_EPS=1e-3), huggingface.huggingface_config
+    for changes, words in (({"rms_norm_eps": None}, "NORM_EPS=1e-06 instead of 0.001"), ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+                           ({"head_dim": 16}, "attention.wq=(64, 32) instead of (32, 32)")):
+        monkeypatch.setattr(huggingface, "huggingface_config", lambda *facts, changes=changes: {
+            key: value for key, value in (write(*facts) | changes).items() if value is not None})
+        checked = Checked(run, capsys)
+        assert checked.code == 5 and "checkpoints cannot describe this model" in checked.text("FAIL") and words in checked.text("FAIL")
+        assert run.train() == 5 and not run.folder.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -248,7 +260,23 @@ def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp
     assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
     told = dict((name, text) for _, name, text in checked.lines)
     assert "2 GPUs of 80 GB" in told["hardware"] and "bfloat16" in told["hardware"] and told["hardware"].endswith("compiled")
-    assert told["speed"].startswith("not measured")
+    assert "GiB of host memory per rank" in Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, SHARDING="full", CPU_OFFLOAD="true",
+                                                    DEVICE="cuda").text("ok")
+
+
+@pytest.mark.parametrize("changes, peak, assumed", [
+    ({}, 989, "45 % of 989 TFLOP/s (an H100; set PEAK_TFLOPS for another GPU)"), ({"PEAK_TFLOPS": 1e-3}, 1e-3, "of 0.001 TFLOP/s (PEAK_TFLOPS)"),
+    ({"PEAK_TFLOPS": 1e-3, "PRECISION": "fp32"}, 5e-4, "of 0.0005 TFLOP/s (PEAK_TFLOPS)"),
+    ({"PEAK_TFLOPS": 1e-3, "PRECISION": "fp32", "TF32": "false"}, 1e-3 / 16, "of 6.25e-05 TFLOP/s")])
+def test_the_time_of_a_plan_follows_from_the_flops_of_a_step(changes, peak, assumed, prepared, tmp_path, capsys, monkeypatch):
+    plans, plan_steps = [], check.plan_steps
+    monkeypatch.setattr(check, "plan_steps", lambda *facts: plans.append(plan_steps(*facts)) or plans[-1])
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, MAX_STEPS=30_000, DEVICE="cuda",
+                      **{"PRECISION": "auto", **changes})
+    seconds = plans[0][0].computed / (2 * 0.45 * peak * 1e12)
+    told = dict((name, text) for _, name, text in checked.lines)["speed"]
+    assert told.startswith(f"{256 / seconds:,.0f} tokens/s if each GPU reaches ") and assumed in told
+    assert f": about {check.time_text(30_000 * seconds)} for 30,000 steps ({2 * 30_000 * seconds / 3600:,.1f} GPU hours), not counting " in told
 
 
 def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):

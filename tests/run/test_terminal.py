@@ -7,13 +7,26 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import ROOT, python
 from factories import TINY, argv_of
 
-from common.text import DIM, RECOMMENDED, WIDTH, columns, command, lay_out, paint, print_safely, printable
+from common.text import (
+    DIM,
+    RECOMMENDED,
+    WIDTH,
+    columns,
+    command,
+    lay_out,
+    paint,
+    pip_install,
+    print_safely,
+    printable,
+)
 from config import Config
+from extensions.trackers import Wandb
 from run.log import RunLog, console_line, evaluation_columns, step_columns
 
 COLOR = re.compile(r"\x1b\[\d+m")
@@ -111,6 +124,17 @@ def test_paths_and_commands_are_not_divided_and_wide_letters_count_twice(screen,
     lines = lay_out(f"Sample: {wide} {'z' * 200}", screen).split("\n")
     assert "".join("".join(lines).split()) == f"Sample:{wide}{'z' * 200}"
     assert all(columns(line) <= WIDTH for line in lines) and columns("漢a") == 3
+
+
+def test_commands_that_are_not_ours_are_not_divided_either(screen, tmp_path):
+    service = object.__new__(Wandb)
+    service.mode, service.run = "offline", SimpleNamespace(finish=lambda: None)
+    line, install = service.finish(tmp_path / "a long name of a run"), pip_install("a-package")
+    try:
+        assert line.partition(": ")[2] in lay_out(f"[CPU0] {line}", screen) and "offline-run-*" in line
+        assert install in lay_out(f"EVERYTHING=true needs a package that is not installed here: {install}", screen)
+    finally:
+        RECOMMENDED.clear()
 
 
 @pytest.mark.parametrize("encoding, shown", [("utf-8", "1 ± 2"), ("latin-1", "1 ± 2"), ("ascii", "1 +/- 2")])

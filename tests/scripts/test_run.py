@@ -103,7 +103,7 @@ def test_mistakes_are_told_before_hours_of_preparation(flags, reason, data, proj
 
 def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
     monkeypatch.setattr(project.script.process, "read_gpus", lambda: [])
-    with pytest.raises(PaddockError, match="of 0 GPUs 0 are idle"):
+    with pytest.raises(PaddockError, match="idle GPUs: 0 of 0"):
         project.command("--source", "corpus", "--gpus", "idle:2")
     assert not Path("data").exists()
 
@@ -198,4 +198,4 @@ def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_pat
     assert process.returncode == 130 and said.endswith("Stopped. Run the same command again to resume.\n") and "Traceback" not in said, said
     assert [*tmp_path.glob("sets/tmp-*")], "it was not finished"
     finished = subprocess.run(command, text=True, capture_output=True)
-    assert finished.returncode == 0 and "Finished 1 steps" in finished.stdout, finished
+    assert finished.returncode == 0 and "Finished 1 step (" in finished.stdout, finished

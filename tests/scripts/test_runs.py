@@ -59,6 +59,29 @@ def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
     assert "No runs" in listed(runs, capsys, monkeypatch)[0]
 
 
+def test_a_run_that_stopped_before_its_first_step_is_listed(runs, capsys, monkeypatch):
+    """It has logs, and perhaps a checkpoint of step 0, but no config.json, which is written with the first step."""
+    for name in ("stopped", "killed"):
+        shutil.copytree(runs / "failed", runs / name, ignore=shutil.ignore_patterns("config*", "step-0*"))
+    (runs / "killed" / "metrics.jsonl").touch()
+    (runs / "stopped" / "metrics.jsonl").touch()
+    checkpoint = shutil.copytree(runs / "first" / "checkpoints" / "step-00000001", runs / "stopped" / "checkpoints" / "step-00000000")
+    by_name = {line.split()[0]: line.split() for line in listed(runs, capsys, monkeypatch)}
+    assert by_name["stopped"][1:4] == ["pretrain", "0/4", "failed"] and by_name["killed"][1:4] == ["-", "0", "failed"]
+    (checkpoint / "trainer_state.json").write_text("damaged")
+    assert {line.split()[1] for line in listed(runs, capsys, monkeypatch) if line.startswith("stopped")} == {"-"}
+
+
+@pytest.mark.parametrize("length", [1, 12, 60])
+def test_the_list_fits_a_terminal_and_keeps_names_whole(length):
+    run = script.Run(Path("runs/a"), "a" * length, "pretrain+lora", "99,999/100,000", "finished", "0.1234 accuracy", 0.0, 999 << 20, "")
+    lines = script.table([run, run._replace(name="b", stage="sft")])
+    assert all(len(line) < 80 for line in lines) and "a" * length in {line.split()[0] for line in lines}
+    assert [*lines[-1].split(), ""][-3:-1] == ["999.0", "MiB"]
+    short = [run._replace(name="a" * min(length, 12), stage="sft", step="4/4", loss="0.1234 val")] * 2
+    assert len(script.table(short)) == 3, "one line each where that fits"
+
+
 def proposed(runs) -> set[str]:
     return {str(item.path.relative_to(runs)) for item in script.candidates(script.read_runs(runs))}
 

@@ -129,5 +129,5 @@ def test_too_little_memory_is_told_with_what_to_lower(prepared, monkeypatch):
         raise torch.OutOfMemoryError("planted")
 
     monkeypatch.setattr(batcher, "Engine", allocate)
-    with pytest.raises(SettingsError, match="tiny has too little memory for 8 .*; lower --concurrency or --cont"):
+    with pytest.raises(SettingsError, match="tiny lacks memory for 8 answers .*; lower --concurrency or --cont"):
         serve([tiny_model(prepared.tokenizer)], ServeOptions(port=0))
