@@ -1,16 +1,14 @@
 """Prepare documents, chats, preference pairs or prompts: from a command to a folder with token shards.
 
-The scripts load_{pretrain,instruct,dpo,prompts}_dataset.py call `run_preparation`; programs `prepare_set`.
+The scripts load_{pretrain,instruct,dpo,prompts}_dataset.py call `prepare_from_flags`; programs `prepare_set`.
 The set's folder is named after a hash of its source, tokenizer and settings, so that a second call finds it;
 a link beside it is named after the source. The implementation is in data_pipeline/: sources (records), chats
 and templates (labels), prepare and workers (tokens, journal, manifest), shards (files).
 """
 
 import argparse
-import itertools
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
@@ -21,11 +19,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.command_line import CommandParser, number
-from common.errors import DataError, SettingsError, local_path, run_script, unreadable
+from common.errors import DataError, SettingsError, local_path, unreadable
 from common.files import disk_errors, read_json
-from common.remote import is_hub_name
-from common.text import ROOT, command, is_url, show, without_passwords
-from config import KINDS, STAGE_OF_KIND, Config
+from common.text import is_url, show, without_passwords
+from config import KINDS, Config
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
@@ -39,7 +36,6 @@ from data_pipeline.prepare import (
 )
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, kind_of, local_files, source_of
-from settings.derived import saved_settings
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
@@ -280,54 +276,3 @@ def is_source(kind: str, path: str) -> bool:
         owner, _, name = path.partition("/")
         return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
     return is_url(path) or any(kind_of(name)[0] for name in names)
-
-
-def train_command(kind: str, folder: Path, used: Config) -> str:
-    """Return the command that trains on a set prepared with the settings `used`, whatever `.env` is for."""
-    stage, config = STAGE_OF_KIND[kind], load_config(complete=False).config
-    place = Path(mixture.read_mixture(folder).sources[0].set) if mixture.is_mixture(folder) else folder
-    splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))
-    wanted = {"training_stage": stage, f"{stage}_data_path": folder,
-              "tokenizer_path": config.tokenizer_path and used.tokenizer_path,
-              "validate_every": config.validate_every if "validation" in splits else 0}
-    if kind == "documents":  # a row must not be longer than a split
-        tokens = min(split["tokens"] for split in splits.values())
-        wanted["max_seq_len"] = min(config.max_seq_len, 1 << max(0, (tokens - 1).bit_length() - 1))
-    else:
-        if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
-            wanted["preference_objective"] = "kto"
-        tokenizer = used.tokenizer_path
-        is_model = os.path.isfile(os.path.join(tokenizer, "config.json")) or is_hub_name(tokenizer)
-        steps = sorted(Path(config.output_dir).glob("*/checkpoints/step-*"), key=os.path.getmtime)
-        runs = [step.parents[1].name for step in steps if (saved := saved_settings(step))
-                and saved["TRAINING_STAGE"] == ("pretrain" if stage == "sft" else "sft")
-                and saved["TOKENIZER_PATH"] == tokenizer]
-        named = [getattr(used, name) for name in used.start_settings]
-        start = [*named, *([tokenizer] if is_model else runs[-1:]), "MODEL"][0]
-        wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
-    flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
-             for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
-    script = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
-    return command(script, "--run-name", free_run_name(folder.name, config), *flags)
-
-
-def free_run_name(stem: str, config: Config) -> str:
-    """Return a RUN_NAME like `stem` that no run has."""
-    plain = re.sub(r"[^\w-]+", "-", stem)
-    names = (plain if number == 1 else f"{plain}-{number}" for number in itertools.count(1))
-    return next(name for name in names if not os.path.lexists(Path(config.output_dir, name)))
-
-
-def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
-    """Run the script that prepares a kind of data; print its counts, examples, and the line for `.env`.
-
-    `records` describes the records that it accepts, and `legend` the printed examples.
-    """
-    def main() -> None:
-        folder = prepare_from_flags(kind, sys.argv[1:], records)
-        line = train_command(kind, folder, flag_parser(kind, records).parse(sys.argv[1:])[1])
-        to_choose = " (MODEL is the model to start from)" * line.endswith(" MODEL")
-        show(*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}",
-             f"Train on it{to_choose}: {line}", wraps=True)
-
-    run_script(main, "Stopped. Run the same command again to continue.")

@@ -23,9 +23,9 @@ from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
 from common.text import ROOT, command, counted, show
 from config import grown_layers
-from data_preparation_utils import free_run_name
 from extensions.card import derived_card, write_card
 from model_utils import find_model, read_model_config
+from scripts.prepare import free_run_name
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
-from data_preparation_utils import run_preparation
+from scripts.prepare import run_preparation
 
 if __name__ == "__main__":
     run_preparation("chats", __doc__, "⟦ and ⟧ enclose the target tokens. ")

@@ -11,7 +11,9 @@ folder, glob or URL, or the name of a dataset on the hub. For a kind's flags, ru
 prepare text --help`.
 """
 
+import itertools
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -19,11 +21,73 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
+from common.text import ROOT, command, show  # noqa: E402
 
 SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
            "pairs": "load_dpo_dataset.py", "prompts": "load_prompts_dataset.py",
            "tokenizer": "train_tokenizer.py", "hellaswag": "load_hellaswag_dataset.py",
            "sample": "make_sample.py"}
+
+
+def train_command(kind: str, folder: Path, used) -> str:
+    """Return the command that trains on a set prepared with the settings `used`, whatever `.env` is for."""
+    from common.remote import is_hub_name
+    from config import STAGE_OF_KIND
+    from data_pipeline import mixture
+    from data_pipeline.prepare import read_prepared
+    from settings.derived import saved_settings
+    from settings.load import load_config
+
+    stage, config = STAGE_OF_KIND[kind], load_config(complete=False).config
+    place = Path(mixture.read_mixture(folder).sources[0].set) if mixture.is_mixture(folder) else folder
+    splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))
+    wanted = {"training_stage": stage, f"{stage}_data_path": folder,
+              "tokenizer_path": config.tokenizer_path and used.tokenizer_path,
+              "validate_every": config.validate_every if "validation" in splits else 0}
+    if kind == "documents":  # a row must not be longer than a split
+        tokens = min(split["tokens"] for split in splits.values())
+        wanted["max_seq_len"] = min(config.max_seq_len, 1 << max(0, (tokens - 1).bit_length() - 1))
+    else:
+        if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
+            wanted["preference_objective"] = "kto"
+        tokenizer = used.tokenizer_path
+        is_model = os.path.isfile(os.path.join(tokenizer, "config.json")) or is_hub_name(tokenizer)
+        steps = sorted(Path(config.output_dir).glob("*/checkpoints/step-*"), key=os.path.getmtime)
+        runs = [step.parents[1].name for step in steps if (saved := saved_settings(step))
+                and saved["TRAINING_STAGE"] == ("pretrain" if stage == "sft" else "sft")
+                and saved["TOKENIZER_PATH"] == tokenizer]
+        named = [getattr(used, name) for name in used.start_settings]
+        start = [*named, *([tokenizer] if is_model else runs[-1:]), "MODEL"][0]
+        wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
+    flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
+             for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
+    script = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
+    return command(script, "--run-name", free_run_name(folder.name, config), *flags)
+
+
+def free_run_name(stem: str, config) -> str:
+    """Return a RUN_NAME like `stem` that no run has."""
+    plain = re.sub(r"[^\w-]+", "-", stem)
+    names = (plain if number == 1 else f"{plain}-{number}" for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(Path(config.output_dir, name)))
+
+
+def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
+    """Run the script that prepares a kind of data; print its counts, examples, and the line for `.env`.
+
+    `records` describes the records that it accepts, and `legend` the printed examples.
+    """
+    from config import KINDS
+    from data_preparation_utils import describe, flag_parser, prepare_from_flags
+
+    def main() -> None:
+        folder = prepare_from_flags(kind, sys.argv[1:], records)
+        line = train_command(kind, folder, flag_parser(kind, records).parse(sys.argv[1:])[1])
+        to_choose = " (MODEL is the model to start from)" * line.endswith(" MODEL")
+        show(*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}",
+             f"Train on it{to_choose}: {line}", wraps=True)
+
+    run_script(main, "Stopped. Run the same command again to continue.")
 
 
 def main() -> None:

@@ -307,10 +307,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
-        has_teacher = "distillation_enabled" not in ignored
-        messages = (*launch_problems(config, environ, flags.check),
-                    *(unused_teacher(config, layers) if has_teacher else ()),
-                    *conflicts(config, given, by_depth))
+        messages = (*launch_problems(config, environ, flags.check), *conflicts(config, given, by_depth),
+                    *(unused_teacher(config, layers) if "distillation_enabled" not in ignored else ()))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
         problems += (message for message in messages if message not in missing and not names.search(message))

@@ -29,13 +29,8 @@ from data_pipeline.prepare import DOCUMENTS
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerInfo, open_token_set, prepared_folder
 from data_pipeline.sources import Source
 from data_pipeline.workers import split_of
-from data_preparation_utils import (
-    PreparationOptions,
-    describe,
-    prepare_from_flags,
-    prepare_set,
-    train_command,
-)
+from data_preparation_utils import PreparationOptions, describe, prepare_from_flags, prepare_set
+from scripts.prepare import train_command
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
