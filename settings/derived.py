@@ -77,14 +77,20 @@ def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[s
     From `.env`, these are the ones that make another run, and those that conflict with the record; from the
     preset that the run was started with, and from a `.env` of another stage, all that change the curve.
     """
-    _, saved = run_to_resume(config)
+    above_env, decided = given.keys() - in_env, set()
+    _, saved = run_to_resume(own := config.model_copy(update={"resume": "auto"}))
+    if "resume" in in_env and "run_name" in above_env and saved and (
+            config.resume != "never" or stage_in_env not in (None, saved.get("TRAINING_STAGE"))):
+        config, decided = own, {"resume"}
+    elif config.resume != "auto":
+        _, saved = run_to_resume(config)
+        above_env = given.keys() if "resume" in in_env else above_env
     stage = saved.get("TRAINING_STAGE", config.training_stage)
-    above_env = given.keys() if config.resume != "auto" and "resume" in in_env else given.keys() - in_env
     if stage != config.training_stage and "training_stage" in above_env:
         saved, stage = {}, config.training_stage  # another run, or a start from that checkpoint
     is_of_other_stage = stage_in_env not in (None, stage)
     if not saved and not is_of_other_stage:
-        return set()
+        return decided
     record, _ = validate({name.lower(): (value, "") for name, value in saved.items()
                           if name.lower() in Config.model_fields})
     allowed = config.allow_resume_mismatch.upper().replace(" ", "").split(",")
@@ -101,12 +107,12 @@ def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[s
             if name == f"{stage}_data_path" or not is_there:
                 return False  # it was moved; its content is compared later
         whole = name in of_preset or is_of_other_stage and name in in_env
-        return whole and (not is_safe or name in ("epochs", "micro_batch_size")) or (
+        return whole and (not is_safe or name in ("epochs", "micro_batch_size", "stop_step")) or (
             name in in_env and (name in OF_A_RUN | paths or on_resume(name) == "fixed"))
 
-    decided = {name for name in changed if saved and is_decided(name)}
+    decided |= {name for name in changed if saved and is_decided(name)}
     decided |= {name for name, other in (("epochs", "max_steps"), ("max_steps", "epochs"))
-                if name in in_env and other in given.keys() - in_env}
+                if name in in_env and other in above_env}
     kept = {name: getattr(config, name) for name in given if name not in decided}
     conflicts = " ".join(rules(with_all_rows((record if saved else config).model_copy(update=kept))))
     return decided | {name for name in changed & in_env - (FOR_ONE_START - OF_A_RUN)

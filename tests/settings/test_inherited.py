@@ -125,6 +125,22 @@ def test_an_env_for_another_stage_than_that_of_a_flag_does_not_break_a_new_run()
         load("--training-stage", "pretrain", "--pretrain-data-path", "d", "--tokenizer-path", "t", "--generation-eval-every", 5)
 
 
+@pytest.mark.parametrize("resume, stage", [("runs/other", "sft"), ("runs/other", "dpo"), ("never", "dpo")])
+def test_a_run_that_a_flag_names_is_resumed_whatever_checkpoint_env_names(resume, stage):
+    for place in ("set", "t", "base"):
+        Path(place).touch()
+    save_state(3, **SFT_RECORD)
+    Path(".env").write_text(f"TRAINING_STAGE={stage}\nRESUME={resume}\n")
+    loaded = load("--run-name", "first")
+    assert (loaded.config.resume, loaded.config.training_stage, loaded.config.learning_rate) == ("auto", "sft", 0.25)
+    assert any("Ignored" in note and f"RESUME={resume}" in note for note in loaded.notes)
+    Path(".env").write_text(f"TRAINING_STAGE={stage}\nRESUME={resume}\nRUN_NAME=first\nDPO_DATA_PATH=p\nSFT_DATA_PATH=set\n"
+                            "TOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
+    assert load().config.resume == resume, "it names both"
+    Path(".env").write_text("RESUME=never\nSFT_DATA_PATH=set\nTOKENIZER_PATH=t\nPRETRAIN_CHECKPOINT=base")
+    assert load("--run-name", "first", "--training-stage", "sft").config.resume == "never"
+
+
 def test_a_start_from_a_checkpoint_that_env_names_is_of_envs_stage():
     save_state(3, **SFT_RECORD)
     Path(".env").write_text("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nTOKENIZER_PATH=t\nRESUME=runs/first")
