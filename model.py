@@ -218,10 +218,9 @@ class VocabularyMatrix(nn.Module):
     def as_head(self) -> HeadWeight:
         return HeadWeight(self.weight, self.weight)
 
-    def use_as_head(self, hidden: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
-        """Return `function(head, hidden)`; a sharded matrix is gathered only for this call."""
-        return function(self.as_head() if self.packed is None else HeadWeight(self.packed, self.weight),
-                        hidden)
+    def use_as_head(self, x: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
+        """Return `function(head, x)`; a sharded matrix is gathered only for this call."""
+        return function(self.as_head() if self.packed is None else HeadWeight(self.packed, self.weight), x)
 
 
 class Transformer(nn.Module):

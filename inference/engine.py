@@ -324,15 +324,13 @@ class Batch:
             cache.used = [each + 1 for each in used]
             return self.replay()
         self.eager_steps += 1
-        captures = Batch.captures and cache.static and not is_sharded(self.model)
-        if captures and self.eager_steps > EAGER_STEPS:
+        if Batch.captures and cache.static and self.eager_steps > EAGER_STEPS and not is_sharded(self.model):
             try:
                 self.replay = capture(self.compute)
                 return self.replay()
             except RuntimeError as error:
                 cache.used, self.replay, Batch.captures = used, None, False
-                reason = str(error).splitlines()[0]
-                print_safely(f"generation goes on without CUDA graphs ({reason})", sys.stderr)
+                print_safely(f"generating without CUDA graphs ({str(error).splitlines()[0]})", sys.stderr)
         self.compute()
 
     def run(self) -> list[Request]:

@@ -139,7 +139,7 @@ def test_a_graph_that_fails_is_told_once_and_done_without(model, monkeypatch, ca
         engine = Engine(model, 2, 60)
         engine.cache.static = True
         assert run(engine, *(Request(prompt, 20, DRAWN) for prompt in PROMPTS[:2])) == [alone(model, prompt, 20, DRAWN) for prompt in PROMPTS[:2]]
-    assert capsys.readouterr().err == "generation goes on without CUDA graphs (no capture here)\n"
+    assert capsys.readouterr().err == "generating without CUDA graphs (no capture here)\n"
 
 
 def test_a_request_can_come_while_others_are_written(model):
