@@ -32,7 +32,7 @@ from settings.load import read_flags  # noqa: E402
 
 def parse_args():
     parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("model", nargs="+", metavar=("MODEL", "RUN"),
+    parser.add_argument("model", nargs="+", metavar="MODEL",
                         help="a run, a checkpoint, or a Hugging Face folder or name of a Llama; two models "
                              "are compared on the same items, with the settings of the second")
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
