@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import exit_if_unread, print_safely, printable, write_line_by_line
+from common.text import exit_if_unread, print_safely, printable, status_line, write_line_by_line
 from parallel.process import (
     EXIT_PREEMPTED,
     exit_at_signals,
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
 def train(loaded: Loaded) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
-        with open_run(loaded) as run:
+        with status_line(lambda: f"step {HEARTBEAT.step}: {HEARTBEAT.phase}"), open_run(loaded) as run:
             check.print_overview(run)
             reducer = make_reducer(run.model, run.ranks, run.config)
             start_writing(run)

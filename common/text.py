@@ -6,10 +6,11 @@ import select
 import shlex
 import subprocess
 import sys
+import threading
 import traceback
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Optional, TextIO
@@ -36,6 +37,7 @@ EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended
 CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
                       r"\ud800-\udfff]")
 
+STATUS_SECONDS = 0.5  # between updates of the status line
 WIDTH = 79  # columns of a line on a terminal, but for paths and commands, which are copied
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
 # A word with the spaces before it: long ones are divided, also before each wide letter, but not a path or
@@ -100,6 +102,37 @@ def lay_out(line: str, stream: TextIO) -> str:
     return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), text)
 
 
+def above_status(stream: TextIO):
+    """Return a `with` block that prints above the progress bars and the status line of a terminal."""
+    progress = sys.modules.get("tqdm")
+    return progress.tqdm.external_write_mode(stream) if progress else nullcontext()
+
+
+@contextmanager
+def status_line(describe: Callable[[], str]) -> Iterator[None]:
+    """A `with` block in which a terminal's last line shows what is done, and how long the block takes."""
+    from tqdm import tqdm
+
+    streams = sys.stdout, sys.stderr
+    is_seen = os.environ.get("LOCAL_RANK", "0") == "0" and all(map(obeys_escapes, streams))
+    ended = threading.Event()
+    with tqdm(desc=printable(describe()), bar_format="  {desc}  {elapsed}", leave=False, dynamic_ncols=True,
+              disable=not is_seen) as bar:
+        def follow() -> None:
+            while not ended.wait(STATUS_SECONDS):
+                bar.set_description_str(printable(describe()))
+
+        thread = threading.Thread(target=follow, daemon=True)
+        if is_seen:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if is_seen:
+                thread.join()
+
+
 def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optional[OSError]:
     """Write lines in a single write, laid out, with control characters escaped; return the error, if any.
 
@@ -108,8 +141,9 @@ def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optio
     try:
         # One write, because print() writes the line end separately and lines of several ranks would mix.
         lines = text.split("\n") if is_printable else map(printable, text.split("\n"))
-        stream.write("".join(f"{lay_out(line, stream)}\n" for line in lines))
-        stream.flush()
+        with above_status(stream):
+            stream.write("".join(f"{lay_out(line, stream)}\n" for line in lines))
+            stream.flush()
     except OSError as error:
         _redirect_to_devnull(stream)
         return error
@@ -185,7 +219,8 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def show(*lines: str, wraps: bool = False) -> None:
     """Print lines to stdout in a single write, with control characters escaped; sentences may be laid out."""
     lines = [*map(printable, lines)]
-    print("\n".join([lay_out(line, sys.stdout) for line in lines] if wraps else lines), flush=True)
+    with above_status(sys.stdout):
+        print("\n".join([lay_out(line, sys.stdout) for line in lines] if wraps else lines), flush=True)
 
 
 def show_part(text: str) -> None:

@@ -23,7 +23,7 @@ import model_utils
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes, free_host_memory
-from common.text import ROOT, command, counted, duration, print_safely, show
+from common.text import ROOT, command, counted, duration, print_safely, show, status_line
 from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, rows_by_source
@@ -346,7 +346,8 @@ class Check:
     def entry(self, name: str, optional: bool = False) -> Iterator[None]:
         """Print a PaddockError in the `with` block as a failed check, or as a warning if `optional`."""
         try:
-            yield
+            with status_line(lambda: f"checking: {name}"):
+                yield
         except PaddockError as error:
             self.exit_codes += [] if optional else [error.exit_code]
             self.line(name, str(error), "warn" if optional else "FAIL")

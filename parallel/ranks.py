@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
@@ -409,7 +410,8 @@ class RunContext:
     def progress(self, parts: Iterable[T], count: int, title: str) -> Iterator[T]:
         """Yield as many parts as on every rank, log progress, and raise Interrupted at a stop signal."""
         started = logged = time.perf_counter()
-        for done, part in enumerate(parts):
+        is_hidden = None if self.ranks.is_rank0 else True  # None: unless this is a terminal
+        for done, part in enumerate(tqdm(parts, title, count, delay=1, leave=False, disable=is_hidden)):
             HEARTBEAT.beat()  # a single process never waits for others
             self.leave_if_stopped()
             now = time.perf_counter()

@@ -27,6 +27,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import numpy as np
 import tokenizers
 import torch
+from tqdm import tqdm
 
 from checkpoint import huggingface
 from checkpoint.huggingface import permuted
@@ -34,7 +35,7 @@ from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, DataError, local_path, requires_package, run_script, unreadable
 from common.files import read_text
-from common.text import ROOT, show
+from common.text import ROOT, show, status_line
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
 from extensions.card import read_card
@@ -202,7 +203,7 @@ def write_gguf(path: Path, source: Source, kind: str) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor in tensors.items():
+    for name, tensor in tqdm(tensors.items(), "Writing", disable=None, leave=False, unit="tensor"):
         writer.write_tensor_data(gguf.quants.quantize(tensor.whole().float().numpy(), types[name]))
     writer.close()
 
@@ -224,7 +225,8 @@ def quantize(source: Path, output: Path) -> None:
 def read_tensors(path: Path, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the values of each tensor in a GGUF file, after comparing it with its source."""
     gguf = import_gguf()
-    for stored in gguf.GGUFReader(path).tensors:
+    stored_tensors = gguf.GGUFReader(path).tensors
+    for stored in tqdm(stored_tensors, "Comparing", disable=None, leave=False, unit="tensor"):
         tensor, kind = source.tensors[stored.name], stored.tensor_type
         read = torch.from_numpy(gguf.quants.dequantize(stored.data, kind).reshape(tensor.shape).copy())
         expected = tensor.whole().float()
@@ -383,7 +385,8 @@ def main() -> None:
     except (OSError, ValueError) as error:
         raise DataError(f"--text {args.text} {unreadable(error, 'name a text in UTF-8')}") from error
     limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
-    results = convert(find_model(args.model), output, args.type, text, limit)
+    with status_line(lambda: f"exporting {output.name} ({args.type})"):
+        results = convert(find_model(args.model), output, args.type, text, limit)
     file, name, described = (shlex.quote(str(each)) for each in
                              (output, output.stem, output.with_suffix(".Modelfile")))
     show(*(f"{name}: {value}" for name, value in results.items()),

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
-from common.text import aligned, print_safely, show  # noqa: E402
+from common.text import aligned, print_safely, show, status_line  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
@@ -152,13 +152,13 @@ def comparison(before: Measured, after: Measured, tests: list) -> list[str]:
 
 def main() -> None:
     args, flags = parse_args()
-    # Imported here, because torch takes seconds.
-    from types import SimpleNamespace
+    with status_line(lambda: "loading torch"):  # which takes seconds
+        from types import SimpleNamespace
 
-    from evaluation.standalone import Harness, settings_for
-    from model_utils import choose_dtype, find_model
-    from parallel.ranks import RunContext, StopSignals, joined_ranks
-    from run.start import prepare_device
+        from evaluation.standalone import Harness, settings_for
+        from model_utils import choose_dtype, find_model
+        from parallel.ranks import RunContext, StopSignals, joined_ranks
+        from run.start import prepare_device
 
     *earlier, folder = map(find_model, args.model)
     config = settings_for(folder, flags, args.data)
@@ -171,8 +171,9 @@ def main() -> None:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
         # StopSignals is not entered: there is nothing to save, so Ctrl-C ends the process immediately.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
-        before = [measure(each, config, args, context, folder) for each in earlier]
-        found = measure(folder, config, args, context, folder if earlier else None)
+        with status_line(lambda: "evaluating"):
+            before = [measure(each, config, args, context, folder) for each in earlier]
+            found = measure(folder, config, args, context, folder if earlier else None)
         is_rank0, device = ranks.is_rank0, ranks.device
         if harness:
             try:

@@ -1,15 +1,18 @@
 """Real commands in processes of their own, also launchers, with a fault planted in one of their ranks."""
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import pty
 import re
 import runpy
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from collections.abc import Callable
 from functools import cache
@@ -116,6 +119,7 @@ def python(script: Path | str, *arguments: Any, cwd: Path | str = "", env: Optio
         prepare: module-level function that the process calls first.
     """
     ours, theirs = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(os.ttyname(theirs))] * 3 if terminal else [Path(folder, name) for name in ("in", "out", "err")]
         streams[0].write_text(stdin) if not terminal else os.write(ours, stdin.encode())

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from commands import ROOT, python
 from factories import TINY, argv_of
 
+from common import text
 from common.text import (
     DIM,
     RECOMMENDED,
@@ -100,6 +102,48 @@ def test_an_evaluation_is_divided_between_cells_and_keeps_every_number(title, su
     assert not any(line.endswith((" ±", "loss", "margin", "norm", "chosen")) for line in lines)
 
 
+# The status line
+
+
+def what_stays(shown: str) -> str:
+    return re.sub(r"[^\n]*\r(?! *$)", "", shown, flags=re.M)
+
+
+@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "0"}])
+def test_a_status_line_follows_and_makes_room_for_other_text(environ, screen, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, screen)
+    monkeypatch.setattr(text, "STATUS_SECONDS", 0.001)
+    steps, third = iter(range(100_000)), threading.Event()
+
+    def describe() -> str:
+        step = next(steps)
+        if step > 2:
+            third.set()
+        return f"step {step}: \x1b"
+
+    with text.status_line(describe):
+        print_safely("one", screen)
+        third.wait(60)
+        text.show("two")
+    assert "\r  step 0: \\x1b  00:00" in screen.getvalue() and "\r  step 2: \\x1b  00:0" in screen.getvalue()
+    assert what_stays(screen.getvalue()).strip() == "one\ntwo"
+
+
+@pytest.mark.parametrize(("environ", "is_terminal"), [({"LOCAL_RANK": "1"}, True), ({"TERM": "dumb"}, True), ({}, False)])
+def test_no_status_line_goes_elsewhere(environ, is_terminal, screen, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    other = screen if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", other)
+    with text.status_line(lambda: "step 1"):
+        text.show("a line")
+    assert other.getvalue() == "a line\n" and "step" not in screen.getvalue()
+
+
 # Sentences
 
 
@@ -178,10 +222,11 @@ def test_several_ranks_keep_their_prefix_and_the_file_has_the_whole_line(world_s
 
 
 def on_terminal(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str]:
-    """Run a script on a terminal of 80 columns; returns its exit code and what it shows."""
+    """Run a script on a terminal of 80 columns; returns its exit code and what stays on it."""
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | environ
     done = python(*arguments, cwd=cwd, env=env, terminal=True)
-    return done.returncode, done.stdout.replace("\r\n", "\n")
+    assert re.search("\r  (checking|step \\d+): [\\w -]+  \\d\\d:\\d\\d *\r", done.stdout), "its status line"
+    return done.returncode, what_stays(done.stdout.replace("\r\n", "\n"))
 
 
 def assert_fits(shown: str) -> None:
