@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 import lora
 import model_utils
@@ -258,15 +257,13 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         scale = clip_scale(gradient_norm(model), config.max_grad_norm)
         optimizer.step(config.learning_rate, scale, torch.zeros((), device=device))
 
-    with tqdm(desc="Measuring the speed", unit="micro-batch", delay=1, leave=False, disable=None) as bar:
-        seconds, done = timed(device, micro_batch), 1
-        if is_compiled or seconds <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
-            timed(device, update)
-            seconds, done = 0.0, 0
-        while seconds < PROBE_SECONDS and done < 8:
-            seconds, done = seconds + timed(device, micro_batch), done + 1
-            bar.update()
-        return config.accumulation_steps * seconds / done + timed(device, update)
+    seconds, done = timed(device, micro_batch), 1
+    if is_compiled or seconds <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
+        timed(device, update)
+        seconds, done = 0.0, 0
+    while seconds < PROBE_SECONDS and done < 8:
+        seconds, done = seconds + timed(device, micro_batch), done + 1
+    return config.accumulation_steps * seconds / done + timed(device, update)
 
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
