@@ -6,6 +6,7 @@ differ by a factor of two in speed. Which can run depends on device, dtype, head
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple, Optional
@@ -18,7 +19,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.errors import SettingsError
 from config import ModelConfig
-from fused.blocks import attend_in_blocks
 
 
 class Kernel(NamedTuple):
@@ -29,6 +29,10 @@ class Kernel(NamedTuple):
     half_only: bool = True  # bf16 and fp16 only
     grouped: bool = True  # fewer key/value heads than query heads, which are repeated otherwise
     deterministic: bool = True  # backward under torch.use_deterministic_algorithms
+    # Of an extension, for a CPU: whether it pays for a purpose in half precision or not; and how many numbers
+    # a layer keeps for the backward, at most, of so many rows, tokens and heads.
+    pays: Callable[[str, bool], bool] = lambda purpose, is_half: False
+    kept: Callable[[int, int, int], int] = lambda rows, tokens, n_heads: 0
 
 
 KERNELS = {
@@ -41,10 +45,11 @@ KERNELS = {
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, half_only=False, grouped=False),
     "math": Kernel(SDPBackend.MATH, half_only=False),
     "sdpa": Kernel(half_only=False),
-    "blocks": Kernel(half_only=False),  # fused.blocks, on a CPU
     "folded": Kernel(half_only=False),  # attend_folded, on a CPU
 }
-VARLEN = ("flash-3", "flash-2", "varlen", "blocks")  # take documents as Spans, without a mask
+# Functions of q, k, v and `cu_seqlens` (None: each row is a document), of extensions.
+ATTEND: dict[str, Callable[..., Tensor]] = {}
+VARLEN = ["flash-3", "flash-2", "varlen"]  # take documents as Spans, without a mask; like those in ATTEND
 # With a mask, torch may choose cuDNN, whose backward gives NaN at some lengths (pytorch issue 196678), and
 # whose forward is wrong for few key/value heads on a B200 (193893).
 SAFE_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -83,9 +88,8 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     """
     is_half, is_masked = dtype in (torch.bfloat16, torch.float16), purpose in ("window", "mask")
     if capability is None:
-        # In float32, blocks pay only where they skip other documents.
-        auto = "blocks" if purpose == "documents" or (purpose == "causal" and is_half) else "sdpa"
-        auto = "folded" if is_masked else auto
+        auto = "folded" if is_masked else "sdpa"
+        auto = next((name for name, kernel in KERNELS.items() if kernel.pays(purpose, is_half)), auto)
         order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
     elif backend in ("auto", "flash") or (is_masked and backend == "cudnn"):
         order = next(order for lowest, order in ORDERS[purpose].items() if capability[0] >= lowest)
@@ -125,8 +129,8 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     It is limited by the mask, or causal: within each row, or within `spans` (VARLEN). Without a mask, a
     single query attends to all keys.
     """
-    if kernel == "blocks":
-        return attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
+    if kernel in ATTEND:
+        return ATTEND[kernel](q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
     if kernel == "folded" and q_BTNH.shape[1] <= FOLDED_QUERIES:
         return attend_folded(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
     if k_BSKH.stride(-1) != 1:
@@ -185,8 +189,8 @@ def compute_spans(document_ids_BT: Tensor, window: int = 0) -> Spans:
     """Return the spans of documents; `cu_seqlens` has their int32 offsets in the flattened batch and its end.
 
     The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few
-    shapes. With shared prefixes, which only "blocks" can compute, two lines more: the first key that each
-    document attends to, and the end of its prefix.
+    shapes. With shared prefixes, which only "blocks" (an extension) can compute, two lines more: the first
+    key that each document attends to, and the end of its prefix.
     """
     start_BT, prefix_BT, end_BT = document_spans(document_ids_BT)
     index_BT = torch.arange(document_ids_BT.numel()).view_as(start_BT)
@@ -284,7 +288,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
         backend = "sdpa"  # the other kernels without a capability are a CPU's
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if order in (("sdpa",), ("blocks",), ("folded",)):  # always work
+    if len(order) == 1 and order[0] in ("sdpa", "folded", *ATTEND):  # always work
         return order[0]
     reasons = []
     for name in order:

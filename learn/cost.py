@@ -267,6 +267,12 @@ class Sizes(NamedTuple):
     trained_matrices: int  # trained ones of embedding and head
 
 
+def extended_kernel(name: str) -> Any:
+    from fused.attention import KERNELS
+
+    return KERNELS.get(name)
+
+
 def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> Sizes:
     """Return the sizes of a block and of the matrices over the vocabulary."""
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
@@ -290,10 +296,8 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     has_documents = config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo"
     has_documents |= config.answers_per_row > 1
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
-    if device_type == "cpu" and in_blocks:
-        from fused.blocks import kept_count
-
-        kept += compute_bytes * kept_count(1, config.max_seq_len, config.n_heads) / config.max_seq_len
+    if device_type == "cpu" and in_blocks and (blocks := extended_kernel("blocks")):
+        kept += compute_bytes * blocks.kept(1, config.max_seq_len, config.n_heads) / config.max_seq_len
         kept -= FLOAT32 * config.n_heads  # no log-sums
         if targets_of(config).isdisjoint(("wq", "wk", "wv")):  # v is a copy: a joint q k v is not kept
             kept -= compute_bytes * (config.n_heads + config.n_kv_heads) * config.head_dim

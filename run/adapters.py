@@ -16,6 +16,7 @@ from inference.weights import pack_weights
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
+from run.extensions import load_kernels
 from run.start import find_by_hash
 from tokenizer import GENERATION_IDS, load_tokenizer, read_generation
 
@@ -49,6 +50,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     The weights keep their stored dtypes. The folder may hold adapters of a `base` with this
     LORA_BASE_QUANTIZATION. Without device and dtype, `device_and_dtype` chooses them.
     """
+    load_kernels()
     source = base or folder
     peft.refuse_adapters(source)
     config, tensors = read_model_config(source), huggingface.load_model_weights(source)

@@ -4,7 +4,7 @@ The core imports no extension: without the folder `extensions/`, runs have the s
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from typing import Optional
 
@@ -52,3 +52,9 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
     if missing:
         warn(f"EXTENSIONS: the run goes on without {', '.join(missing)}, which extensions/ does not have")
     return found
+
+
+def load_kernels() -> None:
+    """Load the kernels of extensions, if there are any, for a model that no run trains."""
+    with suppress(ModuleNotFoundError):
+        import_module("extensions.cpu_kernels")

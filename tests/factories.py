@@ -29,7 +29,7 @@ from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
-from extensions import reproducible  # noqa: F401, for REPRODUCIBLE
+from extensions import cpu_kernels, reproducible  # noqa: F401, which they register
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
 from learn.optim import Optimizer, make_reducer

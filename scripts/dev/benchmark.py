@@ -206,6 +206,9 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
                     compile=not eager, micro_batch_size=args.rows, max_seq_len=work.seq_len,
                     total_batch_size=work.rows * work.seq_len)
+    from run.extensions import load_kernels
+
+    load_kernels()
     model = build_model(config, work.vocab, Ranks(device=device), dtype)
     choose_head_chunk(model, config, dtype.itemsize, device)
     generator = torch.Generator().manual_seed(7)

@@ -117,6 +117,9 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     else:
         vocab, shape = SHAPES[args.shape]
         config = ModelConfig(**shape, init_std=0.04)
+        from run.extensions import load_kernels
+
+        load_kernels()
         model = Transformer(config, vocab, dtype).to(device)
         model.init_weights()
         cast_base(model.requires_grad_(False), dtype)

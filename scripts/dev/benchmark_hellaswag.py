@@ -25,6 +25,7 @@ from config import Config
 from hellaswag_utils import evaluate_batches, prepare_task, read_items
 from model import Transformer
 from parallel.process import configure_allocator
+from run.extensions import load_kernels
 from tokenizer import load_tokenizer
 
 CPU, LENGTH = torch.device("cpu"), 1024
@@ -46,6 +47,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     config = Config(dim=128, n_layers=17, n_heads=2, n_kv_heads=2, ffn_dim=352, max_seq_len=LENGTH)
     tokenizer = load_tokenizer(args.tokenizer)
+    load_kernels()
     model = Transformer(config, tokenizer.vocab_size, dtype).eval()
     model.init_weights(torch.Generator().manual_seed(0))
     every = read_items(args.items)

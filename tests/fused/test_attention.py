@@ -15,7 +15,8 @@ import lora
 import model as model_module
 from common.errors import SettingsError
 from config import Config
-from fused import attention, blocks
+from extensions import cpu_kernels as blocks
+from fused import attention
 from fused.attention import (
     KERNELS,
     ORDERS,
