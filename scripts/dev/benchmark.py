@@ -190,7 +190,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     import torch
 
     from config import Config
-    from extensions.profile import peak_memory_bytes
+    from extensions import cpu_kernels, profile  # noqa: F401, which registers its kernel
     from learn.cost import choose_head_chunk
     from learn.optim import Optimizer, clip_scale, gradient_norm
     from model_utils import bf16_is_fast, build_model
@@ -206,9 +206,6 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
                     compile=not eager, micro_batch_size=args.rows, max_seq_len=work.seq_len,
                     total_batch_size=work.rows * work.seq_len)
-    from run.extensions import load_kernels
-
-    load_kernels()
     model = build_model(config, work.vocab, Ranks(device=device), dtype)
     choose_head_chunk(model, config, dtype.itemsize, device)
     generator = torch.Generator().manual_seed(7)
@@ -259,7 +256,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
                    "first_loss": first_loss if causal_loss is None else causal_loss, "last_loss": last_loss,
                    "tokens_per_second": tokens / wall, "cpu_seconds_per_million_tokens": cpu / tokens * 1e6,
                    "first_step_seconds": first_step_seconds,
-                   "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+                   "peak_memory_gib": profile.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
         figures |= more_figures(config, work, device, dtype, tokens / wall)
         if "paddock" not in words:
             del figures["memory_forecast_gib"]
