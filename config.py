@@ -133,14 +133,8 @@ class ModelConfig(Section):
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "number of transformer blocks", ge=1, le=65_536)
-    keep_layers: Optional[int] = fixed(
-        None, "keep only the first N layers of the start checkpoint (also sets N_LAYERS)", ge=1)
-    grow_layers: Optional[str] = fixed(
-        None, "add layers to the start checkpoint without changing its logits: 16:24 = from 16 to 24")
-    grow_ffn_dim: Optional[str] = fixed(
-        None, "widen the start checkpoint's feed-forwards without changing its logits, such as 1024:4096")
     train_only: Optional[str] = curve(
-        None, "train only these layers, such as 1,3, or new (of GROW_LAYERS); no LoRA, no SHARDING")
+        None, "train only these layers, such as 1,3; no LoRA, no SHARDING")
     n_heads: int = fixed(12, "number of query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "number of key/value heads (grouped-query attention)", ge=1)
     head_width: Optional[int] = fixed(None, "width of an attention head; none = DIM / N_HEADS", ge=2)
@@ -178,20 +172,6 @@ class ModelConfig(Section):
     @classmethod
     def use_our_kernel_names(cls, name: Any) -> Any:
         return KERNEL_NAMES.get(name, name) if isinstance(name, str) else name
-
-    @field_validator("grow_layers", "grow_ffn_dim")
-    @classmethod
-    def check_growth(cls, sizes: Optional[str]) -> Optional[str]:
-        match = re.fullmatch("([0-9]{1,6}):([0-9]{1,6})", sizes or "1:2")
-        if not match or not 0 < int(match[1]) < int(match[2]):
-            raise ValueError("must be the old and a larger new size, such as 16:24")
-        return sizes
-
-    @property
-    def growth(self) -> dict[str, tuple[int, int]]:
-        """The old and the new n_layers and ffn_dim of GROW_LAYERS and GROW_FFN_DIM."""
-        named = {"n_layers": self.grow_layers, "ffn_dim": self.grow_ffn_dim}
-        return {name: tuple(map(int, sizes.split(":"))) for name, sizes in named.items() if sizes}
 
     @property
     def head_dim(self) -> int:
@@ -231,12 +211,6 @@ class ModelConfig(Section):
         """Number of weights in the matrices of all blocks."""
         sizes = [math.prod(shape) for shape in self.block_shapes.values() if len(shape) == 2]
         return self.n_layers * sum(sizes)
-
-
-def grown_layers(old: int, new: int) -> list[tuple[int, int]]:
-    """Return for each layer of a grown model the layer that it comes from, and 0, or the copy's number."""
-    after = [-(-(number + 1) * old // (new - old)) - 1 for number in range(new - old)]
-    return [(layer, copy) for layer in range(old) for copy in range(1 + after.count(layer))]
 
 
 def padded(vocab_size: int) -> int:
@@ -607,7 +581,8 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
 SECTIONS = Config.__bases__
 # Settings of earlier versions, which runs recorded, and the values with which they had no effect.
-DROPPED = {"restart_slow": False, "distillation_top_k": 0}
+DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
+           "grow_ffn_dim": None}
 SECRETS = [name for name, field in Config.model_fields.items() if field.annotation == Optional[SecretStr]]
 
 
@@ -637,8 +612,7 @@ def shape_rules(c: Config) -> Iterator[str]:
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
     if c.train_only and not {*c.train_only.split(",")} <= {str(layer) for layer in range(c.n_layers)}:
-        yield (f"TRAIN_ONLY={c.train_only} must be layers from 0 to {c.n_layers - 1}, such as 0,1, or new "
-               "with GROW_LAYERS")
+        yield (f"TRAIN_ONLY={c.train_only} must be layers from 0 to {c.n_layers - 1}, such as 0,1")
     if c.n_heads % c.n_kv_heads:
         divisors = [str(n) for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
         yield f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; try one of {', '.join(divisors)}"
@@ -784,16 +758,6 @@ def stage_rules(c: Config) -> Iterator[str]:
         yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
         yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
-    for name in filter(partial(getattr, c), ("keep_layers", "grow_layers", "grow_ffn_dim")):
-        given = f"{name.upper()}={getattr(c, name)}"
-        if has_none:
-            yield f"{given} needs a checkpoint to take layers from; set PRETRAIN_CHECKPOINT, or remove it"
-        elif c.lora_enabled or c.training_stage in ("dpo", "grpo"):
-            other = "LORA_ENABLED=true" if c.lora_enabled else f"TRAINING_STAGE={c.training_stage}"
-            yield (f"{given} conflicts with {other}, which needs the whole start model; train the changed "
-                   "model in the stage pretrain or sft, and start from that run")
-        elif c.growth and name == "keep_layers":
-            yield f"{given} conflicts with GROW_LAYERS and GROW_FFN_DIM; remove one of them"
     if c.train_only and (c.lora_enabled or c.sharding != "none"):
         other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
         yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"

@@ -248,12 +248,10 @@ def forced_eager() -> AbstractContextManager:
 
 def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
                     finite: bool = True) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, limited to this model's rows and layers, or grown."""
+    """Return the parameters of the model in a folder, with a row for each of its ids."""
     refuse_adapters(folder)
     stored = huggingface.load_model_weights(folder)
-    if config.growth:
-        stored = huggingface.grown(stored, read_model_config(folder), config)
-    tensors = huggingface.select_rows_and_layers(stored, vocab_size, config.keep_layers)
+    tensors = huggingface.with_rows(stored, vocab_size)
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
 
 
@@ -301,12 +299,6 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
     """Compare the settings, which come from `sources`, with the model in a folder; return warnings."""
     refuse_adapters(folder)
     saved = read_model_config(folder)
-    if config.keep_layers:
-        if config.keep_layers > saved.n_layers:
-            raise CheckpointError(f"KEEP_LAYERS={config.keep_layers}, but the model in {folder} has "
-                                  f"{counted(saved.n_layers, 'layer')}; lower it")
-        saved = saved.model_copy(update={"n_layers": config.keep_layers})
-    saved = saved.model_copy(update={name: new for name, (_, new) in config.growth.items()})
 
     def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the saved values of settings that differ, and a description."""

@@ -15,15 +15,15 @@ from typing import Any, Optional
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from checkpoint.manifest import GONE
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write_files
 from common import files
-from common.errors import CheckpointError, SettingsError, unreadable
+from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.text import command
-from config import LINEAR_LAYERS, MAX_NUMBER, SCALING_SETTINGS, ModelConfig, Section, grown_layers
+from config import LINEAR_LAYERS, MAX_NUMBER, SCALING_SETTINGS, ModelConfig, Section
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -235,58 +235,13 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     return state
 
 
-def select_rows_and_layers(tensors: Mapping[str, LazyTensor], vocab_size: int,
-                           keep_layers: Optional[int]) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors with `vocab_size` ids, and only its first `keep_layers` layers.
+def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
+    """Return a Hugging Face Llama's tensors with `vocab_size` ids in the embedding and in a separate head.
 
-    New ids get the mean of all rows, in the embedding and in a separate head.
+    New ids get the mean of all rows.
     """
-    kept, by_id = {}, {huggingface_name(name) for name in VOCABULARY}
-    for name, tensor in tensors.items():
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if not (keep_layers and layer and int(layer[1]) >= keep_layers):
-            kept[name] = tensor.resized(vocab_size) if name in by_id else tensor
-    return kept
-
-
-def grown(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfig,
-          is_optimizer: bool = False) -> dict[str, LazyTensor]:
-    """Return a model's tensors under Hugging Face's names, or its optimizer's state, for a larger model.
-
-    New layers are copies of the layers before them, evenly spaced, with WO and W2 of zero: the logits stay
-    equal to the last bit. New rows of W1 and W3 are random, and new columns of W2 zero, as is all new state.
-    Source: Wu et al. 2024 (arXiv:2401.02415); Chen et al. 2016 (arXiv:1511.05641).
-    """
-    places, wider, result = grown_layers(old.n_layers, new.n_layers), new.hidden_dim - old.hidden_dim, {}
-    if any(not copy and (new.slides(place), new.rotates(place)) != (old.slides(layer), old.rotates(layer))
-           for place, (layer, copy) in enumerate(places)):
-        raise SettingsError(f"growing from {old.n_layers} to {new.n_layers} layers would shift which layers "
-                            "have a window or no rotary embedding; widen the feed-forwards instead")
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in tensors.items():
-        if wider and len(tensor.shape) == 2 and re.search(r"\.(gate_proj|up_proj|w1|w3)\.", name):
-            value = tensor.padded(new.hidden_dim).whole()
-            if not is_optimizer:
-                value[tensor.rows:].normal_(0.0, old.init_std, generator=generator)
-            tensor = lazy(value)
-        elif wider and len(tensor.shape) == 2 and re.search(r"\.(down_proj|w2)\.", name):
-            tensor = lazy(nn.functional.pad(tensor.whole(), (0, wider)))
-        if not (match := re.fullmatch(r"((?:model\.)?layers\.)(\d+)(\..+)", name)):
-            result[name] = tensor
-            continue
-        added = tensor
-        if is_optimizer or re.search(r"\.(o_proj|down_proj)\.", name):
-            added = replace(tensor, read=lambda *rows, read=tensor.read: torch.zeros_like(read(*rows)))
-        result |= {f"{match[1]}{place}{match[3]}": added if copy else tensor
-                   for place, (layer, copy) in enumerate(places) if layer == int(match[2])}
-    return result
-
-
-def grown_state(state: Mapping[str, Any], new: ModelConfig) -> dict[str, Any]:
-    """Return a trainer state with the sizes of a larger model."""
-    sizes = {"N_LAYERS": new.n_layers, "FFN_DIM": new.hidden_dim}
-    return {**state, "settings": state["settings"] | sizes,
-            "identity": state["identity"] | {"HIDDEN_DIM": new.hidden_dim}}
+    by_id = {huggingface_name(name) for name in VOCABULARY}
+    return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
 
 
 def from_meta(tensors: Mapping[str, Tensor],

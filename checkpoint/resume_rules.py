@@ -22,7 +22,6 @@ from config import (
 
 # Reported elsewhere (EPOCHS as MAX_STEPS), or not worth reporting.
 SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
-RESIZING = ("KEEP_LAYERS", "GROW_LAYERS", "GROW_FFN_DIM")  # only matter at the start of a run
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 
@@ -47,12 +46,8 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     now = config.public() | now_identity
     # Older versions had fewer settings.
     defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
-    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95, "PAIR_TRUNCATION": "drop",
-                 **dict.fromkeys(RESIZING)}
+    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95, "PAIR_TRUNCATION": "drop"}
     before = defaults | state["settings"] | state["identity"]
-    if all(now[name] == before.get(name) for name in ("N_LAYERS", "HIDDEN_DIM")):
-        for name in RESIZING:
-            del now[name]
     if now["DPO_DATA_PATH"] == before.get("DPO_DATA_PATH"):  # otherwise the rows have other hashes
         del now["PAIR_TRUNCATION"]
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling

@@ -65,7 +65,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         if adapter.base_sha256 is None:
             print_safely(f"The adapters store no hash of their base; {base} is not verified.", sys.stderr)
         elif ids > rows:  # trained here, where new rows started like this
-            rows, tensors = ids, huggingface.select_rows_and_layers(tensors, ids, None)
+            rows, tensors = ids, huggingface.with_rows(tensors, ids)
     if ids > rows:
         raise CheckpointError(f"{place}: its tokenizer has {ids:,} ids, but the model in {source} has "
                               f"{rows:,}; replace it by the model's tokenizer")

@@ -307,21 +307,10 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
     values = model.model_dump(include={*MODEL_SETTINGS})
     if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # the width may be set in another way
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
-    if loaded.config.keep_layers:
-        del values["n_layers"]
-    for name, (old, new) in loaded.config.growth.items():
-        values.pop(name, None)
-        if (size := model.hidden_dim if name == "ffn_dim" else model.n_layers) not in (old, new):
-            raise CheckpointError(f"GROW_{name.removeprefix('n_').upper()}={old}:{new}, but the model in "
-                                  f"{folder} has {name.upper()}={size}; change or remove the setting")
     config = decide_compile(loaded.with_defaults(values).config, loaded)
     adopted = {name.upper(): value for name, value in values.items()
                if getattr(config, name) != getattr(loaded.config, name)}
     notes = [f"model settings from {folder}: {assignments(adopted).removeprefix('set ')}"] if adopted else []
-    if config.growth and not is_own:
-        state = huggingface.grown_state(state, config) if state else state
-        notes.append(f"growing N_LAYERS from {model.n_layers} to {config.n_layers}, and FFN_DIM from "
-                     f"{model.hidden_dim} to {config.hidden_dim}; the logits stay equal")
 
     # Check settings and inputs against the checkpoint, and against each other.
     if resumed and inputs:
@@ -334,8 +323,7 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
         notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")
     if not resumed:
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
-        layers = f"the first {counted(config.keep_layers, 'layer')} of " if config.keep_layers else ""
-        notes.append(f"weights from {layers}{folder}; optimizer, schedule and step restart")
+        notes.append(f"weights from {folder}; optimizer, schedule and step restart")
         if inputs:
             notes += model_utils.check_vocabulary(folder, inputs.tokenizer, config)
     allowed = {*loaded.warnings} if loaded.is_plan else ()
@@ -348,7 +336,7 @@ def resumes_trainer_state(state: Mapping[str, Any], is_own: bool, config: Config
     """Return whether a run resumes this trainer state and not only the weights."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
-    weights_alone = config.reset_optimizer or config.keep_layers or config.lora_enabled
+    weights_alone = config.reset_optimizer or config.lora_enabled
     return is_own or not (weights_alone or state["settings"]["LORA_ENABLED"])
 
 
@@ -563,9 +551,6 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
     if start.state:
         progress = Progress(**start.state["progress"])
         tensors = store.read_optimizer(start.folder)
-        if config.growth:
-            saved = model_utils.read_model_config(start.folder)
-            tensors = huggingface.grown(tensors, saved, config, is_optimizer=True)
         optimizer.load_state_tensors(model_utils.restore_padding(tensors, model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])

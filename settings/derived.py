@@ -27,7 +27,7 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing o
 # be set in several ways, comes with the checkpoint itself.
 FOR_ONE_START = {
     "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "stop_step",
-    "epochs", "keep_layers", "grow_layers", "grow_ffn_dim", "allow_resume_mismatch", "cache_dir", "device",
+    "epochs", "allow_resume_mismatch", "cache_dir", "device",
     "world_size", "device_memory", "debug", "extensions", "profile_steps", "power_steps", "memory_snapshot",
     *MODEL_SETTINGS}
 # Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.

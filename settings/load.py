@@ -20,7 +20,7 @@ from common.command_line import VERSION, filled, suggestion
 from common.errors import SettingsError
 from common.files import read_text
 from common.text import command, counted, exit_if_unread, print_safely, show, without_passwords
-from config import DROPPED, SECRETS, SECTIONS, Config, grown_layers, input_rules, on_resume, rules
+from config import DROPPED, SECRETS, SECTIONS, Config, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
 from settings.derived import PRESETS_DIR
@@ -295,12 +295,6 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     unset = Config.model_fields.keys() - decided
     by_length = derived.settings_of_length(config.max_steps, unset)
     config = derived.with_all_rows(config.model_copy(update=by_length))
-    if config.keep_layers is not None:
-        config = config.model_copy(update={"n_layers": config.keep_layers})
-    config = config.model_copy(update={name: new for name, (_, new) in config.growth.items()})
-    if config.train_only == "new" and config.grow_layers:
-        added = (place for place, (_, copy) in enumerate(grown_layers(*config.growth["n_layers"])) if copy)
-        config = config.model_copy(update={"train_only": ",".join(map(str, added))})
 
     # Errors. A plan for other hardware needs neither data nor a tokenizer.
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)

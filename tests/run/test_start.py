@@ -310,21 +310,6 @@ def model_from_elsewhere(stages: Stages, folder: Path, layers: int = 2, unused_r
     return folder
 
 
-def test_the_first_layers_of_a_start_are_a_model_of_so_many_layers(stages, tmp_path, capsys):
-    cut = model_from_elsewhere(stages, tmp_path / "cut", layers=1)
-    whole, pruned = (without_shape(stages.run("sft", tmp_path / name, **UNMEASURED, MAX_STEPS=1, **changes)) for name, changes in (
-        ("whole", {"PRETRAIN_CHECKPOINT": cut}), ("pruned", {"KEEP_LAYERS": 1})))
-    assert whole.train() == train.main([*pruned.argv(), "--check"]) == pruned.train() == 0
-    assert "weights from the first 1 layer of" in capsys.readouterr().out
-    assert pruned.hashes(1) == whole.hashes(1)
-    assert pruned.train(MAX_STEPS=2) == pruned.train(MAX_STEPS=3, KEEP_LAYERS="none", PRETRAIN_CHECKPOINT="none") == 0
-    assert pruned.train(KEEP_LAYERS=2) == 5
-    assert "Set KEEP_LAYERS=" in (error := capsys.readouterr().err), error
-    assert pruned.train(MAX_STEPS=4, **settings_of(ways_out(error)[0])) == 0
-    assert pruned.train(KEEP_LAYERS=3, RUN_NAME="more") == 5
-    assert "KEEP_LAYERS=3, but the model in" in capsys.readouterr().err
-
-
 def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch, capsys):
     """With more rows than tokens, which are left out. Its adapters name it as PEFT does, and are merged into it."""
     source = model_from_elsewhere(stages, tmp_path / "source", unused_rows=9)

@@ -600,8 +600,6 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--distillation-enabled",
       "--teacher-model", "b"), "DISTILLATION_ENABLED works in the stages pretrain, sft and grpo"),
     (("--lora-enabled",), "LORA_ENABLED=true needs a base"),
-    (("--keep-layers", "2"), "KEEP_LAYERS=2 needs a checkpoint to take layers from; set PRETRAIN_CHECKPOINT"),
-    (("--keep-layers", "2", "--pretrain-checkpoint", "a", "--lora-enabled"), "KEEP_LAYERS=2 conflicts with LORA_ENABLED=true"),
     (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--epochs", "2", "--max-steps", "9"), "both set"),

@@ -1,4 +1,4 @@
-"""grow_checkpoint.py: a larger model computes the same, and its run goes on exactly."""
+"""resize_checkpoint.py: a larger model computes the same, and its run continues exactly; a smaller one is its first layers."""
 
 import shlex
 from pathlib import Path
@@ -12,14 +12,14 @@ from common.errors import CheckpointError, SettingsError
 from config import Config, rules
 from model_utils import read_model_config
 from run.adapters import load_model
-from scripts.grow_checkpoint import grow, main
+from scripts.resize_checkpoint import main, resize, resized
 from settings.load import load_config
 
 
 @pytest.mark.parametrize("layers, ffn_dim, allowed", ((3, None, 0.0), (7, None, 0.0), (None, 160, 1e-6), (4, 112, 1e-6)))
 def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
     source = whole.checkpoint(4)
-    grow(source, layers, ffn_dim, tmp_path / "grown")
+    resize(source, layers, ffn_dim, tmp_path / "grown")
     store.verify(tmp_path / "grown")
     (before, _), (after, _) = (load_model(folder, torch.device("cpu"), torch.float32) for folder in (source, tmp_path / "grown"))
     assert (len(after.layers), after.config.hidden_dim) == (layers or 2, ffn_dim or before.config.hidden_dim)
@@ -29,14 +29,23 @@ def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
     (-after(tokens, tokens, reduction="sum")).backward()
     assert all(block.attention.wo.weight.grad.any() and block.feed_forward.w2.weight.grad.any(dim=0).all() for block in after.layers)
     with pytest.raises(CheckpointError, match="already exists"):
-        grow(source, 3, None, tmp_path / "grown")
+        resize(source, 3, None, tmp_path / "grown")
     with pytest.raises(SettingsError, match="has 2 layers and feed-forwards of"):
-        grow(source, 1, None, tmp_path / "smaller")
+        resize(source, None, 80, tmp_path / "narrower")
+
+
+def test_fewer_layers_are_the_first_ones_without_a_trainer_state(whole, tmp_path):
+    source = whole.checkpoint(4)
+    assert resize(source, 1, None, tmp_path / "cut") == []
+    before, after = (huggingface.load_model_weights(folder) for folder in (source, tmp_path / "cut"))
+    assert after.keys() == {name for name in before if not name.startswith("model.layers.1.")}
+    assert all(torch.equal(after[name].whole(), before[name].whole()) for name in after)
+    assert store.read_state(tmp_path / "cut") == {} and read_model_config(tmp_path / "cut").n_layers == 1
 
 
 def test_it_ends_with_the_command_that_trains_the_grown_model(whole, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["grow_checkpoint.py", str(whole.checkpoint(4)), "--layers", "3", "--output", "a b"])
+    monkeypatch.setattr("sys.argv", ["resize_checkpoint.py", str(whole.checkpoint(4)), "--layers", "3", "--output", "a b"])
     main()
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert "train.py" in words[words.index("--run-name") - 1]
@@ -47,13 +56,11 @@ def test_it_ends_with_the_command_that_trains_the_grown_model(whole, tmp_path, m
 
 
 @pytest.mark.parametrize("optimizer", ("adamw", "muon"))
-def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path, capsys):
-    """By the script's folder, or by settings."""
+def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
     settings = {**UNMEASURED, "MAX_STEPS": 8, "OPTIMIZER": optimizer}
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
-    grow(base.checkpoint(4), 4, 128, tmp_path / "grown")
-    width = read_model_config(base.checkpoint(4)).hidden_dim
+    resize(base.checkpoint(4), 4, 128, tmp_path / "grown")
     kept, moved = (store.read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
     for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
@@ -61,17 +68,15 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path, capsys
         assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.whole())
     new = [tensor.whole() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
     assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past, not that of another"
-    by_setting = {"PRETRAIN_CHECKPOINT": base.checkpoint(4), "GROW_LAYERS": "2:4", "GROW_FFN_DIM": f"{width}:128"}
-    run, parted = (TinyRun(prepared, tmp_path / name, **settings, **growth) for name, growth in (
-        ("whole", {"PRETRAIN_CHECKPOINT": tmp_path / "grown"}), ("parted", by_setting)))
+    run, parted = (TinyRun(prepared, tmp_path / name, **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown")
+                   for name in ("whole", "parted"))
     for each in (run, parted):
         each.settings.pop("N_LAYERS")
         each.settings.pop("MULTIPLE_OF")
     assert run.train() == parted.train(STOP_STEP=6) == 0
-    assert f"growing N_LAYERS from 2 to 4, and FFN_DIM from {width} to 128" in capsys.readouterr().out
     assert parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
-    assert parted.train(MAX_STEPS=9, **dict.fromkeys(by_setting, "none")) == 0
+    assert parted.train(MAX_STEPS=9, PRETRAIN_CHECKPOINT="none") == 0
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
 
 
@@ -81,9 +86,9 @@ def test_two_ranks_grow_like_one_process(sharding, prepared, tmp_path):
     settings = {**UNMEASURED, "MAX_STEPS": 6, "OPTIMIZER": "muon", "REPRODUCIBLE": "true"}
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
-    width = read_model_config(base.checkpoint(4)).hidden_dim
-    growth = {"PRETRAIN_CHECKPOINT": base.checkpoint(4), "GROW_LAYERS": "2:3", "GROW_FFN_DIM": f"{width}:112"}
-    alone, together = (TinyRun(prepared, tmp_path / name, **settings, **growth) for name in ("alone", "together"))
+    resize(base.checkpoint(4), 3, 112, tmp_path / "grown")
+    alone, together = (TinyRun(prepared, tmp_path / name, **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown")
+                       for name in ("alone", "together"))
     for each in (alone, together):
         each.settings.pop("N_LAYERS")
         each.settings.pop("MULTIPLE_OF")
@@ -96,10 +101,9 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
     settings = {**UNMEASURED, "MAX_STEPS": 8}
     base = TinyRun(prepared, tmp_path / "base", **settings)
     assert base.train(STOP_STEP=4) == 0
-    new = grow(base.checkpoint(4), 4, None, tmp_path / "grown")
+    new = resize(base.checkpoint(4), 4, None, tmp_path / "grown")
     run = TinyRun(prepared, tmp_path / "whole", **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown", TRAIN_ONLY="1,3", N_LAYERS=4)
-    parted = TinyRun(prepared, tmp_path / "parted", **settings, PRETRAIN_CHECKPOINT=base.checkpoint(4), TRAIN_ONLY="new",
-                     GROW_LAYERS="2:4")
+    parted = TinyRun(prepared, tmp_path / "parted", **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown", TRAIN_ONLY="1,3", N_LAYERS=4)
     assert new == [1, 3] and run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
     before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
@@ -110,23 +114,15 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
 
 @pytest.mark.parametrize("changes, words", (
     ({"train_only": "1,12"}, "TRAIN_ONLY=1,12 must be layers from 0 to 11"),
-    ({"train_only": "new"}, "TRAIN_ONLY=new must be layers from 0 to 11, such as 0,1, or new with GROW_LAYERS"),
-    ({"grow_layers": "2:4"}, "GROW_LAYERS=2:4 needs a checkpoint"),
-    ({"grow_ffn_dim": "2:4", "pretrain_checkpoint": "a", "lora_enabled": True}, "GROW_FFN_DIM=2:4 conflicts with LORA_ENABLED=true"),
-    ({"grow_layers": "2:4", "pretrain_checkpoint": "a", "keep_layers": 1}, "KEEP_LAYERS=1 conflicts with GROW_LAYERS"),
+    ({"train_only": "new"}, "TRAIN_ONLY=new must be layers from 0 to 11, such as 0,1"),
     ({"train_only": "1", "sharding": "full"}, "TRAIN_ONLY=1 does not work with SHARDING=full")))
 def test_what_cannot_be_trained_alone_is_refused(changes, words):
     assert any(words in conflict for conflict in rules(Config(**changes)))
 
 
-def test_what_cannot_grow_is_named(whole, prepared, tmp_path, capsys):
-    start = TinyRun(prepared, tmp_path / "run", PRETRAIN_CHECKPOINT=whole.checkpoint(4), MAX_STEPS=5)
-    for changes, words in (({"GROW_LAYERS": "4:2"}, "GROW_LAYERS"), ({"GROW_LAYERS": "many"}, "GROW_LAYERS"),
-                           ({"GROW_LAYERS": "3:4"}, "GROW_LAYERS=3:4, but the model in"), ({"DIM": 96}, "DIM was 32, is 96"),
-                           ({"GROW_FFN_DIM": "9:400"}, "GROW_FFN_DIM=9:400, but the model in")):
-        assert start.train(**changes) in (2, 4, 5) and words in (error := capsys.readouterr().err), error
+def test_what_cannot_grow_is_named():
     config = Config(n_layers=4, no_rope_every=2, model_type="smollm3")
     with pytest.raises(SettingsError, match="would shift which layers have a window or no rotary embedding"):
-        huggingface.grown({}, config, config.model_copy(update={"n_layers": 6}))
+        resized({}, config, config.model_copy(update={"n_layers": 6}))
     windows = config.model_copy(update={"no_rope_every": None, "sliding_window": 8})  # every layer has one
-    assert huggingface.grown({}, windows, windows.model_copy(update={"n_layers": 6})) == {}
+    assert resized({}, windows, windows.model_copy(update={"n_layers": 6})) == {}
