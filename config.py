@@ -320,8 +320,6 @@ class LogConfig(Section):
     power_hz: float = safe(
         1.0, "samples of power, clock and temperature per second (NVML, or RAPL on a CPU); 0 = none", ge=0,
         le=1000)
-    power_steps: Optional[str] = safe(
-        None, "steps, such as 100:120, to sample at POWER_HZ (1 Hz otherwise) with phases; none = all")
     profile_steps: Optional[str] = safe(
         None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
     memory_snapshot: Optional[int] = safe(
@@ -582,7 +580,7 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 SECTIONS = Config.__bases__
 # Settings of earlier versions, which runs recorded, and the values with which they had no effect.
 DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
-           "grow_ffn_dim": None}
+           "grow_ffn_dim": None, "power_steps": None}
 SECRETS = [name for name, field in Config.model_fields.items() if field.annotation == Optional[SecretStr]]
 
 
@@ -804,12 +802,9 @@ def online_rules(c: Config) -> Iterator[str]:
 
 def measurement_rules(c: Config) -> Iterator[str]:
     """Check the steps to measure."""
-    for name in ("power_steps", "profile_steps"):
-        try:
-            step_window(getattr(c, name))
-        except ValueError:
-            yield f"{name.upper()}={getattr(c, name)} must be the first and the last step from 1, such as 3:7"
-    if c.power_steps and not c.power_hz:
-        yield f"POWER_STEPS={c.power_steps} needs samples; set POWER_HZ above 0, such as 50, or remove it"
+    try:
+        step_window(c.profile_steps)
+    except ValueError:
+        yield f"PROFILE_STEPS={c.profile_steps} must be the first and the last step from 1, such as 3:7"
     if c.memory_snapshot and c.device == "cpu":
         yield f"MEMORY_SNAPSHOT={c.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove it"

@@ -3,7 +3,7 @@
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -110,21 +110,21 @@ class Mark(NamedTuple):
     name: str
     waits: bool
     step: int
-    unix: Optional[float]  # only at the first mark of a step, when the GPU is idle
+    begins_step: bool
 
 
 class Phases:
     """The seconds that a run's steps spend in each phase of the heartbeat.
 
     Waiting for other ranks outside the backward counts as "communication". On a GPU, marks are read without
-    waiting when the next step begins; then `on_mark` gets the Unix time, phase and step of each, in order.
+    waiting when the next step begins.
     """
 
-    def __init__(self, run: Run, on_mark: Optional[Callable[[float, str, int], None]] = None):
-        self.run, self.on_mark, self.started = run, on_mark, time.perf_counter()
+    def __init__(self, run: Run):
+        self.run, self.started = run, time.perf_counter()
         self.clock = CudaClock() if run.ranks.device.type == "cuda" else HostClock()
         self.marks: deque[Mark] = deque()
-        self.step, self.unix = -1, time.time()
+        self.step = -1
         self.steps: list[Counter[str]] = []  # the seconds of each step since the last reading
         self.pauses: Counter[tuple[str, int]] = Counter()  # seconds by the heartbeat's phase and step
         self.totals: Counter[str] = Counter()
@@ -135,14 +135,14 @@ class Phases:
 
     def mark(self, name: str, waits: bool) -> None:
         """Record that a phase begins, or that waiting for other ranks begins or ends."""
-        unix, step = None, HEARTBEAT.step
+        begins_step, step = False, HEARTBEAT.step
         waits = waits and self.run.ranks.world_size > 1
         if self.marks and self.marks[-1][1:4] == (name, waits, step):
             return
         if name == "data" and step != self.step:
             self._read_marks()
-            self.step, unix = step, time.time()
-        self.marks.append(Mark(self.clock.now(), name, waits, step, unix))
+            self.step, begins_step = step, True
+        self.marks.append(Mark(self.clock.now(), name, waits, step, begins_step))
 
     def _read_marks(self, wait: bool = False) -> None:
         while len(self.marks) > 1:
@@ -155,8 +155,7 @@ class Phases:
             is_in_step = phase in STEP_PHASES
             key = "communication" if is_in_step and mark.waits else phase
             self.totals[key] += seconds
-            if mark.unix:
-                self.unix = mark.unix
+            if mark.begins_step:
                 self.steps.append(Counter())
                 del self.steps[:-MOST_STEPS]
             if is_in_step:
@@ -164,9 +163,6 @@ class Phases:
             elif phase != "other":
                 self.pauses[mark.name, mark.step] += seconds
                 self.own_pauses[phase] += seconds * (not mark.waits)
-            if self.on_mark:
-                self.on_mark(self.unix, key, mark.step)
-            self.unix += seconds
 
     @collective
     def read_steps(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,6 @@ import torch
 from common.files import plain
 from common.heartbeat import HEARTBEAT
 from common.text import once, pip_install
-from config import step_window
 from parallel.process import number_of
 from run.life import Run
 
@@ -243,16 +242,15 @@ class Moment(NamedTuple):
 
 
 class PowerSampler:
-    """A thread that samples a meter into a file, once a second, or `hz` times within the window of steps.
+    """A thread that samples a meter into a file `hz` times per second.
 
-    Phases are marked only within the window. The thread calls `open_meter`, and `note` if that fails.
+    The thread calls `open_meter`, and `note` if that fails.
     """
 
-    def __init__(self, open_meter: Callable[[], Any], gpu: str, window: Optional[Container[int]], hz: float,
-                 file: RotatedFile, note: Callable[[str], None]):
-        self.open_meter, self.gpu, self.file, self.note = open_meter, gpu, file, note
-        self.window, self.hz, self.in_window = window or (), hz, False
-        self.stopping, self.wake, self.lock = False, threading.Event(), threading.Lock()
+    def __init__(self, open_meter: Callable[[], Any], gpu: str, hz: float, file: RotatedFile,
+                 note: Callable[[str], None]):
+        self.open_meter, self.gpu, self.hz, self.file, self.note = open_meter, gpu, hz, file, note
+        self.stopping, self.lock = threading.Event(), threading.Lock()
         self.pauses, self.paused_at = 0.0, time.monotonic()  # finished pauses, and the start of a current one
         self.lines: deque[str] = deque()
         self.samples: list[Sample] = []  # during steps since the last `read`
@@ -263,20 +261,12 @@ class PowerSampler:
 
     # Called by the training thread. These methods never wait for the driver or a disk.
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         if self.paused_at is not None:
             self.pauses, self.paused_at = self.pauses + time.monotonic() - self.paused_at, None
-        if self.in_window != (step in self.window):
-            self.in_window = not self.in_window
-            self.wake.set()
 
     def end(self) -> None:
         self.paused_at = time.monotonic()  # evaluation and saving do not count
-
-    def mark(self, at: float, phase: str, step: int) -> None:
-        """Record when a phase began (Unix seconds), if the step is in the window."""
-        if step in self.window and self.thread.is_alive():
-            self.lines.append(f"{at:.6f},,,,,,,,{phase},{step}\n")
 
     def read(self) -> Reading:
         """Return a reading of the steps since the last call, or the last reading if there is no sample."""
@@ -288,8 +278,7 @@ class PowerSampler:
         return self.last
 
     def stop(self) -> None:
-        self.stopping = True
-        self.wake.set()
+        self.stopping.set()
         self.thread.join(STOP_SECONDS)
 
     # Called by its own thread.
@@ -309,7 +298,7 @@ class PowerSampler:
 
     def _sample(self, meter: Any) -> None:
         before, due, written = None, time.monotonic(), time.monotonic()
-        while not self.stopping:
+        while not self.stopping.is_set():
             sample, at, now = meter.read(), time.time(), time.monotonic()
             paused_at = self.paused_at
             moment = Moment(sample, now, self.pauses + (now - paused_at if paused_at else 0))
@@ -325,10 +314,8 @@ class PowerSampler:
                 written = now
                 self._write()
             # If a reading took longer than its period, the missed ones are skipped.
-            due = max(due + 1 / (self.hz if self.in_window else min(self.hz, 1)), now)
-            if self.wake.wait(due - time.monotonic()):
-                self.wake.clear()
-                due = time.monotonic()
+            due = max(due + 1 / self.hz, now)
+            self.stopping.wait(due - time.monotonic())
 
     def _count(self, before: Moment, now: Moment) -> None:
         """Add the energy and time between two samples, unless too much of it was a pause."""
@@ -357,7 +344,7 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
     if not config.power_hz or not (on_gpu or ranks.local_rank == 0):
         return None
     if not on_gpu and not any(packages()):
-        if {"power_hz", "power_steps"} & config.model_fields_set:  # those who did not ask need no answer
+        if "power_hz" in config.model_fields_set:  # those who did not ask need no answer
             run.log.warn(f"POWER_HZ={config.power_hz:g}: power is not measured, because {NO_COUNTER}")
         return None
     open_meter, name = CpuMeter, "cpu"
@@ -366,7 +353,4 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
         open_meter = lambda: GpuMeter(uuid)
     file = RotatedFile(lambda: run.folder, f"power-rank-{ranks.rank}.csv" if ranks.rank else "power.csv",
                        run.log.warn)
-    window = step_window(config.power_steps)
-    if window is None and config.power_hz > 1:
-        window = range(1, config.max_steps + 1)
-    return PowerSampler(open_meter, name, window, config.power_hz, file, run.log.info)
+    return PowerSampler(open_meter, name, config.power_hz, file, run.log.info)

@@ -74,7 +74,7 @@ class Measurements(Extension):
         self.sampler = start_sampler(run)
         self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # true if any rank samples
         self.profiling = Profiling(run)
-        self.phases = Phases(run, self.sampler and self.sampler.mark)
+        self.phases = Phases(run)
         self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # runs may be nested
         HEARTBEAT.begin("other")
 
@@ -91,7 +91,7 @@ class Measurements(Extension):
 
     def step_begin(self, run: Run) -> None:
         if self.sampler:
-            self.sampler.begin(run.progress.step + 1)
+            self.sampler.begin()
         self.profiling.begin(run.progress.step + 1)
 
     def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
@@ -159,7 +159,7 @@ class Profiling:
         self.snapshot, self.profiler, self.recorded = config.memory_snapshot, None, []
         self.phase, self.batches = None, []
         left = range(run.progress.step + 1, config.max_steps + 1)
-        for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
+        for name, steps in (("PROFILE_STEPS", self.window),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
             if steps and (steps[-1] < left.start or steps[0] >= left.stop):
                 run.log.info(f"{name} has no effect: this run takes steps {left.start:,} to "

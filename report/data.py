@@ -23,7 +23,6 @@ from config import Config
 from report.curves import Curve, as_json, rounded
 from report.goodput import KILLED, Process, clock_steps, goodput
 from report.paired import trends
-from report.power import PowerTrace
 from report.verdict import HEADLINES, LOSS, health, learning, time_text
 from settings.load import describe_settings
 
@@ -123,7 +122,6 @@ class RunReader:
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
-        self.power = PowerTrace(self.folder)
         self._read_settings()
         if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
             bad = ", ".join(self.aside)
@@ -171,7 +169,6 @@ class RunReader:
                 for line in file.new_lines():
                     if entry := file.parse(line):
                         getattr(self, f"_add_{name}")(entry)
-            self.power.read()
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder} cannot be read: "
                                   f"{error.strerror or error}; check this path") from error
@@ -183,8 +180,7 @@ class RunReader:
     def signature(self) -> tuple:
         """Return a value that changes when the run writes something or ends."""
         found = []
-        for path in (*(self.folder / name for name in (*schema.SCHEMAS, "config.json", "data.json")),
-                     *self.power.paths()):
+        for path in (self.folder / name for name in (*schema.SCHEMAS, "config.json", "data.json")):
             try:
                 facts = os.stat(path)
                 found.append((path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
@@ -197,8 +193,7 @@ class RunReader:
 
     def set_aside(self) -> list[str]:
         """Return descriptions of the invalid entries that were left out, with counts."""
-        files = [*self.logs.values(), *self.power.files]
-        lines = {file.path.name: file.invalid for file in files}
+        lines = {file.path.name: file.invalid for file in self.logs.values()}
         return [*(f"{counted(count, word)} of {name}"
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
@@ -302,7 +297,7 @@ class RunReader:
                 "failure": self.failure() if state == "failed" else None,
                 "samples": self.chosen_samples(max(4, round(MOST_SAMPLES * share))), "settings": settings,
                 "segments": self.segments, "sources": self.sources, "goodput": time_spent,
-                "alarms": alarms[-max(10, round(MOST_ALARMS * share)):], "power": self.power.data(share)}
+                "alarms": alarms[-max(10, round(MOST_ALARMS * share)):]}
 
     @property
     def stage(self) -> str:

@@ -86,7 +86,7 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
     new = old.model_copy(update={"n_layers": layers or old.n_layers, "ffn_dim": ffn_dim or old.hidden_dim})
     if new.n_layers < 1 or new.hidden_dim < old.hidden_dim or new == old:
         raise SettingsError(f"{folder} has {counted(old.n_layers, 'layer')} and feed-forwards of "
-                            f"{old.hidden_dim}; set --layers to another number, or --ffn-dim to a larger width")
+                            f"{old.hidden_dim}; set another --layers, or a larger --ffn-dim")
     weights = resized(huggingface.load_model_weights(folder), old, new)
     files = huggingface.weight_files(weights, new.head_dim)
     tokenizer = load_tokenizer(str(folder))

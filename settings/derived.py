@@ -28,7 +28,7 @@ UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError)  # missing o
 FOR_ONE_START = {
     "preset", "output_dir", "run_name", "resume", "random_init", "reset_optimizer", "start_step", "stop_step",
     "epochs", "allow_resume_mismatch", "cache_dir", "device",
-    "world_size", "device_memory", "debug", "extensions", "profile_steps", "power_steps", "memory_snapshot",
+    "world_size", "device_memory", "debug", "extensions", "profile_steps", "memory_snapshot",
     *MODEL_SETTINGS}
 # Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.
 OF_A_RUN = {"depth", "random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *START_FROM,

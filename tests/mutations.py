@@ -393,7 +393,6 @@ FAULTS = [
     fault("verdict: by unpaired errors", "report/verdict.py", "trend and trend.change()", "None", "tests/report/test_verdict.py"),
     fault("verdict: a trivial rise counts", "report/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_verdict.py"),
     fault("verdict: the steep start counts", "report/verdict.py", "curve.recent[len(curve.recent) // 2:]", "curve.recent", "tests/report/test_verdict.py"),
-    fault("power: rare samples are gaps", "report/power.py", "max(GAP_SECONDS, 10 * interval)", "GAP_SECONDS", "tests/report/test_power_trace.py"),
     fault("paired test: at the first common step", "report/compare.py", "b, max(common)", "b, min(common)",
           "tests/report/test_compare.py"),
 

@@ -206,12 +206,6 @@ class Chart {
       saveChart(this, target.value);
       target.value = "save";
     });
-    for (const type of ["pointerover", "focusin", "pointerleave", "focusout"]) {
-      this.legend.addEventListener(type, ({target}) => {  // the line of a single GPU shows meanwhile
-        this.hovered = /(over|in)$/.test(type) ? target.closest("[data-do]")?.dataset.do : null;
-        if (this.lines.some(({isSingle}) => isSingle)) this.draw();
-      });
-    }
     this.details.addEventListener("toggle", () => this.fillTable());
     this.area.addEventListener("keydown", (event) => this.pressed(event));
     this.listenToTouch();
@@ -242,8 +236,7 @@ class Chart {
         h("option", {value: kind}, kind))));
     const label = (line) => [swatch(line.color, line.shape), `${line.label} `, h("b", {})];
     fill(this.legend,
-      lines.map((line) => h("li", {}, this.button(line.key, !this.off.has(line.key), label(line)))),
-      (chart.phases || []).map(([name, color]) => h("li", {}, swatch(color), name)));
+      lines.map((line) => h("li", {}, this.button(line.key, !this.off.has(line.key), label(line)))));
     this.sentence.textContent = lines.map((line) => this.summary(line)).join(" ");
     this.draw();
     this.fillTable();
@@ -259,7 +252,7 @@ class Chart {
 
   canBeLog() {
     const isUseful = this.chart.log || (this.lowest >= 0 && this.isSpread);
-    return !this.chart.stacked && !this.chart.phaseAt && this.floor > 0 && isUseful;
+    return !this.chart.stacked && this.floor > 0 && isUseful;
   }
 
   /** The value where it is drawn. */
@@ -284,8 +277,7 @@ class Chart {
   summary({label, steps, y, low, high, how}) {
     const [values, lows, highs] = [y, low || y, high || y].map((ends) => pointsOf({x: steps, y: ends}));
     if (!values.length) return `${label}: no values.`;
-    const where = (step) => (this.chart.phaseAt ? duration(step) : `step ${whole(step)}`);
-    const say = ([step, value]) => `${format(value, how)} at ${where(step)}`;
+    const say = ([step, value]) => `${format(value, how)} at step ${whole(step)}`;
     const lowest = lows.reduce((a, b) => (b[1] < a[1] ? b : a));
     const highest = highs.reduce((a, b) => (b[1] > a[1] ? b : a));
     return `${label}: last ${say(values.at(-1))}, lowest ${say(lowest)}, highest ${say(highest)}.`;
@@ -298,7 +290,7 @@ class Chart {
       if (!rows.has(step)) rows.set(step, [String(step), ...this.lines.map(() => empty)]);
       if (line.y[i] !== null) rows.get(step)[column + 1] = cell(line, i);
     }));
-    const head = [this.chart.phaseAt ? "seconds" : "step", ...this.lines.map(({label}) => label)];
+    const head = ["step", ...this.lines.map(({label}) => label)];
     return [head, ...[...rows].sort(([a], [b]) => a - b).map(([, row]) => row)];
   }
 
@@ -317,8 +309,7 @@ class Chart {
   /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
   columns() {
     const found = [], [start, end] = this.group.extent;
-    const isShown = ({key, isSingle}) => !this.off.has(key) || (isSingle && key === this.hovered);
-    for (const line of this.lines.filter(isShown)) {
+    for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
       const {x, y, low, high, error, span} = line;
       const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
       const push = (role, values) => found.push({line, x, y: values.map((each) => this.onAxis(each)), role});
@@ -362,7 +353,7 @@ class Chart {
     const {isLog, chart} = this, how = {percent: chart.percent};
     const rule = {stroke: () => ink("var(--grid)"), width: 1};
     const axis = {stroke: () => ink(MUTED), font: font(12), grid: rule, ticks: {...rule, size: 4}, gap: 4};
-    const bottom = {...axis, space: chart.phaseAt ? 84 : 62, size: 26,
+    const bottom = {...axis, space: 62, size: 26,
       incrs: chart.seconds ? TIME_TICKS : STEP_TICKS, values: (_, at) => ticks(at, {seconds: chart.seconds})};
     const width = (_, labels) => 14 + 7 * Math.max(2, ...(labels || []).map(({length}) => length));
     const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};
@@ -411,7 +402,7 @@ class Chart {
   range(low, high) {
     if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
-    const top = this.isLog || this.chart.phaseAt ? high : this.usualTop(low);
+    const top = this.isLog ? high : this.usualTop(low);
     this.above = high - low > 1.5 * (top - low) ? high : null;
     high = this.above === null ? high : top;
     const slack = Math.abs(high) > 100 * (high - low) ? Math.abs(high) / 100 : 0;  // of a constant
@@ -439,36 +430,12 @@ class Chart {
   drawBehind() {
     const {plot} = this, {ctx, bbox} = plot, unit = uPlot.pxRatio;
     ctx.save();
-    if (this.chart.phaseAt) this.drawPhases(ctx, bbox, unit);
     ctx.lineWidth = unit;
     for (const mark of this.visibleMarks()) {
       const at = plot.valToPos(mark.x, "x", true);
       stroke(ctx, ink(mark.color, .6), [2 * unit, 3 * unit], [at, bbox.top], [at, bbox.top + bbox.height]);
     }
     ctx.restore();
-  }
-
-  /** The phase of each pixel's time, pale behind the curves and in full colour as a lane below them. */
-  drawPhases(ctx, bbox, unit) {
-    const colors = new Map(this.chart.phases), lane = 13 * unit, bottom = bbox.top + bbox.height - lane;
-    const phaseAt = (pixel) => this.chart.phaseAt(this.plot.posToVal(pixel + .5, "x", true))[0];
-    let start = Math.round(bbox.left), phase = phaseAt(start);
-    const end = Math.round(bbox.left + bbox.width);
-    Object.assign(ctx, {font: font(11 * unit), textAlign: "left", textBaseline: "alphabetic"});
-    for (let pixel = start + 1; pixel <= end; pixel++) {
-      const next = pixel < end ? phaseAt(pixel) : null;
-      if (next === phase) continue;
-      if (colors.has(phase)) {
-        ctx.fillStyle = ink(colors.get(phase), .14);
-        ctx.fillRect(start, bbox.top, pixel - start, bbox.height);
-        ctx.fillStyle = ink(colors.get(phase));
-        ctx.fillRect(start, bottom, pixel - start, lane);
-        ctx.fillStyle = ink(CARD);
-        const hasRoom = ctx.measureText(phase).width + 8 * unit < pixel - start;
-        if (hasRoom) ctx.fillText(phase, start + 4 * unit, bottom + lane - 3 * unit);
-      }
-      [start, phase] = [pixel, next];
-    }
   }
 
   /** Chance, error bars where points are few, and the letter of its run at the end of each line. */
@@ -560,10 +527,6 @@ class Chart {
 
   where(at) {
     const {plot, chart} = this;
-    if (chart.phaseAt) {
-      const [phase, step] = chart.phaseAt(plot.posToVal(plot.cursor.left, "x"));
-      return `${at.toFixed(3)} s${phase ? `, ${phase} of step ${whole(step)}` : ""}:`;
-    }
     const near = this.visibleMarks().filter(({x}) => Math.abs(plot.valToPos(x, "x") - plot.cursor.left) < 6);
     const said = chart.seconds ? duration(at) : `${chart.axis} ${whole(at)}`;
     return [`${said}:`, ...near.slice(0, 3).map(({sign, text}) => `${sign} ${text}`)].join(" ");

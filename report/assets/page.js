@@ -181,52 +181,6 @@ function drawCharts() {
   byId("charts").hidden = group.charts.every(({figure}) => figure.hidden);
 }
 
-/** The function from a time to [phase, step]; without a next mark, a phase ends after 10 times its median. */
-function phasesOf(turns) {
-  const lengths = new Map();
-  for (let i = 0; i + 1 < turns.length; i++) {
-    const [[start, phase], [end]] = turns.slice(i);
-    lengths.set(phase, (lengths.get(phase) || []).concat(end - start));
-  }
-  const limits = new Map([...lengths].map(([phase, all]) => [phase, 10 * median(all)]));
-  return (seconds) => {
-    const [start, phase, step] = turns[place(turns, seconds, ([at]) => at)] || [];
-    return seconds - start <= (limits.get(phase) || 0) ? [phase, step] : [null, null];
-  };
-}
-
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
-}
-
-/** Draw each GPU's power (for many GPUs, the median) and the phases of the steps on one time axis. */
-function drawPower() {
-  for (const [index, run] of report.runs.entries()) {
-    if (!run.power) continue;
-    const {gpus, marks: turns, start} = run.power, key = `power-${index}`;
-    const count = Object.keys(gpus).length, isMedian = count > 4;
-    const lines = Object.entries(gpus).map(([gpu, {x: milliseconds, ...values}], i) => {
-      const x = milliseconds.map((each) => each / 1000), label = /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu;
-      return {key: gpu, label, steps: x, x, ...values, color: color(i), ...STYLES[i % 4], how: {places: 0},
-        isSingle: isMedian};
-    });
-    if (isMedian) lines.unshift({...combined(lines, median), key: "median", isSingle: false,
-      label: `median of ${count} GPUs`});
-    const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean), isNew = !charts.has(key);
-    const chart = {
-      title: isSeveral() ? named(run) : "Power of the GPUs", unit: `watts, from ${date(start)}`,
-      seconds: true, phaseAt: phasesOf(turns), phases: names.map((name, i) => [name, color(i + 2)]),
-    };
-    const times = lines.flatMap(({x}) => x), low = least(times);
-    groupOf(key).extent = [low, Math.max(most(times), low + 1e-3)];
-    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? lines : []);
-    if (isNew && isMedian) lines.slice(1).forEach((line) => charts.get(key).off.add(line.key));
-    if (isNew) charts.get(key).clicked({dataset: {do: "wide"}});
-  }
-  byId("power").hidden = ![...document.querySelectorAll("#power figure")].some(({hidden}) => !hidden);
-}
-
 // -------------------------------------------------------------------------------------------------- sections
 
 const box = (...children) => h("div", {class: "box"}, children);
@@ -525,7 +479,6 @@ function refresh() {
     fill(byId(id).lastElementChild, found);
   }
   drawCharts();
-  drawPower();
   fill(byId("runs"), isSeveral() && !isMany() && report.runs.map(toggle));
   byId("grouping").hidden = !report.comparison?.configurations?.length;
   for (const option of byId("axis").options) {

@@ -199,30 +199,24 @@ class Meter:
         self.closed = True
 
 
-def sampler_of(meter, folder: Path, window=None, hz=1.0, notes=None) -> PowerSampler:
+def sampler_of(meter, folder: Path, hz=1.0, notes=None) -> PowerSampler:
     def open_meter():
         if isinstance(meter, Exception):
             raise meter
         return meter
 
     notes = [] if notes is None else notes
-    return PowerSampler(open_meter, "3", window, hz, RotatedFile(lambda: folder, "power.csv", notes.append), notes.append)
+    return PowerSampler(open_meter, "3", hz, RotatedFile(lambda: folder, "power.csv", notes.append), notes.append)
 
 
 @pytest.mark.parametrize("has_counter", [True, False])
-def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
+def test_each_sample_has_the_phase_and_the_step_of_its_time(has_counter, tmp_path):
     meter, notes = Meter(has_counter), []
-    sampler = sampler_of(meter, tmp_path, range(2, 4), 500, notes)
-    before = time.time()
-    for step in range(1, 5):
+    sampler = sampler_of(meter, tmp_path, 500, notes)
+    for step in (1, 2):
         HEARTBEAT.enter("data", step)
-        sampler.begin(step)
-        assert sampler.in_window == (step in (2, 3))
-        sampler.mark(time.time(), "data", step)
-        count = len(sampler.samples)
-        if step in (2, 3):
-            wait_until(lambda least=count + 20: len(sampler.samples) >= least)
-        sampler.mark(time.time(), "forward", step)
+        sampler.begin()
+        wait_until(lambda least=len(sampler.samples) + 20: len(sampler.samples) >= least)
         sampler.end()
     reading = sampler.read()
     assert sampler.read() == reading  # no news
@@ -232,16 +226,13 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     assert reading.watts > 0 if has_counter else reading.watts == pytest.approx(200)
     with open(tmp_path / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert [*rows[0]] == HEADER.split(",")
-    samples, marks = [row for row in rows if row["gpu"]], [row for row in rows if not row["gpu"]]
-    assert [(row["phase"], row["step"]) for row in marks] == [(phase, step) for step in "23" for phase in ("data", "forward")]
-    assert all(row["watts"] == "" for row in marks)
-    assert len(samples) >= 40 and {row["gpu"] for row in samples} == {"3"}
-    first = samples[len(samples) // 2]
-    expected = dict(watts="200.000", utilization="80", memory_bytes=str(2**30), temperature="60", sm_clock_mhz="1000", throttle_reasons="0x0")
-    assert {name: first[name] for name in expected} == expected and first["phase"] == "data" and first["step"] in "1234"
-    times = [float(row["time"]) for row in samples]
-    assert times == sorted(times) and before - 60 < times[0] <= float(marks[0]["time"]) < float(marks[-1]["time"]) <= times[-1] + 60
+    assert [*rows[0]] == HEADER.split(",") and len(rows) >= 40
+    expected = dict(gpu="3", watts="200.000", utilization="80", memory_bytes=str(2**30), temperature="60", sm_clock_mhz="1000",
+                    throttle_reasons="0x0", phase="data")
+    assert all({name: row[name] for name in expected} == expected for row in rows[1:])
+    assert {row["step"] for row in rows} >= {"1", "2"}
+    times = [float(row["time"]) for row in rows]
+    assert times == sorted(times)
 
 
 def test_energy_is_the_counters_and_pauses_are_left_out(tmp_path):
@@ -270,7 +261,7 @@ def test_a_driver_that_hangs_does_not_hang_the_run(tmp_path, monkeypatch, no_han
     monkeypatch.setattr(power, "STOP_SECONDS", 0.05)
     answers = threading.Event()
     sampler = sampler_of(Meter(hangs=answers), tmp_path)
-    sampler.begin(1)
+    sampler.begin()
     sampler.end()
     assert math.isnan(sampler.read().watts)
     sampler.stop()

@@ -17,8 +17,8 @@ from extensions.power import Reading, Sample
 from extensions.profile import Measurements, Profiling, peak_flops, peak_memory_bytes
 from run.start import prepare_device
 
-# What the run of `whole` measures besides; POWER_HZ is that of the window.
-MEASURED = {"PROFILE_STEPS": "3:4", "POWER_STEPS": "2:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
+# What the run of `whole` measures besides.
+MEASURED = {"PROFILE_STEPS": "3:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +63,13 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
     assert "gpu_utilization" not in last
     with open(measured.folder / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
-    marks = [row for row in rows if not row["gpu"]]
-    assert {row["gpu"] for row in rows} == {"cpu", ""} and {"2", "3", "4"} & {row["step"] for row in rows}
-    assert {row["phase"] for row in marks} > {"data", "forward", "backward", "optimizer"}
-    times = [float(row["time"]) for row in rows if row["gpu"]]
-    assert all(times[0] - 60 < float(row["time"]) < times[-1] + 1 for row in marks), "they are on one clock"
+    assert {row["gpu"] for row in rows} == {"cpu"} and {"2", "3", "4"} & {row["step"] for row in rows}
+    assert {row["phase"] for row in rows} & {"data", "forward", "backward", "optimizer"}
 
 
 def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
-    run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9", POWER_STEPS="7:8")
-    assert run.train() == 0 and "POWER_STEPS has no effect: this run takes steps 1 to 3" in capsys.readouterr().out
+    run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9")
+    assert run.train() == 0
     assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
     assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
     capsys.readouterr()
@@ -121,7 +118,7 @@ def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="30f3"))
     run = fake_run(tmp_path, power_hz=1000)
     sampler = power.start_sampler(run)
-    sampler.begin(1)
+    sampler.begin()
     while not sampler.samples:
         sampler.thread.join(0.001)
     assert sampler.read().memory_bytes == 70 * 2**30
@@ -130,7 +127,7 @@ def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
     assert power.start_sampler(fake_run(tmp_path, power_hz=0)) is None
 
 
-@pytest.mark.parametrize("settings, is_told", [({}, False), ({"power_hz": 0}, False), ({"power_hz": 1}, True), ({"power_steps": "2:4"}, True)])
+@pytest.mark.parametrize("settings, is_told", [({}, False), ({"power_hz": 0}, False), ({"power_hz": 1}, True)])
 def test_who_asks_for_power_without_a_sensor_is_told_that_there_is_none(settings, is_told, tmp_path, monkeypatch):
     monkeypatch.setattr(power, "RAPL", tmp_path)
     run = fake_run(tmp_path, **settings)
@@ -157,11 +154,10 @@ def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path)
 def test_windows_are_checked():
     assert step_window("3:7") == range(3, 8) and step_window(" 5:5 ") == range(5, 6) and step_window(None) is None
     common = dict(pretrain_data_path="x", tokenizer_path="y", total_batch_size=8192)
-    assert [*rules(Config(**common, profile_steps="3:7", power_steps="1:2", memory_snapshot=3))] == []
+    assert [*rules(Config(**common, profile_steps="3:7", memory_snapshot=3))] == []
     for wrong in ("7:3", "0:3", "3", "3-7", "a:b", "3:7:9", "-1:3"):
         assert [*rules(Config(**common, profile_steps=wrong))] == [
             f"PROFILE_STEPS={wrong} must be the first and the last step from 1, such as 3:7"]
-    assert "set POWER_HZ above 0, such as 50" in [*rules(Config(**common, power_steps="3:7", power_hz=0))][0]
     assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
     with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, but torch sees no GPU here; remove it"):
         prepare_device(Config(memory_snapshot=3, device="cpu"))

@@ -21,8 +21,6 @@ OBJECTS = ["config.json", "data.json", "configs/step-00000001.json"]
 SETTINGS = ["MAX_STEPS", "TRAINING_STAGE", "HELLASWAG_NAME", "WORLD_SIZE", "LORA_ENABLED", "LEARNING_RATE", "PRETRAIN_DATA_PATH"]
 SPECIAL = ["step", "time", "step_seconds", "train_loss", "val_loss", "tokens_seen"]  # of metrics.jsonl; others are alike
 WEIGHTS = "checkpoints/step-00000006/model.safetensors"
-POWER = ["time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step",
-         *(f"{1.795e9 + i / 50},{i % 2},{100 + i},9,9,9,9,0,forward,{i}" for i in range(40)), "1795000001,,,,,,,,backward,4"]
 
 Number = Optional[float]
 
@@ -51,7 +49,6 @@ class PageRun(BaseModel):
     failure: Optional[dict[str, Optional[str]]]
     goodput: Optional[dict[str, Any]]
     alarms: list[dict[str, Union[int, str]]]
-    power: Optional[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,6 @@ def intact(whole, tmp_path_factory) -> Path:
     (folder / "data.json").write_text(json.dumps({"sources": [
         {"source": "web", "share": 0.7, "tokens": 70, "documents": 3, "passes": 1.5}, {"source": "books", "share": 0.3}]}))
     shutil.copy(folder / "configs/step-00000001.json", folder / "configs/step-00000003.json")
-    (folder / "power.csv").write_text("\n".join(POWER) + "\n")
     with open(folder / "events.jsonl", "a") as events, open(folder / "ledger.jsonl", "a") as ledger:
         for event in ({"event": "slow rank", "rank": 1, "phase": "data", "ratio": 1.5, "host": "a"}, {"event": "drift", "rank": 2},
                       {"event": "start", "world_size": 2, "previous_step": 6, "previous_time": 1.8e9, "seconds": 2.0},
@@ -98,20 +94,12 @@ def damages(folder: Path) -> Iterator[tuple[str, str, Optional[bytes]]]:
         for value in VALUES:
             source = with_field({"source": "a", "share": 1}, field, value)
             yield "data.json", f"{field} = {value[:20]}", b'{"sources": [%s]}' % source
-    rows = [row.encode() for row in POWER]
-    for column in (0, 1, 2, 8, 9):
-        for value in ("", "high", "nan", "inf", "-1", "1e300", HUGE, "\ud800"):
-            row = POWER[20].split(",")
-            row[column] = value
-            yield "power.csv", f"column {column} = {value[:20]!a}", replaced(rows, 20, ",".join(row).encode("utf-8", "surrogatepass"))
     for line in LINES:
-        for row in (0, 20):
-            yield "power.csv", f"row {row} {line[:20]!r}", replaced(rows, row, line)
         for file in ("run.lock", WEIGHTS, *OBJECTS):
             yield file, f"all {line[:20]!r}", line
     for header in ('{"x": 3}', '{"x": {}}', '{"x": {"shape": "ab"}}', f'{{"x": {{"shape": [{HUGE}]}}}}', "[3]"):
         yield WEIGHTS, header[:30], len(header).to_bytes(8, "little") + header.encode()
-    for file in (*(f"{log}.jsonl" for log in LOGS), "power.csv", "run.lock", WEIGHTS, *OBJECTS):
+    for file in (*(f"{log}.jsonl" for log in LOGS), "run.lock", WEIGHTS, *OBJECTS):
         yield file, "missing", None
 
 
@@ -144,4 +132,4 @@ def test_each_damage_leaves_a_page_and_lines_that_are_left_out_are_counted(every
             failed.append(f"{file}, {what}: {type(error).__name__}: {str(error)[:150]}")
         shutil.copy(intact / file, damaged / file)
         count += 1
-    assert count * every > 1000 and failed == [], f"{len(failed)} of {count}:\n" + "\n".join(failed)
+    assert count * every > 900 and failed == [], f"{len(failed)} of {count}:\n" + "\n".join(failed)

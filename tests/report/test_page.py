@@ -41,9 +41,7 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
                                            "away_seconds": 500, "repeated_steps": 10}]},
             "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "stage": "sft, LoRA",
             "headline": {"curve": "val_loss", "title": "Validation loss", "higher": False}, "failure": None,
-            "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}],
-            "power": {"start": 1.7e9, "gpus": {"0": {"x": [0, 500, 1000, 1500], "y": [100, 200, 150, None]}},
-                      "marks": [[0, "forward", 7], [0.8, "backward", 7], [1.6, "forward", 8]]}}
+            "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}]}
 
 
 def series(name: str, label: str, error=None, kind="line", reference=None) -> dict:
@@ -188,7 +186,7 @@ def test_everything_of_the_data_is_said(show):
 
 def test_a_run_that_has_not_begun_has_a_page(show):
     nothing = {"curves": {}, "samples": [], "settings": [], "sources": [], "segments": [], "alarms": [], "facts": [], "goodput": None,
-               "power": None, "recent": {}, "best": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
+               "recent": {}, "best": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
     page = show(report(run() | nothing))
     assert page.locator("section:visible h2").all_inner_texts() == ["Overview"]
     assert "? unknown" in page.inner_text("header") and "has not begun" in page.inner_text("#overview")
@@ -372,24 +370,6 @@ def test_charts_are_found_by_name_and_pinned_first_also_at_the_next_visit(show):
     assert seen.first.inner_text() == "Loss" and page.evaluate("localStorage.getItem('paddock-pins')") == "[]"
 
 
-def test_many_gpus_are_a_median_with_a_band_and_single_ones_show_under_the_pointer(show):
-    data = report(run())
-    data["runs"][0]["power"]["gpus"] = {str(gpu): {"x": [0, 500, 1000, 1500], "y": [100 + 10 * gpu, 200, 150, None]} for gpu in range(8)}
-    page = show(data)
-    drawn = "charts.get('power-0').slots.map(({role, line, y}) => [role, line.label, y[0]])"
-    bands = [["high", "median of 8 GPUs", 170], ["low", "median of 8 GPUs", 100], ["main", "median of 8 GPUs", 135]]
-    assert page.evaluate(drawn) == bands
-    button = page.locator("#power .legend button", has_text="GPU 3")
-    button.hover()
-    assert page.evaluate(drawn) == [*bands, ["main", "GPU 3", 130]]
-    page.mouse.move(0, 0)
-    assert page.evaluate(drawn) == bands
-    button.click()
-    page.mouse.move(0, 0)
-    page.locator("h1").focus()
-    assert page.evaluate(drawn)[-1] == ["main", "GPU 3", 130], "chosen"
-
-
 def test_a_link_brings_back_the_view(show):
     page = show(report(run(), run("second")))
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }; null")
@@ -444,8 +424,7 @@ def test_a_point_of_a_long_curve_shows_the_range_of_its_values(show):
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_on_a_report(show, four, violations, width, scheme):
     failed = {"state": "failed", "failure": {"where": "in step 9", "reason": "it was not finite", "saved": "step-00000008", "command": "./paddock replay x"}}
-    power = run()["power"] | {"gpus": {str(gpu): {"x": [0, 500], "y": [100, 200]} for gpu in range(8)}}
-    pages = {390: (report(run() | failed), four), 1440: (report(run() | {"power": power}), report(run(), run("second")))}
+    pages = {390: (report(run() | failed), four), 1440: (report(run()), report(run(), run("second")))}
     for data in pages[width]:
         for each in data["runs"]:  # axe looks at each cell of the tables: a few rows will do
             each["curves"] = {name: {axis: values[-9:] for axis, values in found.items()} for name, found in each["curves"].items()}
@@ -525,16 +504,6 @@ def test_the_axis_is_steps_tokens_or_time(show):
     for axis, end in (("tokens", 1000 * 4096), ("time", 495), ("step", 1000)):
         page.locator("#axis").select_option(axis)
         assert page.evaluate("charts.get('speed').plot.scales.x.max") == end
-
-
-def test_the_cursor_on_the_power_names_the_phase(show):
-    page = show(report(run()))
-    page.locator("#chart-power-0 .plot").focus()
-    page.keyboard.press("Home")
-    page.keyboard.press("ArrowRight")
-    assert spoken(page, "power-0") == "0.500 s, forward of step 7: GPU 0 200"
-    page.keyboard.press("ArrowRight")
-    assert spoken(page, "power-0") == "1.000 s, backward of step 7: GPU 0 150"
 
 
 def test_an_update_keeps_zoom_focus_scroll_and_what_is_open(show):

@@ -149,7 +149,7 @@ def test_a_run_of_an_older_version_shows_what_it_has(whole, tmp_path):
         shutil.copy(whole.folder / name, old)
     data = read(old).data()
     run, = data["runs"]
-    assert (run["goodput"], run["power"], run["alarms"], run["segments"], run["samples"]) == (None, None, [], [], [])
+    assert (run["goodput"], run["alarms"], run["segments"], run["samples"]) == (None, [], [], [])
     assert run["state"] == "finished" and render(data)
 
 
