@@ -126,7 +126,7 @@ def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: Mode
 def describing(c: ModelConfig) -> dict[str, Any]:
     """Return the settings that decide what a model computes, in one spelling, and the shapes of a block."""
     layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
-    spelt = {"keep_layers", "grow_layers", "grow_ffn_dim", "head_width", *SCALING_SETTINGS}
+    spelt = {"head_width", *SCALING_SETTINGS}
     spelt -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
     fixed = [name for name, field in ModelConfig.model_fields.items()
              if field.json_schema_extra["on_resume"] == "fixed" and name not in spelt]

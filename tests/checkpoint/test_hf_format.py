@@ -142,7 +142,7 @@ def test_settings_come_back_from_the_config(config):
 @pytest.mark.parametrize("changes", [
     {"head_width": 16}, {"head_width": 8}, {"rope_low_freq_factor": 2.0, "rope_scaling_type": "yarn"}, {"sliding_every": 3},
     {"model_type": "qwen3", "sliding_window": 9, "sliding_every": 7}, {"model_type": "smollm3", "no_rope_every": 9},
-    {"ffn_dim_multiplier": 2.0}, {"keep_layers": 2}, {"grow_layers": "1:2"}, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
+    {"ffn_dim_multiplier": 2.0}, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
 def test_settings_without_effect_or_spelt_otherwise_can_be_stored(changes):
     config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), **changes})
     shapes = {name: parameter.shape for name, parameter in new_model(config, VOCAB).named_parameters()}
