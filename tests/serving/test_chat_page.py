@@ -554,6 +554,20 @@ def test_the_settings_are_sent_and_their_ranges_held(chat, stub):
     assert page.input_value("[name=system]") == "" and page.input_value("[name=max_tokens]") == "512"
 
 
+def test_the_default_of_an_answer_leaves_half_of_a_short_context_to_the_prompt(chat, stub):
+    stub.models = [{**model("short"), "context_length": 256, "max_tokens": 255}]
+    page = chat()
+    page.say("Hi")
+    page.reads("seed")
+    page.set("max_tokens", "100")
+    page.reload()
+    page.say("More")
+    page.reads("seed", 2)
+    page.do("defaults")
+    assert page.input_value("[name=max_tokens]") == "127"
+    assert [request["max_tokens"] for request in stub.requests] == [127, 100]
+
+
 def test_a_long_conversation_loses_its_beginning_and_says_so(chat, stub):
     page = chat()
     stub.most_messages = 3
