@@ -165,7 +165,7 @@ class DataReport:
         if "bytes_per_token" in facts:
             lines.append(f"bytes per token: {facts['bytes_per_token']:.2f}")
         about, share = "about " * facts["repeated_is_estimate"], facts["repeated"] / max(1, documents)
-        lines += [f"repeated: {about}{facts['repeated']:,} of {counted(documents, items[:-1])} ({share:.2%})",
+        lines += [f"repeated: {about}{counted(facts['repeated'], items[:-1])} ({share:.2%})",
                   f"lengths: median {facts['median']:,}, 90 % up to {facts['p90']:,}, 99 % up to "
                   f"{facts['p99']:,}, longest {facts['longest']:,} tokens"]
         most = max(count for _, count in facts["histogram"])
