@@ -8,7 +8,7 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple, Optional, Protocol
@@ -239,6 +239,12 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else VocabularyMatrix(padded(vocab_size), config.dim)
         self.head = ChunkedHead(vocab_size, config.head_chunk_tokens)
+        self.suppressed: Optional[Tensor] = None
+
+    def suppress(self, ids: Iterable[int]) -> None:
+        """Never sample these ids."""
+        ids = [each for each in ids if 0 <= each < self.vocab_size]
+        self.suppressed = torch.tensor(ids, device=self.norm.weight.device) if ids else None
 
     @property
     def head_matrix(self) -> VocabularyMatrix:

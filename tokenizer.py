@@ -67,6 +67,7 @@ KNOWN_NAMES = {
 }
 CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 GENERATION_FILES = ["config.json", "generation_config.json"]
+SUPPRESSED = "suppress_tokens"  # ids that are never sampled
 GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja", *GENERATION_FILES]
 
@@ -449,7 +450,7 @@ def read_object(path: Path, setting: str) -> dict[str, Any]:
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return the content of a model folder's generation_config.json; config.json supplies ids that it lacks.
 
-    `eos_token_id` is a list. The result is empty if the folder has neither file.
+    `eos_token_id` and `suppress_tokens` are lists. The result is empty if the folder has neither file.
     """
     settings: dict[str, Any] = {}
     for name in GENERATION_FILES:
@@ -457,11 +458,11 @@ def read_generation(folder: Path) -> dict[str, Any]:
             content = read_object(folder / name, str(folder))
             names = GENERATION_IDS if name == "config.json" else content
             settings |= {key: content[key] for key in names if content.get(key) is not None}
-    if "eos_token_id" in settings:
-        ends = settings["eos_token_id"]
-        settings["eos_token_id"] = ends = ends if isinstance(ends, list) else [ends]
-        if not all(type(token) is int for token in ends):
-            raise DataError(f"{folder}: eos_token_id is {ends!r:.60} in its {' or '.join(GENERATION_FILES)}; "
+    for name in settings.keys() & {"eos_token_id", SUPPRESSED}:
+        ids = settings[name]
+        settings[name] = ids = ids if isinstance(ids, list) else [ids]
+        if not all(type(token) is int for token in ids):
+            raise DataError(f"{folder}: {name} is {ids!r:.60} in its {' or '.join(GENERATION_FILES)}; "
                             "set it to a token id, or to a list of them")
     return {key: value for key, value in settings.items() if key not in GENERATION_IDS or value != -1}
 

@@ -511,7 +511,8 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
                                 ends if {*named} - {tokenizer.eos_id, tokenizer.eot_id} else tokenizer.eos_id,
                                 tensors["model.embed_tokens.weight"].dtype)
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", {key: ids[key] for key in ids if ids[key] is not None})
+    write_json(folder / "generation_config.json", {
+        key: value for key, value in ids.items() if value not in (None, [])})
     # Even for a single file: without an index, vLLM also loads the optimizer's file as weights.
     shapes = parameter_shapes(model_config, tokenizer.vocab_size)
     weight_map = {name: file_name for file_name, file in files.items() for name in file.tensors}

@@ -190,6 +190,8 @@ def save_settings(folder: Path, adapter: Adapter, model_config: ModelConfig, tok
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
     write_json(folder / CONFIG_FILE, config)
     write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
+    if (suppressed := tokenizer.generation.get("suppress_tokens")) is not None:  # fewer than the base's
+        write_json(folder / "generation_config.json", {"suppress_tokens": suppressed})
     tokenizer.save_huggingface(folder)
 
 

@@ -4,6 +4,7 @@ Shape suffixes as in model.py: B rows, T new tokens, S tokens of a row, K key/va
 vocabulary; R rows that get a token, W the most likely tokens, sorted.
 """
 
+import math
 import sys
 import threading
 from collections import deque
@@ -298,6 +299,8 @@ class Batch:
             return
         if self.ready_R is not None:
             logits_RV = logits_RV[self.ready_R]
+        if self.model.suppressed is not None:
+            logits_RV = logits_RV.index_fill(1, self.model.suppressed, -math.inf)
         scores_RV = None if self.top_logprobs < 0 else logits_RV.float().log_softmax(dim=-1)
         if self.seen_RV is not None:
             logits_RV = penalize(logits_RV, self.seen_RV, self.samplings.penalty_B1)

@@ -18,7 +18,7 @@ from model import Transformer, padded
 from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
 from run.extensions import load_kernels
 from run.start import find_by_hash
-from tokenizer import GENERATION_IDS, load_tokenizer, read_generation
+from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 
@@ -57,7 +57,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
     rows, adapter = huggingface.vocabulary_rows(tensors), None
     place = folder if (folder / "tokenizer.json").is_file() else source
     tokenizer = tokenizer or load_tokenizer(str(place))
-    tokenizer.generation = read_generation(source)
+    tokenizer.generation = read_generation(source) | read_generation(folder)
     ids = tokenizer.vocab_size
     if base:
         adapter = peft.load_adapter_folder(folder, config, padded(max(rows, ids)))
@@ -71,6 +71,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
                               f"{rows:,}; replace it by the model's tokenizer")
     device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
+    model.suppress(tokenizer.generation.get(SUPPRESSED, ()))
     if adapter:
         if quantization != "none":
             model.float()  # training quantizes float32 weights
@@ -105,7 +106,7 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
     model, tokenizer = load_for_use(folder, base, dtype=dtype)
     pack_weights(model, weights == "int8")
     unused = {key: value for key, value in tokenizer.generation.items()
-              if key not in (*GENERATION_IDS, "transformers_version") and key[0] != "_"}
+              if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version") and key[0] != "_"}
     if unused:
         print_safely("The model's generation_config.json also has "
                      f"{', '.join(f'{key}={value!r:.40}' for key, value in unused.items())}, which is not "

@@ -40,7 +40,9 @@ from run.log import RunLog
 from run.rollouts import Rollouts
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
-from tokenizer import load_tokenizer, read_generation
+from tokenizer import SUPPRESSED, load_tokenizer, read_generation
+
+MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
 
 
 class Located(NamedTuple):
@@ -485,7 +487,14 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
             finite = not (for_replay and start.is_own)
             ranks.raise_on_all(lambda: model_utils.load_weights(start.folder, model, finite))
     if source := start.base if config.lora_enabled else start.folder:
-        inputs.tokenizer.generation = ranks.raise_on_all(lambda: read_generation(source))
+        own = start.folder if start.is_own else source
+        inputs.tokenizer.generation = ranks.raise_on_all(
+            lambda: read_generation(source) | read_generation(own))
+    generation = inputs.tokenizer.generation
+    if start.folder is None or SUPPRESSED in generation and not start.is_own:
+        unseen = unseen_tokens(inputs, start.folder is None, config.training_stage, ranks)
+        inputs.tokenizer.generation = generation = {**generation, SUPPRESSED: unseen}
+    model.suppress(generation.get(SUPPRESSED, ()))
     if config.train_only:
         trained = {f"layers.{layer}" for layer in config.train_only.split(",")}
         for name, parameter in model.named_parameters():
@@ -509,6 +518,20 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         context.log.warn(f"no torch.compile: {reason}")
     choose_head_chunk(model, config, dtype.itemsize, ranks.device)
     return run
+
+
+@collective
+def unseen_tokens(inputs: Inputs, is_new: bool, stage: str, ranks: Ranks) -> list[int]:
+    """Return the control tokens that no training has seen: those of new weights, or of the start's generation
+    config, that the data lacks."""
+    tokenizer = inputs.tokenizer
+    unseen = {*tokenizer.special_ids.values()} - {*tokenizer.stop_ids, tokenizer.eot_id}
+    unseen = unseen if is_new else {*tokenizer.generation[SUPPRESSED]}
+    if sum(rows.token_set.tokens for rows in dataloaders.rows_by_source(inputs.rows)) > MOST_READ_TOKENS:
+        return []
+    if unseen and stage != "grpo":  # whose records are stored among the tokens, as bytes
+        unseen -= {*ranks.broadcast(ranks.on_rank0(inputs.used_ids))}
+    return sorted(unseen)
 
 
 @collective

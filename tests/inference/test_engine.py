@@ -332,3 +332,14 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
         expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, do_sample=False,
                                    eos_token_id=None, pad_token_id=0)[0, len(prompt):]
         assert written == expected.tolist()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(temperature=3.0), Sampling(temperature=1.0, by_id=True)])
+def test_suppressed_ids_are_never_sampled(model, sampling):
+    try:
+        model.suppress([*range(0, VOCAB, 2), VOCAB + 5, -1])
+        found = {token for answer in generate(model, PROMPTS, 20, sampling) for token in answer}
+    finally:
+        model.suppress(())
+    assert found and all(token % 2 for token in found)
+    assert any(token % 2 == 0 for answer in generate(model, PROMPTS, 20, sampling) for token in answer)

@@ -543,3 +543,29 @@ def test_a_narrow_model_is_tuned_at_a_higher_rate(mode, recipe, stages, tmp_path
     assert trained(MAX_STEPS=2)["LEARNING_RATE"] == scaled, "a resumed run"
     assert trained(RUN_NAME="wide")["LEARNING_RATE"] == recipe
     assert trained(RUN_NAME="given", LEARNING_RATE=given)["LEARNING_RATE"] == given
+
+
+def suppressed_by(folder: Path) -> list[int]:
+    return json.loads((folder / "generation_config.json").read_text()).get("suppress_tokens", [])
+
+
+@pytest.mark.parametrize("mode", ["sft", "lora-sft"])
+def test_control_tokens_that_no_training_has_seen_are_never_sampled(mode, stages, tmp_path):
+    special = load_tokenizer(str(stages.prepared.tokenizer)).special_ids
+    unseen = {number for name, number in special.items() if name not in ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")}
+    assert {*suppressed_by(stages.base)} == unseen, "the base has seen texts"
+    run = stages.run(mode, tmp_path, **UNMEASURED, MAX_STEPS=2)
+    unseen -= {special["<|start_header_id|>"], special["<|end_header_id|>"]}
+    for step in (1, 2):
+        assert run.train(STOP_STEP=step) == 0
+        assert {*suppressed_by(run.checkpoint(step))} == unseen
+    assert {*load_for_use(run.checkpoint(2))[0].suppressed.tolist()} == unseen
+
+
+def test_a_base_that_others_trained_may_sample_all_tokens(stages, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "base").mkdir(exist_ok=True)
+        shutil.copy(stages.base / name, tmp_path / "base" / name)
+    run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT=tmp_path / "base")
+    assert run.train() == 0 and suppressed_by(run.checkpoint(1)) == []
+    assert load_for_use(run.checkpoint(1))[0].suppressed is None
