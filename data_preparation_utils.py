@@ -22,7 +22,7 @@ from common.command_line import CommandParser, number
 from common.errors import DataError, SettingsError, local_path, unreadable
 from common.files import disk_errors, read_json
 from common.text import is_url, show, without_passwords
-from config import KINDS, Config
+from config import KINDS, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import describe_lengths, kind_of_examples
@@ -36,7 +36,8 @@ from data_pipeline.prepare import (
 )
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, kind_of, local_files, source_of
-from settings.load import export, load_config
+from data_pipeline.templates import text_tokenizer
+from settings.load import export, load_config, read_flags
 from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
@@ -99,7 +100,11 @@ def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options
     if kind != "documents" and (source.column or source.documents):
         raise SettingsError(f"{source.path or source.name}: remove column and documents, which are for text")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
-    data_kind = DOCUMENTS if kind == "documents" else kind_of_examples(kind, tokenizer, options.system_prompt)
+    if kind == "documents":
+        more = text_tokenizer(tokenizer).special_ids.keys() - tokenizer.special_ids.keys()
+        data_kind = DOCUMENTS._replace(settings={"chat_tokens": sorted(more)} if more else {})
+    else:
+        data_kind = kind_of_examples(kind, tokenizer, options.system_prompt)
     return prepare(data_kind, source, tokenizer, Path(output_dir), options)
 
 
@@ -148,6 +153,13 @@ class FlagParser(CommandParser):
 
         return self.parse_known_args([*map(normalized, argv)])
 
+    def refuse_unused(self, argv: Sequence[str], *used: str) -> None:
+        """Raise SettingsError for flags of settings other than those `used` here."""
+        unused = read_flags(self.split(argv)[1], ()).layer.values.keys() - {"preset", *used}
+        if unused:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+            raise SettingsError(f"command line: {flags} has no effect here; remove it (see --help)")
+
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         """Return the script's flags, and the settings; keys for libraries in `.env` are exported."""
         flags, others = self.split(argv)
@@ -162,6 +174,12 @@ def non_empty(text: str) -> str:
     return text
 
 
+def used_settings(kind: str) -> list[str]:
+    """Return the settings that a preparation uses."""
+    names = ["tokenizer_path", "tokenizer_backend", *PreparationConfig.model_fields]
+    return names if kind != "documents" else [name for name in names if name != "system_prompt"]
+
+
 def flag_parser(kind: str, records: str) -> FlagParser:
     """Return the parser for the script that prepares this kind of data; `records` begins its --help."""
     is_text = kind == "documents"
@@ -170,8 +188,7 @@ def flag_parser(kind: str, records: str) -> FlagParser:
         records, prog=f"python {KINDS[kind][1]}",
         usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings used here, from .env, the environment or as flags:
-  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION
-  PREPARATION_WORKERS {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
+  {' '.join(used_settings(kind)).upper()} HF_TOKEN
 An interrupted preparation continues where it stopped.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:

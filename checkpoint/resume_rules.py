@@ -46,10 +46,10 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     now = config.public() | now_identity
     # Older versions had fewer settings.
     defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
-    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95, "PAIR_TRUNCATION": "drop"}
+    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95}
     before = defaults | state["settings"] | state["identity"]
-    if now["DPO_DATA_PATH"] == before.get("DPO_DATA_PATH"):  # otherwise the rows have other hashes
-        del now["PAIR_TRUNCATION"]
+    if now["DPO_DATA_PATH"] != before.get("DPO_DATA_PATH"):  # what older versions did, where it matters
+        before.setdefault("PAIR_TRUNCATION", "drop")
     if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling
         before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}

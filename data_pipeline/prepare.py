@@ -30,6 +30,7 @@ from common.text import counted, is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, Filter
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
 from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
+from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import (
     SPLITS,
     TOKENIZERS,
@@ -93,7 +94,7 @@ class PreparationPlan(NamedTuple):
 
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as a flat array of ids, in order."""
-    tokenizer = worker_tokenizer(spec)
+    tokenizer = text_tokenizer(worker_tokenizer(spec))
     texts: dict[str, list[str]] = {split: [] for split in SPLITS}
     for _, text, split in documents:
         texts[split or split_of(text, spec.validation_fraction)].append(text)

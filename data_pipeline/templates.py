@@ -332,6 +332,14 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
+@lru_cache(maxsize=1)
+def text_tokenizer(tokenizer: BaseTokenizer) -> BaseTokenizer:
+    """Return the tokenizer of plain text, whose words never become tokens of the chat format."""
+    with suppress(DataError):
+        return load_chat_format(tokenizer).tokenizer
+    return tokenizer
+
+
 def load_chat_format(tokenizer: BaseTokenizer) -> ChatFormat:
     """Return a tokenizer's chat format: its template, or Llama 3's format if it has none."""
     if tokenizer.chat_template not in (None, CHAT_TEMPLATE):

@@ -78,9 +78,10 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     `records` describes the records that it accepts, and `legend` the printed examples.
     """
     from config import KINDS
-    from data_preparation_utils import describe, flag_parser, prepare_from_flags
+    from data_preparation_utils import describe, flag_parser, prepare_from_flags, used_settings
 
     def main() -> None:
+        flag_parser(kind, records).refuse_unused(sys.argv[1:], *used_settings(kind))
         folder = prepare_from_flags(kind, sys.argv[1:], records)
         line = train_command(kind, folder, flag_parser(kind, records).parse(sys.argv[1:])[1])
         to_choose = " (MODEL is the model to start from)" * line.endswith(" MODEL")

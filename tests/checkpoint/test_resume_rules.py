@@ -16,7 +16,7 @@ CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 PROMISED = {
     "fixed": """
         distillation_enabled teacher_precision distillation_loss distillation_jsd_beta distillation_weight distillation_lambda
-        distillation_temperature preference_objective dpo_loss dpo_beta dpo_label_smoothing dpo_length_normalised
+        distillation_temperature preference_objective pair_truncation dpo_loss dpo_beta dpo_label_smoothing dpo_length_normalised
         dpo_sft_weight kto_desirable_weight kto_undesirable_weight orpo_lambda simpo_beta simpo_gamma lora_enabled lora_rank lora_alpha lora_rslora lora_dropout
         lora_target_modules lora_train_head lora_train_embeddings lora_train_tokens lora_base_quantization total_batch_size
         max_seq_len optimizer dim n_layers n_heads n_kv_heads norm_eps rope_theta rope_scaling_factor
@@ -156,3 +156,13 @@ def test_changed_data_is_named_by_its_path_and_a_short_hash():
     before, now = Config(pretrain_data_path="data/old"), Config(pretrain_data_path="data/new")
     with pytest.raises(CheckpointError, match="PRETRAIN_DATA_PATH was data/old with SHA-256 a{12}, is data/new with SHA-256 b{12}[.] "):
         changes(before, now, ("a" * 64, "b" * 64))
+
+
+def test_a_run_of_a_version_that_left_long_pairs_out_resumes_if_they_are_still_left_out():
+    """Rows with longer pairs have another hash."""
+    before, now = Config(training_stage="dpo"), Config(training_stage="dpo")
+    state = {"settings": before.public(), "identity": identity(before, "short", "tokenizer"), "world_size": 1}
+    del state["settings"]["PAIR_TRUNCATION"]
+    assert check_changes(state, now, identity(now, "short", "tokenizer"), CHECKPOINT) == ([], [])
+    with pytest.raises(CheckpointError, match="PAIR_TRUNCATION was drop, is keep_end.*PAIR_TRUNCATION=drop"):
+        check_changes(state, now, identity(now, "long", "tokenizer"), CHECKPOINT)

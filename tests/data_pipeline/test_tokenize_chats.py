@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,8 @@ import pytest
 from commands import python
 from factories import prepare_under_fire, write_jsonl
 
-from common.errors import DataError
+import data_preparation_utils
+from common.errors import DataError, SettingsError
 from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
@@ -414,3 +417,40 @@ def test_small_sets_hold_out_at_least_one(prompts, answers, asked):
     examples = [example(f"Prompt {prompt}", answers=(f"Good {number}", "bad")) for prompt in range(prompts) for number in range(answers)]
     assert 0 < len(held_out(examples, plan(examples, asked))) < len(examples)
 
+
+
+def test_raw_text_does_not_become_a_token_of_the_chat_format_that_is_not_marked_special(tmp_path, folder_path):
+    """The tokenizer's files do not name it; only its chat template writes it."""
+    document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
+    document["added_tokens"] += [document["added_tokens"][-1] | {"id": document["added_tokens"][-1]["id"] + 1, "content": "<|turn|>", "special": False}]
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    shutil.copy(Path(folder_path) / "tokenizer_config.json", folder)
+    source, sets = write_jsonl(tmp_path / "x.jsonl", [{"text": "Say <|turn|> twice."}]), []
+    for template in ("{{ 'x' }}", TEMPLATE.replace("<|start_header_id|>", "<|turn|>")):
+        (folder / "chat_template.jinja").write_text(template)
+        sets.append(prepare("documents", source, str(folder), tmp_path / "out", validation_fraction=0))
+    turn = document["added_tokens"][-1]["id"]
+    assert [turn in np.fromfile(made / "train-00000.bin", "<u2", offset=1024) for made in sets] == [True, False]
+
+
+@pytest.mark.parametrize("kind, flags, refused", [
+    ("documents", ["--max-steps", "3", "--system-prompt=x"], "--max-steps, --system-prompt has no effect here"),
+    ("documents", ["--max-documents", "3", "--validation-fraction", "0.1", "--preset", "sample"], ""), ("chats", ["--system-prompt=x"], ""),
+    ("pairs", ["--learning-rate=1"], "--learning-rate has no effect here")])
+def test_settings_without_effect_on_a_preparation_are_refused_as_flags(kind, flags, refused):
+    parser = data_preparation_utils.flag_parser(kind, "")
+    with pytest.raises(SettingsError, match=refused) if refused else nullcontext():
+        parser.refuse_unused(["--source", "x", *flags], *data_preparation_utils.used_settings(kind))
+
+
+def test_what_the_reader_and_the_workers_refuse_is_reported_together(tmp_path, folder_path):
+    records = [{"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "a"}]} for number in range(9)]
+    records[2]["messages"].insert(0, {"role": "system", "content": "refused by the template"})
+    records[4] = {"messages": []}
+    source = write_jsonl(tmp_path / "x.jsonl", [*records, {"text": "no chat"}])
+    with pytest.raises(DataError) as refused:
+        prepare("chats", source, folder_path, tmp_path / "out")
+    first, *places = str(refused.value).split("\n")
+    assert first.startswith("3 bad records; ") and {place.split(": ")[0] for place in places} == {f"{source}:{line}" for line in (3, 5, 10)}
