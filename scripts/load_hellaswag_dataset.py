@@ -28,6 +28,7 @@ def main(argv: list[str]) -> None:
             ("--revision", "REV", "the hub dataset's branch, tag or commit [newest]", None),
             ("--output", "FILE", "the items as JSON lines [data/hellaswag/SPLIT.jsonl]", None)):
         parser.add_argument(flag, metavar=metavar, help=meaning, default=default, type=non_empty)
+    parser.refuse_unused(argv)
     flags, config = parser.parse(argv)
     split = flags.split or "validation"
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")

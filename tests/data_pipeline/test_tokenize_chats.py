@@ -281,7 +281,7 @@ def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script,
     flags += ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1", "--preparation-workers", "1"]
     done = python(f"scripts/{script}", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    name, path = done.stdout.splitlines()[-1].split("=")
+    name, path = next(line for line in done.stdout.splitlines() if line.startswith(f"{setting}=")).split("=")
     manifest = files_of(tmp_path / path)[MANIFEST]
     assert name == setting and Path(path).parent == Path(output)
     assert manifest["settings"].get("system_prompt", "Be kind.") == "Be kind."
