@@ -25,7 +25,8 @@ def setting(on_resume: str, default, meaning: str, **limits):
     """Return a field with a help text and its behaviour on resume. Every number has an upper limit."""
     if limits and not {"lt", "le"} & set(limits):
         limits["le"] = MAX_NUMBER
-    return Field(default, description=meaning, json_schema_extra={"on_resume": on_resume}, **limits)
+    extra = {"on_resume": on_resume, "times": limits.pop("times", None)}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
 # If a resuming run differs from its checkpoint in a safe setting, a note reports it; in a curve setting, a
@@ -36,9 +37,8 @@ safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "cur
 
 def interval(times: int, most: int, meaning: str):
     """Return a field for the steps between two events; settings/derived.py divides MAX_STEPS by `times`."""
-    field = safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0)
-    field.json_schema_extra["times"] = times
-    return field
+    return safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0,
+                times=times)
 
 
 class Section(BaseModel):

@@ -211,10 +211,11 @@ class MemoryEstimate(NamedTuple):
     activations: int  # kept for the backward
     working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
     host: int = 0  # with CPU_OFFLOAD; copies of the state with ASYNC_SAVE and for GRPO_UPDATES
+    process: int = 0  # on a CPU: Python, torch and code for matmuls
 
     @property
     def total(self) -> int:
-        return sum(self[:-1])
+        return sum(self) - self.host
 
 
 def activation_bytes(config: Config, compute_bytes: int) -> float:

@@ -46,6 +46,7 @@ from settings.load import PRESETS_DIR, Loaded
 from tokenizer import load_tokenizer
 
 GIB = 2**30
+PROCESS_BYTES = int(0.4 * GIB)  # of Python, torch, this program and code for matmuls
 PROBE_SECONDS = 2.0  # total time of the measured micro-batches
 TOO_LONG_SECONDS = 10  # time of a micro-batch that --check does not measure
 LLAMA_3_IDS = 128_256  # vocabulary of the tokenizer that the presets are made for
@@ -106,6 +107,15 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         return [inputs.description, *(f"  {line}" for line in table)]
     epochs = config.max_steps * config.rows_read / len(inputs.rows)
     return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
+
+
+def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
+    """Return `estimate_memory` of these arguments; on a CPU, the resident memory, which includes copies."""
+    forecast = estimate_memory(config, *known)
+    if "cpu" not in known:
+        return forecast
+    copies = forecast.host if config.save_every or config.keep_every or config.cpu_offload else 0
+    return forecast._replace(working=forecast.working + copies, host=0, process=PROCESS_BYTES)
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
@@ -516,18 +526,19 @@ class Check:
             room, owner = int(USABLE * memory), "this GPU"
         else:
             room = on_machine // config.world_size
-            ranks = f" for each of {config.world_size} ranks" if config.world_size > 1 else ""
-            owner = f"Python, torch and code for matmuls take 0.4 GiB more; this machine{ranks}"
+            owner = f"this machine{f' for each of {config.world_size} ranks' * (config.world_size > 1)}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
-        forecast = estimate_memory(config, *known)
+        forecast = forecast_memory(config, *known)
         items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
-                          if name != "host" and (value or name != "frozen"))
+                          if name != "host" and (value or name not in ("frozen", "process")))
         host = f" and {forecast.host / GIB:.2f} GiB of host memory per rank" if forecast.host else ""
-        text = (f"about {forecast.total / GIB:.2f} GiB per device ({items}){host}; {owner} has "
+        where = "of resident memory per process" if forecast.process else "per device"
+        text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host}; {owner} has "
                 f"{room / GIB:.1f} GiB")
-        if forecast.total > room:  # without room for the copy in host memory, saves are synchronous
+        in_turn = config.model_copy(update={"async_save": False})
+        if forecast_memory(in_turn, *known).total > room:  # without room for the copy, saves are synchronous
             raise SettingsError(f"{text}. {memory_advice(config, room, *known)}")
-        offloaded = estimate_memory(config.model_copy(update={"async_save": False}), *known).host
+        offloaded = estimate_memory(in_turn, *known).host
         local_ranks = min(config.world_size, torch.cuda.device_count() or config.world_size)
         if not config.device_memory and offloaded * local_ranks > on_machine:
             raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
@@ -639,7 +650,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
     for layout, how, rows in product(layouts, recompute, smaller):
         changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
         changed = config.model_copy(update=changes)
-        needed = estimate_memory(changed, *known)
+        needed = forecast_memory(changed, *known)
         if needed.total <= room and {*rules(changed, start_is_read=True)} <= broken:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))

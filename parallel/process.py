@@ -213,9 +213,10 @@ KEPT_SHAPES = 256
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
-def configure_allocator() -> None:
-    """On a GPU, use expandable segments; on a CPU, huge pages, and small caches of code for matmuls."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+def configure_allocator(huge_pages: bool = True) -> None:
+    """On a GPU, use expandable segments; on a CPU, huge pages if asked, and small caches of matmuls' code."""
+    if huge_pages:
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     for name in SHAPE_CACHES:
         os.environ.setdefault(name, str(KEPT_SHAPES))
     if not any(name in os.environ for name in ALLOCATOR):

@@ -31,7 +31,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("pauses", "Evaluation and saving", "s", (), {
         "evaluation_seconds": "evaluation", "save_seconds": "saving"}),
     ("memory", "Peak memory", "bytes", (), {
-        "peak_memory_bytes": "allocated by PyTorch", "gpu_memory_bytes": "used on the GPU"}),
+        "peak_memory_bytes": "", "gpu_memory_bytes": "used on the GPU"}),
     ("power", "Power", "W", (), {"power_watts": "all GPUs"}),
     ("energy", "Energy per token", "J", (), {"joules_per_token": "joules per token"}),
     ("gpu-utilization", "GPU utilization", "%", (), {"gpu_utilization": "GPU utilization"}),
@@ -51,8 +51,9 @@ def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
             for name in names for end, text in ACCURACIES.items() if name.endswith(end)}
 
 
-def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "") -> list[dict[str, Any]]:
-    """Return the charts for the page's data, given each curve's last value.
+def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "",
+           memory: str = "allocated by PyTorch") -> list[dict[str, Any]]:
+    """Return the charts for the page's data, given each curve's last value, and what peak memory counts.
 
     The chart of the curve `first` comes first, and those of unknown curves last.
     """
@@ -68,6 +69,7 @@ def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "") ->
             stem = next((curve.removesuffix(end) for end in ACCURACIES if curve.endswith(end)), curve)
             has_error = f"{stem}_stderr" in last and not curve.endswith("_acc_norm")
             is_rare = curve in tasks or curve.startswith(("val_", "generation_", "evaluation_", "save_"))
+            label = memory if curve == "peak_memory_bytes" else label
             chance = last.get(f"{stem}_chance", CHANCE.get(stem))
             series.append({"curve": curve, "label": label, "error": f"{stem}_stderr" if has_error else None,
                            "kind": "points" if is_rare else "line",

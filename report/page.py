@@ -43,9 +43,12 @@ class Report:
         """The page's data, as JSON; docs/contracts.md describes it."""
         last = {name: run.value(name) for run in self.runs for name in run.curves}
         names = [run.name for run in self.runs]
+        on_cpu = [str(process.events[0].get("device")).startswith("CPU")
+                  for run in self.runs for process in run.processes] or [False]
+        memory = ["allocated by PyTorch"] * (not all(on_cpu)) + ["resident memory"] * any(on_cpu)
         made = {"format": FORMAT, "title": " and ".join(names) if len(names) < 3 else f"{len(names)} runs",
                 "generated": time.time(), "live": live, "runs": [],
-                "charts": charts(last, self.runs[0].hellaswag, self.runs[0].main.curve),
+                "charts": charts(last, self.runs[0].hellaswag, self.runs[0].main.curve, " or ".join(memory)),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
         share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS

@@ -40,6 +40,7 @@ RECIPE_WIDTH = 2048  # the recipes' smallest DIM; muP scales the rate by 1 / wid
 EPOCHS = {"sft": 3.0, "dpo": 1.0, "grpo": 1.0}
 # If data decides the batch.
 BATCHES_PER_EPOCH, MOST_BATCH_ROWS = 32, {"pretrain": 512, "sft": 64, "dpo": 64, "grpo": 64}
+HUGE_NUMEL = 2**24  # float32 numbers in 64 MiB; with fewer in the embedding, huge pages save no time
 SMALL_MODEL = 50_000_000  # matrix weights; below this, compiling costs a CPU more than it saves
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
 ROWS = 48  # batches are multiples of this, to suit 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks
@@ -200,24 +201,34 @@ def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]
         beside = (str(folder) for folder in folders
                   if any(os.path.isfile(folder / f"tokenizer.{form}") for form in ("json", "model")))
         on_hub = [] if start is None or any(map(os.path.exists, places)) else [start.partition("@")[0]]
-        tokenizer = next(chain(tokenizers_of_data(config.data_path), beside, on_hub), None)
+        of_data = (name for name, _ in data_manifests(config.data_path)
+                   if os.path.exists(name) or is_hub_name(name))
+        tokenizer = next(chain(of_data, beside, on_hub), None)
     if config.training_stage in EPOCHS and "max_seq_len" not in decided:
         length = min(length, next(filter(None, map(trained_row_length, folders)), length))
     chosen = {"tokenizer_path": tokenizer, "max_seq_len": length}
     return {name: value for name, value in chosen.items() if value != getattr(config, name)}
 
 
-def tokenizers_of_data(data_path: Optional[str]) -> Iterator[str]:
-    """Yield the tokenizers named in prepared data: existing paths and hub names."""
+def huge_pages_pay(config: Config) -> bool:
+    """Return whether new memory for the vocabulary's gradients, which costs page faults, dominates a step.
+
+    Other tensors reuse memory, which page alignment only fragments (docs/log.md, 2026-11-26).
+    """
+    in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
+    return config.named_checkpoint is None and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)
+
+
+def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:
+    """Yield the tokenizer and the size of the vocabulary that are named in prepared data."""
     data = Path(data_path or "")
     sets = [data, *data.glob("*/")] if data_path else []
     with suppress(*UNREADABLE):
         sets.append(data / read_json(data / "mixture.json")["sources"][0]["set"])
     for folder in sets:
         with suppress(*UNREADABLE):
-            named = read_json(folder / "manifest.json")["tokenizer"]
-            if Path(named).exists() or is_hub_name(named):
-                yield named
+            manifest = read_json(folder / "manifest.json")
+            yield str(manifest["tokenizer"]), int(manifest.get("vocab_size", 0))
 
 
 def trained_row_length(model: Path) -> Optional[int]:
@@ -269,7 +280,7 @@ def with_all_rows(config: Config) -> Config:
 
 def settings_of_length(steps: int, names: Container[str]) -> dict[str, int]:
     """Return the intervals of validations, samples, saves and lines among `names` for a run of `steps`."""
-    fields = {name: (field.default, field.json_schema_extra.get("times"))
+    fields = {name: (field.default, field.json_schema_extra["times"])
               for name, field in Config.model_fields.items() if name in names}
     return {name: max(1, min(most, -(-steps // times))) for name, (most, times) in fields.items() if times}
 

@@ -292,7 +292,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     config = config.model_copy(update=by_start)
     by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
     config = config.model_copy(update=by_stage)
-    unset = Config.model_fields.keys() - decided
+    unset = Config.model_fields.keys() - decided - {*undecided}
     by_length = derived.settings_of_length(config.max_steps, unset)
     config = derived.with_all_rows(config.model_copy(update=by_length))
 
@@ -311,8 +311,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
-    by_stage, by_length = ({name: value for name, value in each.items() if name not in undecided}
-                           for each in (by_stage, by_length))
+    by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
     notes = [f"Kept from {checkpoint}: {text}"] if (text := assigned(recorded)) else []
     if ignored:
         files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())
@@ -321,7 +320,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
                   f"it does not fit TRAINING_STAGE={config.training_stage}")
         notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
     places = dict.fromkeys(recorded, str(checkpoint)) | sources
-    notes += decisions(config, places, by_depth, by_start, by_stage, by_length)
+    notes += decisions(config, places, by_depth, by_start, by_stage)
+    notes += [f"MAX_STEPS={config.max_steps} sets {text}"] if (text := assigned(by_length)) else []
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
     return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),
@@ -329,8 +329,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
 
 def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, Any],
-              by_start: Mapping[str, Any], by_stage: Mapping[str, Any],
-              by_length: Mapping[str, Any]) -> Iterator[str]:
+              by_start: Mapping[str, Any], by_stage: Mapping[str, Any]) -> Iterator[str]:
     """Yield the values chosen for unset settings. `places` are the locations of all other settings."""
     if by_depth:
         others = [f"{name.upper()} ({places.get(name, 'EPOCHS')})"
@@ -340,8 +339,6 @@ def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, 
     if text := assigned(by_stage):
         with_lora = " with LoRA" if config.lora_enabled else ""
         yield f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}"
-    if text := assigned(by_length):
-        yield f"MAX_STEPS={config.max_steps} sets {text}"
     if text := assigned(by_start, also_defaults=True):
         yield f"From the prepared data or the start checkpoint: {text}"
     if len(config.start_settings) > 1:
@@ -497,7 +494,7 @@ def export(loaded: Loaded) -> None:
     """Export `.env`'s secrets and library variables, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)
-    configure_allocator()
+    configure_allocator(derived.huge_pages_pay(loaded.config))
     for name in SECRETS:
         secret = getattr(loaded.config, name)
         if secret is not None:

@@ -20,7 +20,6 @@ import model
 import train
 from checkpoint import huggingface
 from common.errors import SettingsError
-from learn.cost import estimate_memory
 from observe import check
 from run.start import read_inputs
 from settings.load import load_config
@@ -244,7 +243,7 @@ def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
     fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
-    room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
+    room = check.forecast_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
     monkeypatch.setattr(check.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
     assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
     checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)

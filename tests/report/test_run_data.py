@@ -93,6 +93,15 @@ def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
     assert (run["state"], run["sentence"]) == (state, sentence)
 
 
+@pytest.mark.parametrize("device, label", [("CPU, 2 threads", "resident memory"), ("NVIDIA H200", "allocated by PyTorch"),
+                                           (None, "allocated by PyTorch")])
+def test_the_chart_of_memory_says_what_it_counts(folder, device, label):
+    (folder / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0, "peak_memory_bytes": 2000}\n')
+    event = {"time": 1.0, "step": 0, "event": "start", **({"device": device} if device else {})}
+    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+    assert [series["label"] for chart in read(folder).data()["charts"] if chart["id"] == "memory" for series in chart["series"]] == [label]
+
+
 def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
     with FileLock(folder / "run.lock") as lock:

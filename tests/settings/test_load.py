@@ -43,7 +43,7 @@ from settings.load import (
 from settings.names import FOREIGN_NAMES, OTHER_WAYS, advice, misspelt, unknown_flag, validate
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_A_CPU = {"THP_MEM_ALLOC_ENABLE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
+ON_A_CPU = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
 
@@ -307,6 +307,22 @@ def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, mo
     Path(".env").write_text(env)
     export(load_config([], {**os.environ, **DATA}))
     assert os.environ == ON_A_CPU | expected
+
+
+@pytest.mark.parametrize("vocabulary, flags, expected", [
+    (128_256, [], "1"), (49_152, ["--dim", "512"], "1"), (49_152, [], None), (4096, [], None),  # 48 and 4 MiB
+    (49_152, ["--dim", "576", "--n-layers", "30"], None),  # most weights are in the blocks
+    (128_256, ["--pretrain-checkpoint", "x"], None), (128_256, ["--pretrain-checkpoint", "x", "--lora-enabled", "true"], None), (None, [], None)])
+def test_a_cpu_gets_huge_pages_where_new_memory_for_the_vocabulary_is_much_of_a_step(vocabulary, flags, expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {})
+    manifest = {"tokenizer": "moved"} | ({"vocab_size": vocabulary} if vocabulary else {})
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    flags = ["--pretrain-data-path", str(tmp_path), "--tokenizer-path", "t", "--n-heads", "4", "--dim", "256", "--n-layers", "6", *flags]
+    export(load_config(flags, {}))
+    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == expected
+    monkeypatch.setattr(os, "environ", {"THP_MEM_ALLOC_ENABLE": "0"})
+    export(load_config(flags, {}))
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0", "as the user set it"
 
 
 def test_variables_in_env_are_expanded():
