@@ -158,7 +158,7 @@ class FlagParser(CommandParser):
         unused = read_flags(self.split(argv)[1], ()).layer.values.keys() - {"preset", *used}
         if unused:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
-            raise SettingsError(f"command line: {flags} has no effect here; remove it (see --help)")
+            raise SettingsError(f"command line: without effect here, remove {flags} (see --help)")
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         """Return the script's flags, and the settings; keys for libraries in `.env` are exported."""

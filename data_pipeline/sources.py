@@ -134,7 +134,7 @@ class Reading:
     """The state of reading a source: the policy for unusable records, and counts so far."""
 
     skip_bad: bool = False
-    advice: str = "correct it, or skip such records: --on-bad-record skip"
+    advice: str = "correct the data, or skip such records: --on-bad-record skip"
     failed: bool = False  # a record was refused: read to the end of the file, for all of its bad records
     refused: int = 0  # bad records that were read here; others are from a journal
     bad: int = 0
@@ -177,7 +177,7 @@ class Reading:
         """Raise DataError with the unusable records so far, unless they are skipped."""
         if self.bad and not self.skip_bad:
             shown = self.bad_records[:SHOWN_BAD_RECORDS]
-            first = f"; the first {len(shown)}" * (len(shown) < self.bad)
+            first = f" (the first {len(shown)} below)" * (len(shown) < self.bad)
             raise DataError(*([f"{shown[0]}; {self.advice}"] if self.bad == 1 else
                               [f"{self.bad:,} bad records{first}; {self.advice}", *shown]))
 

@@ -542,7 +542,7 @@ def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_
     with pytest.raises(DataError) as refused:
         texts_of(tmp_path)
     first, *places = str(refused.value).split("\n")
-    assert first.startswith("25 bad records; the first 20; ") and "--on-bad-record skip" in first
+    assert first.startswith("25 bad records (the first 20 below); ") and "--on-bad-record skip" in first
     assert places == [f"{tmp_path}/a.jsonl:{2 * number}: column 'text' is a number, expected text" for number in range(1, 21)]
 
 
