@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default"),
 KEPT = {"compile": {}, "selective": {"ACTIVATION_CHECKPOINTING": "selective", "ACTIVATION_MEMORY_BUDGET": 0.9},
         "block": {"ACTIVATION_CHECKPOINTING": "block"}}
 LAYOUTS = {"ddp": {}, "fsdp": {"SHARDING": "full"}}
-WARM = 3  # steps, with a validation and samples before the last of them
+STEPS, WARM = 6, 3  # those that may compile; a validation and samples come before the last of them
 # Three validation rows for two ranks of two rows each: the last micro-batch is smaller. Two micro-batches a step.
-MEASURED = {"COMPILE": "true", "PRECISION": "bf16", "MAX_STEPS": 8, "SAVE_EVERY": 0, "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "SAMPLE_EVERY": 2,
+MEASURED = {"COMPILE": "true", "PRECISION": "bf16", "MAX_STEPS": STEPS, "SAVE_EVERY": 0, "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "SAMPLE_EVERY": 2,
             "VALIDATION_ROWS": 3}
 
 
@@ -39,9 +39,10 @@ def graphs_of(run: TinyRun) -> list[list[int]]:
     job = run.start(2, count_graphs)
     assert job.wait(900) == [0, 0], job.text()
     found = [[int(count) for count in re.findall(r"graphs before step \d+: (\d+)", path.read_text())] for path in job.outputs]
-    assert [len(each) for each in found] == [8, 8], job.text()
+    assert [len(each) for each in found] == [STEPS, STEPS], job.text()
     for each in found:
-        assert each[WARM:] == each[WARM:WARM + 1] * (8 - WARM), f"{found}\n{job.text()}"
+        assert each[WARM:] == each[WARM:WARM + 1] * (STEPS - WARM), f"{found}\n{job.text()}"
+    assert max(map(max, found)) <= 6, "a block, the norm and the head, with and without gradients, and other numbers of targets"
     return found
 
 
@@ -51,12 +52,12 @@ def test_ranks_compile_nothing_after_training_evaluation_samples_and_a_smaller_m
     run = tiny_run(**MEASURED, **KEPT[kept], **LAYOUTS[layout])
     found = graphs_of(run)
     print(f"\nmeasured: graphs, {layout} {kept} = {found}")
-    assert len(run.lines("samples")) >= 3 and len(run.column("val_loss")) >= 4
+    assert len(run.lines("samples")) >= 3 and len(run.column("val_loss")) >= 3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_of_grpo_compile_nothing_for_the_lengths_of_their_answers(layout, prepared, tmp_path):
-    stages = prepare_stages(prepared, tmp_path / "stages")
+def test_steps_of_grpo_compile_nothing_for_the_lengths_of_their_answers(layout, prepared, tmp_path_factory, tmp_path):
+    stages = prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
     run = stages.run("grpo", tmp_path, **MEASURED, **KEPT["selective"], **LAYOUTS[layout], MICRO_BATCH_SIZE=2)
     found = graphs_of(run)
     print(f"\nmeasured: graphs, {layout} grpo = {found}")
