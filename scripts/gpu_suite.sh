@@ -2,9 +2,11 @@
 # Run the GPU suite; --help lists the flags.
 # Downloads nothing. Uses the active environment if it has torch, else .venv, else python3.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "${BASH_SOURCE[0]%/*}/.." 2> /dev/null || cd ..  # without other programs, since PATH may be empty
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
-if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c "$has_torch"; then
+active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+PATH=${PATH:+$PATH:}${active:+$active/bin}
+if [ -n "$active" ] && python -c "$has_torch"; then
     python=python
 elif [ -x .venv/bin/python ]; then
     python=.venv/bin/python

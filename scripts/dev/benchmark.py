@@ -184,16 +184,16 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
 
 
 def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterator[dict]:
-    """Train one contender in this process, args.rows rows at a time, and yield its figures for each line
-    that is read."""
+    """Train one contender here, args.rows rows at a time; yield its figures for each line that is read."""
     started = time.perf_counter()
     import torch
 
     from config import Config
-    from extensions import cpu_kernels, profile  # noqa: F401, which registers its kernel
+    from extensions import cpu_kernels  # noqa: F401, which registers its kernel
+    from extensions.profile import peak_memory_bytes
     from learn.cost import choose_head_chunk
     from learn.optim import Optimizer, clip_scale, gradient_norm
-    from model_utils import bf16_is_fast, build_model
+    from model_utils import bf16_is_fast, build_model, why_not_compile
     from parallel.ranks import Ranks
 
     if args.threads:
@@ -202,7 +202,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     fast = bf16_is_fast(device.type) and os.environ.get("PRECISION") != "fp32"
     dtype = torch.bfloat16 if fast else torch.float32
     words = set(name.split("-"))
-    eager = args.eager or "eager" in words
+    eager = args.eager or "eager" in words or why_not_compile(Config(), device.type) is not None
     config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
                     compile=not eager, micro_batch_size=args.rows, max_seq_len=work.seq_len,
                     total_batch_size=work.rows * work.seq_len)
@@ -256,7 +256,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
                    "first_loss": first_loss if causal_loss is None else causal_loss, "last_loss": last_loss,
                    "tokens_per_second": tokens / wall, "cpu_seconds_per_million_tokens": cpu / tokens * 1e6,
                    "first_step_seconds": first_step_seconds,
-                   "peak_memory_gib": profile.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+                   "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
         figures |= more_figures(config, work, device, dtype, tokens / wall)
         if "paddock" not in words:
             del figures["memory_forecast_gib"]
@@ -285,7 +285,12 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
 
     estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
     figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else
-               f"CPU, {torch.get_num_threads()} threads", "memory_forecast_gib": estimate.total / 2**30}
+               f"CPU, {torch.get_num_threads()} threads", "memory_forecast_gib": estimate.total / 2**30,
+               "compiled": config.compile}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        figures |= {"reserved_gib": torch.cuda.memory_reserved(device) / 2**30,
+                    "device_gib": (total - free) / 2**30}  # of all processes, with CUDA's context
     if peak := peak_flops(device):
         flops = 3 * sum(forward_flops(config, work.vocab, work.seq_len))
         half_of_attention = 6 * config.n_layers * config.n_heads * config.head_dim * work.seq_len

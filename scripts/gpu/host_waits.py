@@ -1,10 +1,8 @@
-"""Run what a step does on a GPU before its backward, without a GPU, and count copies and host waits.
+"""Run prepare_step and loss_sum of each objective and family on fake GPU tensors, and count copies and waits.
 
-    python scripts/gpu/host_waits.py
-
-It runs every objective, model family and optimizer, and needs a CUDA build of torch. Tensors on the GPU are
-fake: they have a shape, a dtype and a device, but no values, so their backward cannot run. Tensors on the CPU
-are real. The exit code is 1 if a case has other counts than in EXPECTED, or mixes devices.
+It needs a CUDA build of torch, but no GPU. Fake tensors have a shape, a dtype and a device, but no values, so
+their backward cannot run; tensors on the CPU are real. The exit code is 1 if a case has other counts than in
+EXPECTED, or mixes devices.
 """
 
 import sys
@@ -33,7 +31,6 @@ from fused import attention  # noqa: E402
 from fused.head import IGNORE_INDEX  # noqa: E402
 from learn import objectives  # noqa: E402
 from learn.grpo import GRPO  # noqa: E402
-from learn.optim import Optimizer, clip_scale, gradient_norm  # noqa: E402
 from learn.teacher import LlamaTeacher  # noqa: E402
 from model import Transformer  # noqa: E402
 
@@ -44,14 +41,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": dict(sliding_window=64),
     "smollm3": dict(sliding_window=64, sliding_every=2, no_rope_every=2)}
 KERNELS = {"causal": "flash", "documents": "varlen", "window": "varlen", "mask": "efficient"}
-# By case: (copies to the GPU, waits for it) in `prepare_step`, if there is one, and in the loss or update
+# By case: (copies to the GPU, waits for it) in `prepare_step`, if there is one, and in `loss_sum`
 EXPECTED: dict[str, list[tuple[int, int]]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "SFT", "SFT with LoRA and new tokens"), [(2, 0)]),
     **dict.fromkeys(("mistral", "smollm3"), [(3, 0)]), **dict.fromkeys(("dpo", "orpo", "simpo"), [(4, 0)]),
     "dpo, live reference": [(7, 0)], "kto": [(16, 1), (4, 0)], "kto, live reference": [(19, 1), (4, 0)],
-    "GRPO, answers": [(0, 0)], "GRPO, answers to shared prompts": [(2, 0)], "distillation": [(4, 0)],
-    **dict.fromkeys(("update by adamw", "update by muon"), [(0, 0)])}
+    "GRPO, answers": [(0, 0)], "GRPO, answers to shared prompts": [(2, 0)], "distillation": [(4, 0)]}
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class Gpu(TorchDispatchMode):
@@ -67,20 +64,18 @@ class Gpu(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        target = kwargs.get("device") or (tensors[0].device if tensors else torch.device("cpu"))
-        if "cuda" not in {torch.device(target).type, *(each.device.type for each in tensors)}:
+        target = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        if "cuda" not in {target.type, *(each.device.type for each in tensors)}:
             return function(*args, **kwargs)
-        if name in ("_to_copy", "copy_"):
-            source = args[name == "copy_"]
-            if source.device.type != torch.device(target).type:
-                is_async = kwargs.get("non_blocking") or args[2:3] == (True,)
-                self.copies += not source.is_cuda
-                if source.is_cuda or not is_async or not self.is_pinned(source):
-                    self.wait("copy to the host" if source.is_cuda else "copy from memory that is not pinned"
-                              if is_async else "blocking copy")
-            if source.is_cuda and torch.device(target).type == "cpu":
+        source = args[name == "copy_"] if name in ("_to_copy", "copy_") else None
+        if source is not None and source.device.type != target.type:
+            is_async = kwargs.get("non_blocking") or args[2:3] == (True,)
+            self.copies += target.type == "cuda"
+            if target.type == "cpu" or not (is_async and source.untyped_storage().data_ptr() in self.pinned):
+                self.wait(f"copy to {target.type}")
+            if target.type == "cpu":
                 return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
-        elif name in READS or name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+        elif name in READS or name in INDEXING and any(
                 index is not None and (index.dtype == torch.bool or not index.is_cuda) for index in args[1]):
             self.wait(name)
             if name == "_local_scalar_dense":
@@ -88,14 +83,10 @@ class Gpu(TorchDispatchMode):
         with self.fake:
             return function(*args, **kwargs)
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self.pinned
-
     def wait(self, why: str) -> None:
-        places = [f"{frame.filename.removeprefix(f'{ROOT}/')}:{frame.lineno}"
-                  for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT))]
-        place = next(each for each in reversed(places) if not each.startswith((".venv", "scripts/gpu")))
-        self.waits.append(f"{why} at {place}")
+        places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()]
+        self.waits.append(f"{why} at " + [place for place in places if place.startswith(f"{ROOT}/")
+                                          and "packages" not in place and "host_waits" not in place][-1])
 
 
 def pretend(gpu: Gpu) -> None:
@@ -110,7 +101,8 @@ def pretend(gpu: Gpu) -> None:
         return made if device is None else made.to(device)
 
     make_tensor, torch.tensor = torch.tensor, make
-    Tensor.pin_memory, Tensor.is_pinned = pin_memory, lambda tensor: gpu.is_pinned(tensor)
+    Tensor.pin_memory = pin_memory
+    Tensor.is_pinned = lambda tensor: tensor.untyped_storage().data_ptr() in gpu.pinned
     fake_tensor.FakeTensor.tolist = lambda tensor: tensor.cpu().tolist()
     torch.cuda._lazy_init = fake_tensor.init_gpu_context = lambda *_: None
     torch._C._ensureCUDADeviceGuardSet()
@@ -148,14 +140,6 @@ def losses(objective: Any, kind: str, config: Config,
     yield lambda: objective.loss_sum(model, batches[-1])
 
 
-def update(config: Config) -> Iterator[Callable]:
-    model = model_of(config)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = Optimizer(model, config)
-    yield lambda: optimizer.step(1e-3, clip_scale(gradient_norm(model), 1.0), torch.zeros((), device=GPU))
-
-
 def cases() -> Iterator[tuple[str, Iterator[Callable]]]:
     """Yield the name of each case, and the functions to count."""
     plain, config = objectives.NextToken(), Config(**SHAPE)
@@ -179,8 +163,6 @@ def cases() -> Iterator[tuple[str, Iterator[Callable]]]:
     distilled = Config(**SHAPE, distillation_enabled=True)
     teacher = LlamaTeacher(model_of(distilled), VOCAB)
     yield "distillation", losses(objectives.Distillation(distilled, teacher), "chats", distilled)
-    for name in ("adamw", "muon"):
-        yield f"update by {name}", update(Config(**SHAPE, optimizer=name))
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
 """Run one part of scripts/gpu/suite.py, which starts this file as a separate process.
 
-Results are written to PART.notes.jsonl immediately, so that none is lost if the part is killed at its limit.
+Figures are appended to --figures immediately, so that none is lost if the part is killed at its limit.
 """
 
-import csv
-import gzip
 import importlib.metadata
 import importlib.util
 import json
@@ -12,12 +10,13 @@ import math
 import os
 import platform
 import re
-import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -31,14 +30,24 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
+from scripts.gpu.suite import NO_DEVICE, read_figures  # noqa: E402
 
-GPU_TESTS = "tests/system/gpu/test_gpu.py"
+# What changes torch or Paddock before training
+WARN_OF_WAITS = "import torch\ntorch.cuda.set_sync_debug_mode('warn')"
+LITTLE_MEMORY = "import torch\ntorch.cuda.set_per_process_memory_fraction(0.005)"
+OVER_GLOO = """import dataclasses, torch
+from parallel import ranks
+join = ranks._init_process_group
+cpu = torch.device("cpu")  # two ranks on one GPU need gloo, because nccl refuses them
+ranks._init_process_group = lambda each, seconds: join(dataclasses.replace(each, device=cpu), seconds)"""
+TRAIN = "import runpy, sys\nsys.argv[0] = 'train.py'\nrunpy.run_path('train.py', run_name='__main__')"
 
 
 @dataclass
 class Task:
-    """The options of a part, and the file for its results."""
+    """The options of a part, and the file for its figures."""
 
+    part: str
     device: str
     tiny: bool
     folder: Path
@@ -56,15 +65,14 @@ class Task:
 
     def note(self, **entry: Any) -> None:
         with open(self.notes, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, default=str) + "\n")
+            file.write(json.dumps({"part": self.part, **entry}, default=str) + "\n")
 
     def figure(self, name: str, value: Any) -> None:
         print(f"{name}: {value}", flush=True)
         self.note(figure={name: value})
 
     def figures(self) -> dict[str, Any]:
-        lines = self.notes.read_text(encoding="utf-8").splitlines() if self.notes.exists() else []
-        return {name: value for line in lines for name, value in json.loads(line).get("figure", {}).items()}
+        return read_figures(self.notes, self.part)[0]
 
     def check(self, name: str, holds: bool, value: Any) -> None:
         """Record a result, and a fault unless it holds."""
@@ -82,9 +90,9 @@ class Task:
             reason = str(error).strip().splitlines()[0][:300] if str(error) else ""
             self.note(fault=f"{name}: {type(error).__name__}: {reason}")
 
-    def run_part(self, part: str, *flags: str) -> tuple[int, str]:
-        return self.run(__file__, part, "--device", self.device, "--output", self.folder, "--seconds",
-                        f"{self.seconds:.0f}", *(["--tiny"] if self.tiny else []), *flags)
+    def train(self, *flags: str, prelude: str = "", env: Mapping[str, str] = {}) -> tuple[int, str]:
+        start = ("-W", "always", "-c", f"{prelude}\n{TRAIN}") if prelude else ("train.py",)
+        return self.run(*start, *flags, env=env)
 
     def run(self, *arguments: Any, env: Mapping[str, str] = {}, stdin: str = "",
             on_line: Callable[[str], None] = lambda line: None) -> tuple[int, str]:
@@ -105,7 +113,7 @@ class Task:
 
 
 def header(task: Task) -> None:
-    """Record the machine; other parts need only its device."""
+    """Record the machine; only a missing device is fatal."""
     def output_of(*command: str) -> str:
         with suppress(OSError):  # the program is missing
             return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -116,69 +124,56 @@ def header(task: Task) -> None:
     changed = ", changed" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
     task.figure("commit", commit + changed if commit else "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
-    if task.tiny:
-        task.figure("sizes", "toy")
+    task.figure("sizes", "toy" if task.tiny else "full")
     task.figure("python", platform.python_version())
     task.figure("cores", os.cpu_count())
     import torch
 
     task.figure("torch", torch.__version__)
+    if not task.cuda:
+        task.figure("device", f"CPU ({torch.get_num_threads()} threads)")
+    elif not torch.cuda.is_available():
+        task.figure("device", NO_DEVICE)
+        task.note(fault="torch finds no GPU; use --device cpu, or install a CUDA build of torch")
+        return
+    else:
+        properties = torch.cuda.get_device_properties(0)
+        task.figure("device", properties.name)
+        task.figure("capability", "{}.{}".format(*torch.cuda.get_device_capability()))
+        task.figure("memory GiB", round(properties.total_memory / 2**30, 1))
+        task.figure("CUDA", torch.version.cuda)
+        task.figure("cuDNN", torch.backends.cudnn.version())
+        with suppress(Exception):  # a torch without NCCL
+            task.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        task.figure("driver", driver.splitlines()[0] if driver else "unknown")
+        with suppress(Exception):  # NVML or its package is missing
+            from parallel.process import read_gpus
+
+            task.figure("NVML", "; ".join(map(str, read_gpus())))
     for name in ("triton", "transformers", "liger_kernel", "litgpt", "flash_attn", "flash_attn_interface"):
         version = "unknown" if importlib.util.find_spec(name) else "not installed"
         with suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(name.replace("_", "-"))
         task.figure(name, version)
-    if not task.cuda:
-        task.figure("device", f"CPU ({torch.get_num_threads()} threads)")
-        return
-    if not torch.cuda.is_available():
-        task.note(fault="torch finds no GPU; use --device cpu, or install a CUDA build of torch")
-        return
-
-    properties = torch.cuda.get_device_properties(0)
-    task.figure("device", properties.name)
-    task.figure("capability", "{}.{}".format(*torch.cuda.get_device_capability()))
-    task.figure("memory GiB", round(properties.total_memory / 2**30, 1))
-    task.figure("CUDA", torch.version.cuda)
-    task.figure("cuDNN", torch.backends.cudnn.version())
-    with suppress(Exception):  # a torch without NCCL
-        task.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    task.figure("driver", driver.splitlines()[0] if driver else "unknown")
-
-
-def run_tests(task: Task, prefix: str) -> None:
-    """Run the tests of GPU_TESTS whose names start with `prefix`, and record each result."""
-    counts = {"passed": 0, "skipped": 0, "failed": 0}
-
-    def on_line(line: str) -> None:
-        if match := re.match(rf"{GPU_TESTS}::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-            kind = "failed" if match[2] == "ERROR" else match[2].lower()
-            counts[kind] += 1
-            task.figure(kind, counts[kind])
-        elif match := re.match(rf"(FAILED|ERROR) {GPU_TESTS}::(.*)", line):
-            task.note(fault=match[2].strip()[:300])
-        elif match := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
-            task.figure(f"skipped: {match[2].strip()}", int(match[1]))
-        elif match := re.match(r"measured: (.+) = (.+)", line.strip()):
-            task.figure(match[1], int(match[2]))
-
-    task.runs.mkdir(exist_ok=True)
-    # COLUMNS lets pytest print each name and reason on one line.
-    environment = {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
-    code, _ = task.run("-m", "pytest", GPU_TESTS, "-m", "gpu", "-k", prefix, "-vv", "-raP", "--tb=short",
-                       "-p", "no:cacheprovider", "--basetemp", task.runs / f"tests-{prefix}",
-                       env=environment, on_line=on_line)
-    task.check("pytest's exit code", code == 0, code)
-    if not counts["passed"] and counts["skipped"]:
-        task.note(skipped="all tests need CUDA")
+    from_probe(task, "kernels")
 
 
 def sample(task: Task) -> None:
-    stories = 2400 if task.tiny else 12_000
-    code, _ = task.run("scripts/make_sample.py", "--stories", stories, "--folder", task.folder / "sample")
+    """Make the sample data, and unpaired answers, for KTO, from its pairs."""
+    from data_preparation_utils import PreparationOptions, prepare_set
+
+    stories, folder = 2400 if task.tiny else 12_000, task.folder / "sample"
+    code, _ = task.run("scripts/make_sample.py", "--stories", stories, "--folder", folder)
     task.check("exit code", code == 0, code)
     task.figure("stories", stories)
+    with open(folder / "preferences.jsonl") as pairs, open(folder / "unpaired.jsonl", "w") as unpaired:
+        for number, pair in enumerate(map(json.loads, pairs)):
+            completion = pair["rejected" if number % 2 else "chosen"]
+            record = {"prompt": pair["prompt"], "completion": completion, "label": number % 2 == 0}
+            unpaired.write(json.dumps(record) + "\n")
+    options = PreparationOptions(str(folder / "tokenizer.model"), "tiktoken", 100_000_000, 0.1)
+    prepare_set("pairs", str(folder / "unpaired.jsonl"), folder / "unpaired", options)
 
 
 def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> list[str]:
@@ -204,10 +199,12 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", m
     """Train one stage, whose setting `base` is the pretrained checkpoint; its validation loss must fall."""
     from checkpoint.schema import read_entries
 
+    if changes.get("preference_objective") == "kto":
+        changes["dpo_data_path"] = task.folder / "sample" / "unpaired"
     if base:
         changes[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
     started, flags = time.perf_counter(), flags_of(task, name, preset, **changes)
-    code, output = task.run("train.py", *flags, env={"TORCH_LOGS": "recompiles"})
+    code, output = task.train(*flags, prelude=WARN_OF_WAITS if task.cuda else "")
     task.figure("seconds", round(time.perf_counter() - started, 1))
     task.check("exit code", code == 0, code)
     if code:
@@ -222,8 +219,20 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", m
     falls = len(losses) > 1 and (metric != "val_loss" or last < first + 1e-4)
     task.check(f"{metric}, last", falls, last)
     task.figure("tokens a second, last", rates[-1])
+    task.figure("watts", [*(line["power_watts"] for line in lines if "power_watts" in line), "no counter"][0])
     task.figure("recompilations", output.count("Recompiling function"))
-    task.figure("warnings", sum("warning" in line.lower() for line in output.splitlines()))
+    task.figure("graph breaks", output.count("Graph break"))
+    for text in (task.runs / name).glob("profile/*.txt"):
+        share = float(re.search(r"([\d.]+)% are counted", text.read_text())[1])
+        task.check("counted FLOPs, percent of the formula's", 98 < share < 102, share)
+    if task.cuda:  # each step's line comes after its waits; the first steps compile, and some evaluate
+        waits = sorted(step.count("called a synchronizing") for step in output.split("Step [")[5:-1])
+        median = waits[len(waits) // 2] if waits else math.inf
+        # KTO waits once more, for the answers of all ranks, and GRPO for each token that it generates.
+        most = {"stage-kto": 2, "stage-grpo": math.inf}.get(name, 1)
+        task.check("waits a step, median", median <= most, median)
+    task.figure("warnings", sum("warning: " in line.lower() and "synchronizing" not in line
+                                for line in output.splitlines()))
 
 
 def grpo(task: Task) -> None:
@@ -251,122 +260,79 @@ def use(task: Task) -> None:
     task.check("samples", samples >= 3, samples)
 
 
-def stops(task: Task) -> None:
-    """Stop a run by SIGTERM, then by kill -9; it must resume each time and finish."""
-    steps, interval = (12, 2) if task.tiny else (90, 10)
-    flags = flags_of(task, "stops", max_steps=steps, save_every=interval, validate_every=0)
-
-    def steps_done() -> int:
-        ledger = task.runs / "stops" / "ledger.jsonl"
-        return ledger.read_text().count("\n") if ledger.exists() else 0
-
-    for number, expected in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
-        name, before = signal.Signals(number).name, steps_done()
-        process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdin=subprocess.DEVNULL)
-        while process.poll() is None and steps_done() <= before + interval:  # past its next checkpoint
-            time.sleep(0.01)
-        process.send_signal(number)
-        code = process.wait()
-        task.check(f"{name}: exit code", code == expected, code)
-        task.check(f"{name}: steps before", before < steps_done() < steps, steps_done())
-    code, output = task.run("train.py", *flags)
-    task.check("exit code at the end", code == 0, code)
-    resumed = [-1, *map(int, re.findall(r"resuming after step (\d+)", output))][-1]
-    task.check("resumed after step", resumed >= interval, resumed)
-    task.check("steps in the ledger", steps_done() == steps, steps_done())
-
-
-def verify_resume(task: Task, deterministic: bool) -> None:
-    """Run scripts/verify_resume.py. On CUDA without DETERMINISTIC, a difference is only recorded."""
-    flags = flags_of(task, "resume", deterministic=str(deterministic).lower())
+def verify_resume(task: Task) -> None:
+    flags = flags_of(task, "resume", deterministic="true")
     code, output = task.run("scripts/verify_resume.py", "--steps", 8, *flags)
     # The first column of its table is 18 characters wide.
     for name, text in re.findall(r"^  (\S.{16}) ?(ok: .*|DIFFERS: .*|kill -9 .*)$", output, re.MULTILINE):
         task.figure(name.strip(), text)
-    accepted = code == 0 or (code == 1 and task.cuda and not deterministic)
-    task.check("exit code", accepted, code)
-    if not accepted:
-        task.note(fault=last_line(output))
+    task.check("exit code", code == 0, last_line(output) if code else 0)
 
 
-def fsdp(task: Task) -> None:
-    """Compare the losses of runs with SHARDING=full and with CPU_OFFLOAD, on one rank, with a plain run."""
+def faults(task: Task) -> None:
+    """Train in fp16, to a loss that is not finite, and with too little memory; compare the exit codes."""
+    cases = {"not finite": (4, "not finite", "", {"init_std": 1e15})}
+    if task.cuda:
+        cases |= {"fp16": (0, "", "", {"precision": "fp16"}),
+                  "out of memory": (1, "out of memory", LITTLE_MEMORY,
+                                    {"dim": 2048, "n_heads": 16, "n_kv_heads": 16, "n_layers": 8})}
+    for name, (expected, text, prelude, changes) in cases.items():
+        flags = flags_of(task, f"faults-{name.replace(' ', '-')}", max_steps=8, validate_every=0, **changes)
+        code, output = task.train(*flags, prelude=prelude)
+        task.check(f"{name}: exit code", code == expected and text in output, code)
+        task.check(f"{name}: traceback", "Traceback" not in output, "Traceback" in output)
+
+
+def train_on_two(task: Task, *flags: str) -> tuple[int, str]:
+    """Train on two ranks that share a device; return the worse exit code, and the output of rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(port)}
+    with ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(lambda rank: task.train(*flags, prelude=OVER_GLOO,
+                                                    env=env | {"RANK": rank}), ("0", "1"))]
+    return max((code for code, _ in ended), key=abs), ended[0][1]
+
+
+def compare_layouts(task: Task, layouts: Mapping[str, Mapping[str, str]]) -> None:
+    """Compare the losses of runs in these layouts with those of a plain run."""
     compiled = "true" if task.cuda else "false"
     changes = {"precision": "fp32", "tf32": "false", "compile": compiled, "max_steps": 5, "log_every": 1}
-    layouts = {"plain": {}, "full": {"sharding": "full"},
-               "offload": {"sharding": "full", "cpu_offload": "true"}}
     losses = {}
-    for name, layout in layouts.items():
-        code, output = task.run("train.py", *flags_of(task, f"fsdp-{name}", **changes, **layout))
+    for name, layout in ({"plain": {}} | layouts).items():
+        train = partial(train_on_two, task) if name == "two ranks" else task.train
+        code, output = train(*flags_of(task, f"{task.part}-{name.replace(' ', '-')}", **changes, **layout))
         losses[name] = [float(loss) for loss in re.findall(r"Step \[.*? Loss: (\S+)", output)]
         task.check(f"{name}: exit code", code == 0, last_line(output) if code else 0)
-    for name in ("full", "offload"):
+        task.figure(f"{name}: recompilations", output.count("Recompiling function"))
+    for name in layouts:
         gaps = [abs(one - other) for one, other in zip(losses[name], losses["plain"])]
         task.check(f"{name}: loss difference", len(gaps) == 5 and max(gaps) < 1e-3, max(gaps, default="none"))
 
 
-def power(task: Task) -> None:
-    """Sample the power of a run and profile some steps; the results must be plausible."""
+def saving(task: Task) -> None:
+    """Measure pinned allocation, and how long a run stops for each asynchronous save."""
     from checkpoint.schema import read_entries
 
-    changes = {"power_hz": 50, "profile_steps": "2:3"}
     if task.cuda:
-        changes["memory_snapshot"] = 2
-    else:
-        changes["peak_tflops"] = 1
-    code, output = task.run("train.py", *flags_of(task, "power", max_steps=4 if task.tiny else 60, **changes))
-    task.check("exit code", code == 0, code)
-    folder = task.runs / "power"
-    lines = [line for line in read_entries(folder / "metrics.jsonl") if "train_loss" in line]
-    for name in ("mfu", "hfu"):
-        task.check(name, 0 < lines[-1].get(name, 0) < 1, lines[-1].get(name))
-    [trace] = (folder / "profile").glob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    kernels = sum(event.get("cat") == "kernel" for event in events)
-    task.check("CUDA kernels in the profile", kernels > 0 or not task.cuda, kernels)
-    text = next((folder / "profile").glob("*.txt")).read_text()
-    share = float(re.search(r"([\d.]+)% are counted", text)[1])
-    task.check("counted FLOPs, percent of the formula's", 98 < share < 102, share)
-    if task.cuda:
-        size = sum(path.stat().st_size for path in (folder / "profile").glob("memory-step-2.pickle"))
-        task.check("bytes of the memory snapshot", size > 0, size)
-    if not (folder / "power.csv").exists():
-        task.check("power", not task.cuda, "no readable counter")
-        return
-    with open(folder / "power.csv", newline="") as file:
-        check_power(task, lines, [*csv.DictReader(file)])
+        import torch
+
+        for name in ("first", "second"):  # pinned memory that was freed is kept
+            started = time.perf_counter()
+            torch.empty(2**32, dtype=torch.uint8, pin_memory=True)
+            task.figure(f"4 GiB of pinned memory, {name}, s", round(time.perf_counter() - started, 2))
+    shape = {} if task.tiny else {"dim": 2048, "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "ffn_dim": 8192}
+    flags = flags_of(task, "saving", max_steps=7, save_every=2, keep_last=1, **shape)
+    code, output = task.train(*flags)
+    task.check("exit code", code == 0, last_line(output) if code else 0)
+    for entry in read_entries(task.runs / "saving" / "events.jsonl"):
+        if entry["event"] in ("save", "saved"):  # training stopped; the checkpoint is complete
+            task.figure(f"{entry['event']}, step {entry['step']}, s", entry["seconds"])
 
 
-def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str, str]]) -> None:
-    """Check the lines of metrics.jsonl, and the samples of power.csv."""
-    limit, line = math.inf, lines[-1]
-    if task.cuda:
-        import pynvml
-
-        pynvml.nvmlInit()
-        limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
-        task.figure("power limit, W", limit)
-    watts = [float(row["watts"]) for row in samples if row["watts"]]
-    task.check("highest power, W", 0 < max(watts) <= 1.1 * limit, max(watts))  # short peaks exceed the limit
-    for name in ("power_watts", "joules_per_token", "gpu_utilization", "gpu_memory_bytes", "gpu_clock_mhz",
-                 "gpu_temperature_celsius", "gpu_throttled"):
-        on_cpu = name in ("power_watts", "joules_per_token")
-        task.check(name, name in line or not (task.cuda or on_cpu), line.get(name))
-    # After the compilation: the sampling rate, the driver's update rate, and the energy counter.
-    steps = range(*((2, 4) if task.tiny else (21, 60)))
-    inside = [row for row in samples if int(row["step"]) in steps and row["watts"]]
-    seconds = float(inside[-1]["time"]) - float(inside[0]["time"]) if len(inside) > 1 else math.inf
-    rate = len(inside) / seconds
-    task.check("samples a second", rate > 40 or task.tiny, rate)
-    values = [row["watts"] for row in inside]
-    task.figure("new values a second", sum(map(str.__ne__, values, values[1:])) / seconds)
-    counted = [entry["power_watts"] for entry in lines if entry["step"] in steps and "power_watts" in entry]
-    if counted and values:
-        ratio = sum(counted) / len(counted) / (sum(map(float, values)) / len(values))
-        task.check("energy counter / mean of the samples", 0.8 < ratio < 1.25 or task.tiny, ratio)
-
-
-def speed(task: Task, model: str, tiny_contenders: str) -> None:
+def speed(task: Task, model: str, contenders: str) -> None:
     """Run scripts/dev/benchmark.py on one model, and record each contender when it ends."""
     def on_line(line: str) -> None:
         if match := re.match(r"block 1/1: (\{.*\})", line):
@@ -384,18 +350,22 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
             task.note(fault=line.strip(" |\n"))
 
     # The most important contenders come first, because the time may run out.
-    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"
-    size = ("--model", model, "--contenders", contenders)
-    if task.tiny:
-        size = ("--model", "tiny", "--contenders", tiny_contenders, "--eager", "--threads", 1)
-    code, _ = task.run("scripts/dev/benchmark.py", *size, "--blocks", 1, "--fast", "--device", task.device,
-                       "--profile", 25, "--seconds", f"{task.seconds - 10:.0f}",
-                       "--json", task.folder / f"benchmark-{model}.json", on_line=on_line)
+    size = ("tiny", "--eager", "--threads", 1) if task.tiny else (model,)
+    code, _ = task.run("scripts/dev/benchmark.py", "--contenders", contenders, "--blocks", 1, "--fast",
+                       "--device", task.device, "--seconds", f"{task.seconds - 10:.0f}", "--profile", 25,
+                       "--model", *size, "--json", task.folder / f"{task.part}.json", on_line=on_line)
+    ours = read_figures(task.notes, f"speed-{model}")[0].get("paddock", {})
+    for name, figures in task.figures().items():
+        if "tokens_per_second" in ours and not name.startswith("paddock") and "tokens_per_second" in figures:
+            ratio = ours["tokens_per_second"] / figures["tokens_per_second"]
+            task.figure(f"Paddock / {name}", round(ratio, 3))
     task.check("exit code", code == 0, code)
 
 
 def generate(task: Task) -> None:
-    size = ("--shape", "1b", "--weights", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
+    if importlib.util.find_spec("transformers") is None:
+        return task.note(skipped="transformers, with which it compares, is not installed")
+    size = ("--shape", "1b", "--weights", "bf16", "--pairs", 1, "--caches", "static")
     if task.tiny:
         size = ("--shape", "tiny", "--pairs", 1, "--prompt-tokens", 16, "--new-tokens", 8, "--threads", 1)
     results = task.folder / "generate.jsonl"
@@ -408,34 +378,41 @@ def generate(task: Task) -> None:
 
 
 def from_probe(task: Task, name: str) -> None:
+    from run.extensions import load_kernels
     from scripts.gpu import probe  # imports torch at the top
 
+    load_kernels()
     getattr(probe, name)(task)
 
 
 BENCHMARKED = ("tokens_per_second", "rows", "accumulation", "mfu", "mfu_causal", "peak_memory_gib",
-               "memory_forecast_gib", "first_step_seconds", "first_loss", "profile")
+               "memory_forecast_gib", "reserved_gib", "device_gib", "first_step_seconds", "first_loss",
+               "compiled", "profile")
 DPO = dict(preset="sample,sample-dpo", base="pretrain_checkpoint")
 DISTILLATION = dict(base="teacher_model", distillation_enabled="true")
 STAGES: dict[str, dict[str, Any]] = {
-    "stage-pretrain": {}, "stage-muon": dict(optimizer="muon", learning_rate=0.01),
+    "stage-pretrain": dict(profile_steps="2:3", power_hz=50),
+    "stage-muon": dict(optimizer="muon", learning_rate=0.01),
     "stage-sft": dict(preset="sample,sample-sft", base="pretrain_checkpoint"),
     "stage-dpo": dict(DPO, dpo_reference="stored"),
+    "stage-kto": dict(DPO, dpo_reference="stored", preference_objective="kto", metric="val_reward_accuracy"),
     "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
     "stage-windows": dict(model_type="smollm3", sliding_window=64, sliding_every=2, no_rope_every=2),
     "stage-distil": DISTILLATION}
+SHARDED = {"sharding": "full"}
 PARTS: dict[str, Callable[[Task], None]] = {
-    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
-    **{name: partial(from_probe, name=name)
-       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag", "decode")},
-    **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
-       for name in ("values", "attention", "compiled", "faults")},
-    "ranks": partial(run_tests, prefix="test_ranks"),
+    "header": header, "sample": sample, "use": use, "faults": faults, "resume": verify_resume,
+    "fsdp": partial(compare_layouts, layouts={"full": SHARDED, "offload": SHARDED | {"cpu_offload": "true"}}),
+    "ranks": partial(compare_layouts, layouts={"two ranks": {}}), "saving": saving,
+    **{name: partial(from_probe, name=name) for name in ("probe", "parity", "attention", "memory", "decode")},
     **{name: partial(train_stage, name=name, **stage) for name, stage in STAGES.items()},
-    "stage-grpo": grpo, "resume": partial(verify_resume, deterministic=False),
-    "resume-deterministic": partial(verify_resume, deterministic=True),
-    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
-    "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile"),
+    "stage-grpo": grpo,
+    "speed-1b": partial(speed, model="1b", contenders="paddock"),
+    "speed-174m": partial(speed, model="174m", contenders="paddock"),
+    "peers-1b": partial(speed, model="1b", contenders="litgpt,hf-liger"),
+    "more-speed-1b": partial(speed, model="1b", contenders="paddock-causal,paddock-budget,hf-compile"),
+    "more-speed-174m": partial(speed, model="174m",
+                               contenders="paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"),
     "generate": generate}
 
 
@@ -445,12 +422,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--layout", default="", help="measure only this layout, in this process (for memory)")
     options = parser.parse_args()
-    notes = options.output / f"{options.part}.notes.jsonl"
-    PARTS[options.part](Task(options.device, options.tiny, options.output, options.seconds, notes,
-                             options.layout))
+    PARTS[options.part](Task(options.part, options.device, options.tiny, options.output, options.seconds,
+                             options.figures, options.layout))
 
 
 if __name__ == "__main__":

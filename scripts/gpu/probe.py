@@ -1,14 +1,13 @@
 """Parts of scripts/gpu/suite.py that measure a device without training."""
 
-import hashlib
+import importlib.util
 import random
-import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch import Tensor
 SHAPES = ((4, 4096, 32, 8, 64), (32, 2048, 12, 4, 64), (4, 4096, 32, 8, 128))
 TINY_SHAPES = ((2, 128, 4, 2, 16),)
 DOCUMENTS = (1, 8, 64, 512)  # per row
-EMPTY = (0, 200)  # empty documents, which pad cu_seqlens
 GIB = 2**30
-ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 6e-3}  # relative to the norm
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -48,8 +45,25 @@ def seconds_per_call(task, function: Callable[[], object]) -> float:
     return (time.perf_counter() - started) / repeats
 
 
+def kernels(task) -> None:
+    """Record the attention kernel that a run chooses for each purpose, and why not those before it."""
+    from config import Config
+    from fused import attention
+    from model_utils import choose_dtype
+
+    device, config = torch.device(task.device), Config(dim=2048, n_heads=32, n_kv_heads=8)
+    capability = torch.cuda.get_device_capability() if task.cuda else None
+    dtype = choose_dtype(config, task.device)
+    for purpose in attention.ORDERS:
+        for kernel in attention.kernel_order(purpose, capability, dtype, config.head_dim):
+            reason = attention.trial(kernel, purpose, (32, 8, 64), device, dtype)
+            task.figure(f"{kernel} for {purpose} in {name_of(dtype)}", reason or "chosen")
+            if reason is None:
+                break
+
+
 def probe(task) -> None:
-    """Measure matmuls and copies, which bound the speed of a run, and check the compiler."""
+    """Measure matmuls, copies and attention, which bound the speed of a run, and check the compiler."""
     from config import Config
     from model_utils import why_not_compile
 
@@ -69,14 +83,15 @@ def probe(task) -> None:
             task.figure(f"to the host, {kind}, GB/s", round(host.nbytes / seconds / 1e9, 1))
 
     reason = why_not_compile(Config(), task.device)
-    task.check("compiler", reason is None, reason or "found")
-    if task.cuda:
+    task.figure("compiler", reason or "found")
+    if task.cuda and reason is None:
         started = time.perf_counter()
         with task.attempt("a compiled kernel"):
             compiled = torch.compile(lambda x: (x.float() * 2 + 1).to(x.dtype).sum(-1))
             x = torch.randn(64, 64, device=task.device)
             correct = torch.allclose(compiled(x), (x * 2 + 1).sum(-1))
             task.check("a compiled kernel, s", correct, round(time.perf_counter() - started, 1))
+    measure_shape(task, (TINY_SHAPES if task.tiny else SHAPES)[0])
 
 
 def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -87,14 +102,12 @@ def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[
             for n in (n_heads, n_kv_heads, n_kv_heads)]
 
 
-def make_spans(rows: int, length: int, documents: int, empty: int, device: str):
-    """Return the spans of documents of nearly equal length in each row, then of empty ones."""
-    from fused.attention import Spans
+def make_spans(rows: int, length: int, documents: int, device: str):
+    """Return the spans of documents of nearly equal length in each row."""
+    from fused.attention import compute_spans
 
-    starts = [row * length + document * length // documents
-              for row in range(rows) for document in range(documents)]
-    borders = torch.tensor(starts + [rows * length] * (1 + empty), dtype=torch.int32)
-    return Spans(borders, torch.empty(int(borders.diff().max()), 0)).to(torch.device(device))
+    numbers_T = torch.arange(length) * documents // length + 1
+    return compute_spans(numbers_T.expand(rows, -1).contiguous()).to(torch.device(device))
 
 
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
@@ -103,68 +116,30 @@ def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: flo
 
 
 def attention(task) -> None:
-    """Test and time each attention kernel, and record which ones are chosen."""
-    from config import Config
+    for shape in TINY_SHAPES if task.tiny else SHAPES:
+        measure_shape(task, shape)
+
+
+def measure_shape(task, shape: Sequence[int]) -> None:
+    """Measure each attention kernel's TFLOP/s, causal and then with documents."""
     from fused import attention as kernels
 
-    device, shapes = torch.device(task.device), TINY_SHAPES if task.tiny else SHAPES
-    config = Config(dim=512, n_heads=8, n_kv_heads=2)
-    for dtype, purpose in product(dtypes(task), ("causal", "documents", "mask")):
-        name = f"chosen for {purpose} in {name_of(dtype)}"
-        with task.attempt(name):
-            task.figure(name, kernels.choose_kernel(purpose, config, device, dtype))
-    half = torch.bfloat16, torch.float16
-    for dtype, kernel, count, empty in product(half, kernels.VARLEN, DOCUMENTS, EMPTY):
-        if task.cuda and kernels.trial(kernel, "documents", shapes[0][2:], device, dtype) is None:
-            check_documents(task, kernel, dtype, count, empty)
-
-    # Speed, causal and then with documents.
-    for shape in shapes:
-        rows, length, n_heads, n_kv_heads, width = shape
-        inputs = random_heads(shape, task.device, torch.bfloat16 if task.cuda else torch.float32)
-        label = f"B{rows} T{length} N{n_heads}/{n_kv_heads} H{width}"
-        flops = 3.5 * 4 * rows * n_heads * length**2 * width / 2  # causal, forward and backward
-        rates: dict[str, float | str] = {}
-        for kernel in kernels.KERNELS:
-            if reason := kernels.trial(kernel, "causal", shape[2:], device, inputs[0].dtype):
-                rates[kernel] = reason
-            elif kernel == "flash-3" or kernel not in kernels.VARLEN:
-                with task.attempt(f"{label} {kernel}"):
-                    rates[kernel] = tflops(task, partial(kernels.attend, kernel), inputs, flops)
-            if kernel == "flash-3":
-                kernels.activate_flash_3(False)
-        task.figure(f"causal {label}, TFLOP/s", rates)
-        if task.cuda:
-            measure_documents(task, shape, inputs, label)
-
-
-def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: int) -> None:
-    """Compare a kernel's output and gradients with those of the math kernel in float32 with a mask."""
-    from fused import attention as kernels
-
-    shape = rows, length, *_ = (2, 1024, 8, 2, 64)
-    inputs = random_heads(shape, task.device, dtype)
-    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).to(task.device)
-    exact = [heads.detach().float().requires_grad_() for heads in inputs]
-
-    def output_and_gradients(heads: list[Tensor], output: Tensor) -> list[Tensor]:
-        return [output, *torch.autograd.grad((output.float() * weights).sum(), heads)]
-
-    name = f"{kernel}, {name_of(dtype)}, {count} documents a row, {empty} empty"
-    with task.attempt(name):
-        spans = make_spans(rows, length, count, empty, task.device)
-        actual = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, spans))
-        number_T = torch.zeros(length, dtype=torch.int64)
-        for document in range(count):
-            number_T[document * length // count:] = document
-        mask_TT = (number_T[:, None] == number_T) & torch.ones(length, length, dtype=torch.bool).tril()
-        mask_B1TT = mask_TT.expand(rows, 1, -1, -1).to(task.device)
-        expected = output_and_gradients(exact, kernels.attend("math", *exact, mask_B1TT))
-        difference = max(float((one.float() - other).norm() / other.norm())
-                         for one, other in zip(actual, expected, strict=True))
-        task.check(f"{name}: difference", difference <= ALLOWED[dtype], difference)
-    if kernel == "flash-3":
-        kernels.activate_flash_3(False)
+    rows, length, n_heads, n_kv_heads, width = shape
+    inputs = random_heads(shape, task.device, torch.bfloat16 if task.cuda else torch.float32)
+    label = f"B{rows} T{length} N{n_heads}/{n_kv_heads} H{width}"
+    flops = 3.5 * 4 * rows * n_heads * length**2 * width / 2  # causal, forward and backward
+    rates: dict[str, float | str] = {}
+    for kernel in kernels.KERNELS:
+        if reason := kernels.trial(kernel, "causal", shape[2:], inputs[0].device, inputs[0].dtype):
+            rates[kernel] = reason
+        elif kernel == "flash-3" or kernel not in kernels.VARLEN:
+            with task.attempt(f"{label} {kernel}"):
+                rates[kernel] = tflops(task, partial(kernels.attend, kernel), inputs, flops)
+        if kernel == "flash-3":
+            kernels.activate_flash_3(False)
+    task.figure(f"causal {label}, TFLOP/s", rates)
+    if task.cuda:
+        measure_documents(task, shape, inputs, label)
 
 
 def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: str) -> None:
@@ -178,7 +153,7 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             continue
         rates: dict[str, float] = {}
         for count in DOCUMENTS:
-            spans = make_spans(rows, length, count, 63, task.device)
+            spans = make_spans(rows, length, count, task.device)
             flops = 3.5 * 4 * n_heads * width * float(spans.cu_seqlens.diff().double().square().sum()) / 2
             whole_row = spans._replace(longest=torch.empty(length, 0))  # a grid that is larger than necessary
             for name, each in ((str(count), spans), (f"{count}, grid of {length}", whole_row)):
@@ -189,33 +164,114 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             kernels.activate_flash_3(False)
 
 
-def random_model(task):
+# Parity; tests/system/gpu/test_gpu.py uses the same model and batch.
+
+VOCAB, ROWS, LENGTH = 500, 3, 192  # the vocabulary is padded to 512 inside
+SHAPE = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384, "init_std": 0.06,
+         "tf32": False}
+# Tolerances relative to the norm of each gradient; those of the loss are ten times smaller.
+APART = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def random_tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def documents(rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    """Return rows with one document, with many, and with a last document of one token."""
+    document_ids_BT = torch.ones(rows, length, dtype=torch.int32)
+    document_ids_BT[1] = torch.arange(length) // 7 + 1
+    document_ids_BT[2, -1] = 2
+    return document_ids_BT
+
+
+def batch_on(device: torch.device, document_ids_BT: Tensor | None):
+    from dataloaders import Batch
+
+    ids = random_tokens()
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), document_ids_BT).to(device)
+
+
+def model_on(device: torch.device, dtype: torch.dtype = torch.float32, **settings):
+    """Return a model with the same weights on every device."""
     from config import Config
-    from model_utils import build_model, choose_dtype
+    from model_utils import build_model
     from parallel.ranks import Ranks
 
-    shape = dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, max_seq_len=4096)
-    if task.tiny:
-        shape = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
-    config, vocab = Config(**shape, device=task.device), 512 if task.tiny else 128_256
-    ranks = Ranks(device=torch.device(task.device, 0) if task.cuda else torch.device("cpu"))
-    return build_model(config, vocab, ranks, choose_dtype(config, task.device)), config, vocab, ranks
+    model = build_model(Config(**{**SHAPE, **settings}), VOCAB, Ranks(device=device), dtype)
+    generator = torch.Generator().manual_seed(1)
+    model.load_state_dict({
+        name: 0.06 * torch.randn(value.shape, generator=generator) if value.ndim > 1 else
+        0.5 + torch.rand(value.shape, generator=generator)
+        for name, value in sorted(model.state_dict().items())})
+    return model
+
+
+def learned(model, batch) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss, and the gradients on the CPU in float64; the model may be wrapped in DDP."""
+    model.zero_grad()
+    logprob = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum")
+    loss = -logprob / batch.targets_BT.numel()
+    loss.backward()
+    return float(loss.detach()), {name.removeprefix("module."): parameter.grad.double().cpu()
+                                  for name, parameter in model.named_parameters()}
+
+
+def distance(one, other) -> float:
+    """Return the largest distance: of a gradient relative to its norm, or ten times that of the losses."""
+    apart = [float((one[1][name] - value).norm() / value.norm()) for name, value in other[1].items()]
+    return max(10 * abs(one[0] - other[0]) / abs(other[0]), *apart)
+
+
+def parity(task) -> None:
+    """Compare losses and gradients in each dtype, eager and compiled, with a CPU's in float32."""
+    from config import Config
+    from model_utils import compile_model, why_not_compile
+
+    cpu, device = torch.device("cpu"), torch.device("cuda", 0) if task.cuda else torch.device("cpu")
+    model = model_on(cpu, attention_backend="math")
+    expected = learned(model, batch_on(cpu, documents()))
+    modes = (False, True) if why_not_compile(Config(), task.device) is None else (False,)
+    for dtype, compiled in product(dtypes(task), modes):
+        name = f"{name_of(dtype)}, {'compiled' if compiled else 'eager'}"
+        with task.attempt(name):
+            ours = model_on(device, dtype)
+            if compiled:
+                compile_model(ours)
+            apart = distance(learned(ours, batch_on(device, documents())), expected)
+            task.check(f"{name}: distance", apart <= APART[dtype], apart)
+    if importlib.util.find_spec("transformers") is None:
+        task.figure("transformers", "not installed")
+        return
+    with task.attempt("transformers"), torch.no_grad():
+        from scripts.dev.paired import huggingface_model
+
+        ids = random_tokens()[:, :-1]
+        theirs = huggingface_model(model, model.config, VOCAB, LENGTH)(ids).logits[..., :VOCAB]
+        apart = float((model.logits(ids) - theirs).norm() / theirs.norm())
+        task.check("transformers: distance of logits", apart < 1e-4, apart)
 
 
 BLOCK, SHARDED = {"activation_checkpointing": "block"}, {"sharding": "full"}
-FORECAST = {"default": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"compile": False},
-            "selective": {"activation_checkpointing": "selective"}, "sharded": SHARDED,
-            "sharded, recomputed": SHARDED | BLOCK, "sharded, on the host": SHARDED | {"cpu_offload": True},
-            "adapters": {"lora_enabled": True}}
+FORECAST = {"selective": {"activation_checkpointing": "selective"}, "sharded": SHARDED,
+            "sharded, recomputed": SHARDED | BLOCK, "default": {}, "adapters": {"lora_enabled": True},
+            "sharded, on the host": SHARDED | {"cpu_offload": True}, "recomputed": BLOCK,
+            "eager, recomputed": BLOCK | {"compile": False}}
 
 
 def memory(task) -> None:
     """Compare --check's forecast with the memory of a step on a GPU, for each layout in a new process."""
     if task.layout:
         return measure_layout(task, task.layout)
+    started, slowest = time.perf_counter(), 0.0
     for layout in [*FORECAST][::4] if task.tiny else FORECAST:
-        code, output = task.run_part("memory", "--layout", layout)
+        before = time.perf_counter()
+        if before - started + slowest > task.seconds:
+            task.figure(layout, "no time left")
+            continue
+        code, _ = task.run(*sys.argv, "--layout", layout)
         task.check(f"{layout}, exit code", code == 0, code)
+        slowest = max(slowest, time.perf_counter() - before)
     figures = task.figures()
     shares = [figures[layout]["USABLE"] for layout in FORECAST if "USABLE" in figures.get(layout, ())]
     if shares:  # the value for observe.check.USABLE
@@ -245,12 +301,12 @@ def measure_layout(task, layout: str) -> None:
         allocated = peak_of_a_step(task, config, vocab, dtype)
         if task.cuda:
             gpu, reserved = torch.cuda.get_device_properties(0), torch.cuda.memory_reserved()
-            uuid = f"GPU-{gpu.uuid}"
-            context = used_memory()[uuid] - before[uuid] - reserved
-            # What torch reserves grows with the forecast; CUDA's context does not.
-            usable = (gpu.total_memory - context) / gpu.total_memory * forecast / reserved
-            figures |= {"allocated GiB": allocated / GIB, "reserved GiB": reserved / GIB,
-                        "context GiB": context / GIB, "USABLE": usable}
+            figures |= {"allocated GiB": allocated / GIB, "reserved GiB": reserved / GIB}
+            if (uuid := f"GPU-{gpu.uuid}") in before:
+                context = used_memory()[uuid] - before[uuid] - reserved
+                # What torch reserves grows with the forecast; CUDA's context does not.
+                usable = (gpu.total_memory - context) / gpu.total_memory * forecast / reserved
+                figures |= {"context GiB": context / GIB, "USABLE": usable}
     finally:
         task.figure(layout, {name: round(value, 3) for name, value in figures.items()})
     if task.cuda:
@@ -259,9 +315,12 @@ def measure_layout(task, layout: str) -> None:
 
 
 def used_memory() -> dict[str, int]:
+    """Return each GPU's used memory by its UUID; nothing if NVML or its package is missing."""
     from parallel.process import read_gpus
 
-    return {gpu.uuid: gpu.used for gpu in read_gpus()}
+    with suppress(Exception):
+        return {gpu.uuid: gpu.used for gpu in read_gpus()}
+    return {}
 
 
 def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
@@ -297,57 +356,17 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     return torch.cuda.max_memory_allocated() if task.cuda else 0
 
 
-def timed(task, name: str, function: Callable[[], object], size: int = 0):
-    wait_for_device(task)
-    started = time.perf_counter()
-    result = function()
-    wait_for_device(task)
-    seconds = time.perf_counter() - started
-    task.figure(f"{name}, s", round(seconds, 3))
-    if size:
-        task.figure(f"{name}, GB/s", round(size / seconds / 1e9, 2))
-    return result
+def random_model(task):
+    from config import Config
+    from model_utils import build_model, choose_dtype
+    from parallel.ranks import Ranks
 
-
-def checkpoint(task) -> None:
-    """Measure the parts of saving (copy, hash, file), a whole save, and loading."""
-    from safetensors.torch import load_file, save_file
-
-    from checkpoint import store
-    from checkpoint.tensors import TensorFile, write_files
-    from learn.optim import Optimizer
-
-    model, config, _, ranks = random_model(task)
-    optimizer = Optimizer(model, config)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(0.0)
-    optimizer.zero_grad()
-    folder = task.runs / "checkpoint"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    weights, states = model.state_dict(), optimizer.state_tensors()
-    size = sum(tensor.nbytes for tensor in weights.values())
-    task.figure("bytes", size + sum(tensor.nbytes for tensor in states.values()))
-
-    def to_host() -> dict[str, Tensor]:
-        return {name: tensor.cpu() for name, tensor in weights.items()}
-
-    def write(folder: Path) -> dict[str, dict]:
-        save_file(to_host(), folder / "model.safetensors")
-        return write_files(folder, {store.OPTIMIZER: TensorFile(states)})
-
-    clock, file = partial(timed, task), folder / "weights.safetensors"
-    host = clock("copy of the weights", to_host, size)
-    clock("SHA-256 of the weights", lambda: [hashlib.sha256(value.numpy()) for value in host.values()], size)
-    clock("write of the weights", lambda: save_file(host, file), size)
-    clock("load of the weights", lambda: [value.to(ranks.device) for value in load_file(file).values()], size)
-    file.unlink()
-    saved, manifest = folder / "step-00000001", {"step": 1, "world_size": 1, "val_loss": None}
-    clock("whole save", partial(store.publish, saved, write, manifest))
-    clock("verify", partial(store.verify, saved))
-    clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
-    shutil.rmtree(folder)
+    shape = dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, max_seq_len=4096)
+    if task.tiny:
+        shape = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
+    config, vocab = Config(**shape, device=task.device), 512 if task.tiny else 128_256
+    ranks = Ranks(device=torch.device(task.device, 0) if task.cuda else torch.device("cpu"))
+    return build_model(config, vocab, ranks, choose_dtype(config, task.device)), config, vocab, ranks
 
 
 def decode(task) -> None:
@@ -374,37 +393,3 @@ def decode(task) -> None:
         task.check(f"{rows} rows: graphs did not fail", Batch.captures, Batch.captures)
         same = every == once  # not on a CPU, where the matrices are packed
         task.check(f"{rows} rows: same tokens when rounded once", same or not task.cuda, same)
-
-
-def hellaswag(task) -> None:
-    """Score random items with lengths like HellaSwag's, twice."""
-    from fused.head import IGNORE_INDEX
-    from hellaswag_utils import Task, evaluate_batches
-    from model import SHARED_PREFIX
-
-    model, config, vocab, ranks = random_model(task)
-    rng = random.Random(0)
-
-    def random_item(_: int) -> Task:
-        context, endings = rng.randint(20, 90), [rng.randint(8, 45) for _ in range(4)]
-        tokens = [rng.randrange(vocab) for _ in range(context + sum(endings))]
-        targets, documents = [IGNORE_INDEX] * context, [SHARED_PREFIX] * context
-        for number, length in enumerate(endings, SHARED_PREFIX + 1):
-            targets += [rng.randrange(vocab) for _ in range(length)]
-            documents += [number] * length
-        tensors = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
-        return Task(*tensors, endings, [4 * length for length in endings], rng.randrange(4))
-
-    items = [*map(random_item, range(20 if task.tiny else 500))]
-    task.figure("items", len(items))
-
-    def score() -> list[int]:
-        batches = evaluate_batches(model, items, device=ranks.device,
-                                   batch_tokens=config.hellaswag_batch_tokens)
-        return [index for indices, _ in batches for index in indices]
-
-    for name in ("cold", "warm"):
-        scored = timed(task, name, score)
-    task.check("items scored", sorted(scored) == [*range(len(items))], len(scored))
-    if task.cuda:
-        task.figure("peak memory GiB", round(torch.cuda.max_memory_allocated() / GIB, 2))

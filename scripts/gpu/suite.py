@@ -1,13 +1,15 @@
 """Test Paddock's correctness and speed on a device, without a network.
 
-    bash scripts/gpu_suite.sh --device cuda --parts correctness   ten minutes
-    bash scripts/gpu_suite.sh --device cuda --parts speed         ten minutes
-    bash scripts/gpu_suite.sh --device cpu --tiny                 at toy size
+    bash scripts/gpu_suite.sh --parts first        the most important, 9 minutes
+    bash scripts/gpu_suite.sh --parts second       3 minutes
+    bash scripts/gpu_suite.sh --parts more         the rest, 15 minutes
+    bash scripts/gpu_suite.sh --device cpu --tiny  all of it at toy size
 
-Each part is a separate process with a time limit (scripts/gpu/parts.py). It appends a line to results.jsonl
-in --output, and its console output goes to PART.txt there. The suite continues if a part fails. To turn the
-results into docs/gpu.md, run `python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl`. The
-exit code is 1 if a part failed.
+Each part is a separate process with a time limit (scripts/gpu/parts.py). The suite continues if a part fails,
+hangs or is killed, and skips what is not installed. --output gets figures.jsonl (each figure at once),
+results.jsonl (each part at its end), a table and an archive of the console output. To turn the results into
+docs/gpu.md, run `python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl`. The exit code is 1
+if a part failed.
 
 This file imports only the standard library, so that it can report missing packages.
 """
@@ -19,6 +21,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -37,10 +41,13 @@ from common.text import last_line  # noqa: E402
 from parallel.process import configure_allocator  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "gpu" / "parts.py"  # runs one part
-RESULTS = "results.jsonl"
-HEADER = "header"  # the part that records the machine and the commit
-MINUTES = {"correctness": 9.5, "speed": 9.5}  # for each group, since some machines limit a command to 10 min
+RESULTS, FIGURES = "results.jsonl", "figures.jsonl"
+HEADER, NO_DEVICE = "header", "none"  # the part that records the machine, and its device if torch finds none
+MINUTES = {"first": 9, "second": 3, "more": 15}  # for each group
+JOBS = 6  # parts that run at the same time, unless they measure time
+LAST_SECONDS = 10  # of these, for the table and the archive
 STOP_SECONDS = 5  # time for a part to stop the processes that it started
+LARGEST = 2**21  # bytes of a file that goes into the archive
 
 
 class Part(NamedTuple):
@@ -56,38 +63,35 @@ class Part(NamedTuple):
 
 SAMPLE, BASE = ("sample",), ("stage-pretrain",)
 PARTS = (
-    Part(HEADER, "both", 60, "device and versions", alone=True),
-    Part("probe", "correctness", 60, "compiler, matmul, copy", alone=True),
-    Part("attention", "correctness", 120, "each attention kernel: values, gradients, rate", alone=True),
-    Part("sample", "correctness", 120, "a smaller version of the sample data"),
-    Part("use", "correctness", 150, "a deterministic run with samples; generate.py, chat.py, evaluate.py",
-         needs=SAMPLE),
-    Part("parity-values", "correctness", 120, "loss and gradients in fp32, bf16, fp16; the head; documents"),
-    Part("parity-compiled", "correctness", 240, "compiled against eager; recompilations and waits per step"),
-    Part("stage-pretrain", "correctness", 120, "pretraining with AdamW", needs=SAMPLE),
-    Part("parity-attention", "correctness", 240, "every attention kernel, with recomputation and compiled"),
-    Part("parity-faults", "correctness", 180, "overflow, NaN, out of memory, bit-identical resume"),
-    Part("resume", "correctness", 200, "verify_resume.py with default settings", needs=SAMPLE),
-    Part("resume-deterministic", "correctness", 200, "the same with DETERMINISTIC=true", needs=SAMPLE),
-    Part("ranks", "correctness", 180, "two ranks on one device: gradients, drift, a hang; nccl alone"),
-    Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD with one rank, compared with a plain run"),
-    Part("memory", "correctness", 240, "the memory forecast compared with the memory of a step, by layout",
-         alone=True),
-    *(Part(f"stage-{name}", "correctness", 120, content, needs=BASE) for name, content in {
-        "sft": "SFT", "dpo": "DPO with a stored reference",
-        "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation",
-        "grpo": "GRPO: generation, rewards and updates in one process"}.items()),
-    Part("stage-muon", "correctness", 120, "pretraining with Muon", needs=SAMPLE),
-    Part("stage-windows", "correctness", 120, "pretraining of SmolLM 3 with sliding windows", needs=SAMPLE),
-    Part("stage-stops", "correctness", 150, "resuming after SIGTERM and after kill -9", needs=SAMPLE),
-    Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
-         needs=SAMPLE),
-    Part("checkpoint", "speed", 120, "copy, hash, write, verify and load a checkpoint", alone=True),
-    Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
-    Part("speed-1b", "speed", 230, "Llama 3.2 1B, compared with its peers", alone=True),
-    Part("speed-174m", "speed", 230, "174M parameters, compared with their peers", alone=True),
-    Part("decode", "speed", 60, "decoding: weights rounded for each token, or once; CUDA graphs", alone=True),
-    Part("generate", "speed", 120, "generation, compared with transformers; batched requests", alone=True),
+    Part(HEADER, "first", 20, "device, versions, the kernels chosen and why", alone=True),
+    # Parts that run in parallel, in the order in which they start
+    Part("sample", "first", 45, "a smaller version of the sample data; unpaired answers"),
+    Part("parity", "first", 90, "loss and gradients, eager and compiled, against a CPU and transformers"),
+    Part("faults", "first", 80, "fp16, a loss that is not finite, out of memory", needs=SAMPLE),
+    Part("use", "first", 100, "a deterministic run; generate.py, chat.py, evaluate.py", needs=SAMPLE),
+    Part("stage-pretrain", "first", 90, "pretraining with AdamW, profiled; waits a step", needs=SAMPLE),
+    Part("fsdp", "first", 100, "SHARDING and CPU_OFFLOAD on one rank, against a plain run", needs=SAMPLE),
+    Part("resume", "first", 100, "kill -9; it must resume bit-identically", needs=SAMPLE),
+    Part("ranks", "first", 80, "two ranks on one device over gloo, against one rank", needs=SAMPLE),
+    Part("stage-dpo", "first", 50, "DPO with a stored reference", needs=BASE),
+    Part("stage-lora-dpo", "first", 50, "DPO of adapters with a live reference", needs=BASE),
+    Part("stage-grpo", "first", 50, "GRPO: generation, rewards and updates in one process", needs=BASE),
+    Part("stage-kto", "first", 50, "KTO", needs=BASE),
+    # Parts that measure time, which run one by one
+    Part("speed-1b", "first", 75, "Llama 3.2 1B with documents: speed, memory, kernels", alone=True),
+    Part("speed-174m", "first", 45, "the same with 174M parameters", alone=True),
+    Part("peers-1b", "first", 75, "litgpt, and transformers with Liger, on Llama 3.2 1B", alone=True),
+    Part("probe", "first", 50, "compiler, matmul, copy, attention at one shape", alone=True),
+    Part("saving", "first", 40, "pinned memory; the time that saves stop a run", alone=True, needs=SAMPLE),
+    Part("attention", "second", 40, "each attention kernel: its rate by shape and documents", alone=True),
+    Part("memory", "second", 55, "the memory forecast against the memory of a step, by layout", alone=True),
+    Part("decode", "second", 30, "weights rounded for each token, or once; CUDA graphs", alone=True),
+    Part("generate", "second", 25, "generation against transformers; batched requests", alone=True),
+    *(Part(f"stage-{name}", "more", 120, content, needs=needs) for name, content, needs in (
+        ("sft", "SFT", BASE), ("distil", "distillation", BASE), ("muon", "pretraining with Muon", SAMPLE),
+        ("windows", "pretraining of SmolLM 3 with sliding windows", SAMPLE))),
+    Part("more-speed-1b", "more", 200, "Llama 3.2 1B, other settings and peers", alone=True),
+    Part("more-speed-174m", "more", 200, "174M parameters, compared with peers", alone=True),
 )
 
 
@@ -99,60 +103,76 @@ class Suite:
     parts: Sequence[Part]
 
     def __post_init__(self) -> None:
-        self.folder: Path = self.options.output
-        self.environment = os.environ | {"PADDOCK_COMMIT": self.options.commit}
+        self.output: Path = self.options.output
+        self.folder = Path(tempfile.mkdtemp(prefix="gpu_suite-"))  # for runs and console output
+        caches = Path(tempfile.gettempdir()) / f"gpu_suite-cache-{os.getuid()}"  # one for all parts and calls
+        self.environment = {
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
+            "TORCH_LOGS": "recompiles,graph_breaks"} | os.environ | {
+            "PADDOCK_COMMIT": self.options.commit, "PYTHONUNBUFFERED": "1"}
         self.environment |= {"OMP_NUM_THREADS": "1"} if self.options.tiny else {}
         self.started = time.monotonic()
-        groups = {part.group for part in self.parts} & MINUTES.keys()
-        minutes = self.options.minutes or sum(MINUTES[group] for group in groups or MINUTES)
-        self.deadline = self.started + 60 * minutes
+        groups = {part.group for part in self.parts if part.name != HEADER}
+        minutes = self.options.minutes or sum(MINUTES[group] for group in groups)
+        self.deadline = self.started + 60 * minutes - LAST_SECONDS
+        self.figures = self.output / FIGURES
+        self.begin = self.figures.stat().st_size if self.figures.exists() else 0  # those of earlier calls
         self.lock = threading.Lock()
-        self.done = 0
+        self.running: set[int] = set()
+        self.done, self.no_device = 0, ""
 
     def run(self) -> list[dict[str, Any]]:
-        """Run the parts that measure time one by one and the others in parallel; return ordered results."""
+        """Run the header, then parts in parallel, then one by one those that measure time."""
         futures: dict[str, Future] = {}
-        alone = [part for part in self.parts if part.alone and not self.options.tiny]
-        together = [part for part in self.parts if part not in alone]
-        first, last = ([part for part in alone if bool(part.needs) is needs] for needs in (False, True))
+        header, others = self.parts[:1], self.parts[1:]
+        together = [part for part in others if not part.alone or self.options.tiny]
+        alone = [part for part in others if part not in together]
         # A part comes after those that it needs, so no thread waits for a part that has not started.
-        for threads, parts in ((1, first), (self.options.jobs, together), (1, last)):
+        for threads, parts in ((1, header), (self.options.jobs, together), (1, alone)):
             with ThreadPoolExecutor(threads) as pool:
                 for part in parts:
-                    needed = [futures[name] for name in (HEADER, *part.needs) if name in futures]
+                    needed = [futures[name] for name in part.needs if name in futures]
                     futures[part.name] = pool.submit(self.run_part, part, needed)
+            if parts is header and futures[header[0].name].result()["figures"].get("device") == NO_DEVICE:
+                self.no_device = f"skipped: torch finds no {self.options.device} device"
         return [futures[part.name].result() for part in self.parts]
 
     def run_part(self, part: Part, needed: Sequence[Future]) -> dict[str, Any]:
         """Run one part, or skip it if a part that it needs failed or no time is left; return the result."""
         failed = next((future.result()["part"] for future in needed if not future.result()["ok"]), None)
         left = self.deadline - time.monotonic()
-        if failed:
+        if self.no_device:
+            result = result_of(part, None, error=self.no_device)
+        elif failed:
             result = result_of(part, None, error=f"skipped: it needs {failed}, which did not succeed")
         elif left < min(10, part.seconds):
             result = result_of(part, None, error="skipped: no time left")
         else:
             self.info(f"{part.name:<22} starts: {part.content}")
             # At toy size, the limit only ends a part that hangs, however slow the machine is.
-            result = self.in_process(part, min(part.seconds * (10 if self.options.tiny else 1), left))
-        with self.lock:
+            try:
+                result = self.in_process(part, min(part.seconds * (10 if self.options.tiny else 1), left))
+            except (OSError, RuntimeError) as error:  # no process or no file could be created
+                result = result_of(part, False, error=f"{type(error).__name__}: {error}")
+        with self.lock, suppress(OSError):  # the disk may be full
             self.done += 1
-            with open(self.folder / RESULTS, "a", encoding="utf-8") as results:
+            with open(self.output / RESULTS, "a", encoding="utf-8") as results:
                 results.write(json.dumps(result) + "\n")
         self.info(f"{part.name:<22} {verdict(result)} after {result['seconds']:.0f} s"
                   + (f": {result['error']}" if result["error"] else ""))
         return result
 
     def in_process(self, part: Part, limit: float) -> dict[str, Any]:
-        """Run one part in a separate process, and read its notes even if it was killed."""
-        notes, output = self.folder / f"{part.name}.notes.jsonl", self.folder / f"{part.name}.txt"
-        notes.unlink(missing_ok=True)
+        """Run one part in a separate process, and read its figures even if it was killed."""
+        output = self.folder / f"{part.name}.txt"
         command = [sys.executable, str(PROGRAM), part.name, "--device", self.options.device, "--output",
-                   str(self.folder), "--seconds", f"{limit:.0f}", *(["--tiny"] if self.options.tiny else [])]
+                   str(self.folder), "--figures", str(self.figures), "--seconds", f"{limit:.0f}",
+                   *(["--tiny"] if self.options.tiny else [])]
         started = time.monotonic()
         with open(output, "w") as file:
             process = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL,
                                        stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.running.add(process.pid)
             try:
                 code: Optional[int] = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -164,15 +184,39 @@ class Suite:
                         os.killpg(process.pid, number)
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(STOP_SECONDS)
+                self.running.discard(process.pid)
         seconds = time.monotonic() - started
-        figures, faults, skipped = read_notes(notes)
+        figures, faults, skipped = read_figures(self.figures, part.name, self.begin)
         if code is None:
             faults.insert(0, f"it exceeded its limit of {limit:.0f} s")
+        elif code == -signal.SIGKILL:
+            faults.append("it was killed (SIGKILL), as is done when memory runs out")
         elif code:
             faults.append(f"exit code {code}: {last_line(output.read_text(errors='replace'))}")
         if faults:
             return result_of(part, False, seconds, figures, "; ".join(faults))
         return result_of(part, None if skipped else True, seconds, figures, skipped and f"skipped: {skipped}")
+
+    def stop(self, *_: Any) -> None:
+        """Stop all parts; those that have not started are skipped."""
+        self.deadline = 0.0
+        for group in [*self.running]:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGTERM)
+
+    def finish(self, results: Sequence[dict[str, Any]]) -> None:
+        """Print and write the table, and archive the text files of all parts; delete the rest."""
+        name = self.options.parts if self.options.parts in MINUTES else "suite"
+        text = table(results)
+        print(f"\nThe results are in {self.output}. To update docs/gpu.md, run scripts/dev/write_docs.py "
+              f"--gpu-results {self.output / RESULTS}.\n\n{text}", flush=True)
+        with suppress(OSError):
+            (self.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+            with tarfile.open(self.output / f"{name}.tar.gz", "w:gz") as archive:
+                for path in sorted(self.folder.rglob("*")):
+                    if path.suffix in (".txt", ".jsonl", ".csv") and path.stat().st_size < LARGEST:
+                        archive.add(path, path.relative_to(self.folder))
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def info(self, text: str) -> None:
         with self.lock:
@@ -186,16 +230,18 @@ def result_of(part: Part, ok: Optional[bool], seconds: float = 0.0, figures: Opt
             "error": error}
 
 
-def read_notes(path: Path) -> tuple[dict[str, Any], list[str], Optional[str]]:
+def read_figures(path: Path, part: str, begin: int = 0) -> tuple[dict[str, Any], list[str], Optional[str]]:
+    """Return the figures and faults of a part, and why it was skipped, from `begin` (bytes) on."""
     figures: dict[str, Any] = {}
     faults: list[str] = []
     skipped = None
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes()[begin:].splitlines() if path.exists() else ():
         with suppress(ValueError):  # the last line of a killed part may be incomplete
-            note = json.loads(line)
-            figures |= note.get("figure", {})
-            faults += [note["fault"]] if "fault" in note else []
-            skipped = note.get("skipped", skipped)
+            entry = json.loads(line)
+            if entry["part"] == part:
+                figures |= entry.get("figure", {})
+                faults += [entry["fault"]] if "fault" in entry else []
+                skipped = entry.get("skipped", skipped)
     return figures, faults, skipped
 
 
@@ -204,17 +250,12 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def summary(figures: dict[str, Any], width: int = 110) -> str:
-    text = ""
-    for name, value in figures.items():
-        if isinstance(value, dict) and "tokens_per_second" in value:
-            value = f"{value['tokens_per_second']:,.0f} tok/s"
-        if isinstance(value, (dict, list)):
-            continue
-        entry = f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        if len(text) + len(entry) > width:
-            return f"{text}, ..." if text else entry[:width]
-        text += (", " if text else "") + entry
-    return text
+    """Return the first figures as text, and of a figure with several values only the speed."""
+    values = {name: value.get("tokens_per_second", "...") if isinstance(value, dict) else value
+              for name, value in figures.items()}
+    text = ", ".join(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+                     for name, value in values.items())
+    return text if len(text) <= width else f"{text[:width]}..."
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -245,18 +286,19 @@ def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
                         help="device to test (default: %(default)s)")
     parser.add_argument("--parts", default="all", metavar="NAME,...",
-                        help="all, correctness, speed, or names of parts, separated by commas (default: all)")
+                        help="all, first, second, more, or names of parts, separated by commas "
+                             "(default: all)")
     parser.add_argument("--tiny", action="store_true", help="use toy sizes, and compile in one part only")
     parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite", metavar="FOLDER",
-                        help="folder of results.jsonl (default: gpu_suite)")
+                        help="folder for the results, of at most eight files (default: gpu_suite)")
     parser.add_argument("--commit", default="", help="commit to record (default: from git)")
     parser.add_argument("--jobs", type=int, metavar="N",
                         help="number of parts to run at the same time, except those that measure time "
-                             "(default: 4, tiny: 2)")
+                             "(default: 6, tiny: 2)")
     parser.add_argument("--minutes", type=float, metavar="N",
-                        help="start no part after this time (default: 9.5 for each group)")
+                        help="end after this time (default: 9 for first, 3 for second, 15 for more)")
     options = parser.parse_args(argv)
-    options.jobs = options.jobs or (2 if options.tiny else 4)
+    options.jobs = options.jobs or (2 if options.tiny else JOBS)
     options.output = options.output.resolve()
     try:
         return options, select_parts(options.parts)
@@ -268,10 +310,11 @@ def main() -> int:
     options, parts = parse_args()
     configure_allocator()  # as a run does
     options.output.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(options.output / "runs", ignore_errors=True)  # from an earlier call
-    results = Suite(options, parts).run()
-    print(f"\nThe results are in {options.output / RESULTS}. To update docs/gpu.md, run "
-          f"scripts/dev/write_docs.py --gpu-results.\n\n{table(results)}", flush=True)
+    suite = Suite(options, parts)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, suite.stop)
+    results = suite.run()
+    suite.finish(results)
     return int(any(result["ok"] is False for result in results))
 
 

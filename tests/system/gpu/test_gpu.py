@@ -16,14 +16,12 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
-from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step, furthest, is_rank, run_ranks
+from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step, is_rank, run_ranks
 from torch.nn import functional as F
 
 import model_utils
 import train
 from common.errors import SettingsError
-from config import Config
-from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
 from inference.engine import RowCache
@@ -33,6 +31,19 @@ from model import SHARED_PREFIX
 from model_utils import build_model, compile_model
 from parallel import ranks as collectives
 from parallel.ranks import Ranks
+from scripts.gpu.probe import (
+    APART,
+    LENGTH,
+    ROWS,
+    SHAPE,
+    VOCAB,
+    batch_on,
+    distance,
+    documents,
+    learned,
+    model_on,
+    random_tokens,
+)
 
 GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
 CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -41,11 +52,6 @@ on_both = pytest.mark.parametrize("device", CPU_TOO, indirect=True)
 on_gpu = pytest.mark.parametrize("device", ONLY_GPU, indirect=True)  # too slow, or useless, in every test run
 pytestmark = pytest.mark.filterwarnings("default")  # compilers, and kernels that are tried, give many harmless warnings
 
-VOCAB = 500  # padded to 512 inside
-SHAPE = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384, "init_std": 0.06, "tf32": False}
-ROWS, LENGTH = 3, 192
-# Tolerances relative to the norm of each gradient; those of the loss are ten times smaller.
-APART = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 BACKENDS = ("auto", "cudnn", "flash", "sdpa", "math")
 
 
@@ -68,48 +74,9 @@ def compile_once(device: torch.device, wanted: bool) -> None:
         pytest.skip("compiled once on a CPU, elsewhere")
 
 
-def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
-    return torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
-
-
-def documents(rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
-    """Rows with one document, with many, and with a last document of one token."""
-    numbers = torch.ones(rows, length, dtype=torch.int32)
-    numbers[1] = torch.arange(length) // 7 + 1
-    numbers[2, -1] = 2
-    return numbers
-
-
-def batch_on(device: torch.device, document_ids_BT: torch.Tensor | None) -> Batch:
-    ids = tokens()
-    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), document_ids_BT).to(device)
-
-
-def model_on(device: torch.device, dtype: torch.dtype = torch.float32, **settings):
-    """A model with the same weights on every device."""
-    config = Config(**{**SHAPE, **settings})
-    model = build_model(config, VOCAB, Ranks(device=device), dtype)
-    generator = torch.Generator().manual_seed(1)
-    weights = {name: 0.06 * torch.randn(value.shape, generator=generator) if value.ndim > 1 else
-               0.5 + torch.rand(value.shape, generator=generator) for name, value in sorted(model.state_dict().items())}
-    model.load_state_dict(weights)
-    return model
-
-
-def learned(model, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss, and the gradients, on the CPU in float64."""
-    model.zero_grad()
-    loss = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum") / batch.targets_BT.numel()
-    loss.backward()
-    return float(loss.detach()), {name: parameter.grad.double().cpu() for name, parameter in model.named_parameters()}
-
-
 def assert_alike(one, other, allowed: float) -> None:
     """Compare losses and gradients, relative to the norm of each tensor."""
-    assert abs(one[0] - other[0]) <= allowed / 10 * abs(other[0]), (one[0], other[0])
-    apart = {name: float((one[1][name] - other[1][name]).norm() / other[1][name].norm()) for name in other[1]}
-    worst = max(apart, key=apart.get)
-    assert apart[worst] <= allowed, f"{worst}: {apart[worst]:.2g}"
+    assert distance(one, other) <= allowed
 
 
 def reference(document_ids_BT: torch.Tensor | None = None):
@@ -191,7 +158,7 @@ def test_attention_of_every_backend_in_every_use(device, backend, recomputed, co
 
 def cached_logits(model, device: torch.device) -> torch.Tensor:
     """The logits of the last token of two rows of a cache of three, with the earlier ones in the cache."""
-    ids = tokens(2, 11).to(device)
+    ids = random_tokens(2, 11).to(device)
     cache = RowCache(model.config, 3, 16, device, model.compute_dtype)
     with torch.no_grad():
         model.logits(ids[:, :8], cache=cache.at([0, 2], [0, 0]))
@@ -401,17 +368,12 @@ def alone_in_a_group(device_type: str) -> None:
     group = Ranks(0, 0, 2, device)
     assert group.all_reduce_floats([1.5, 2]) == [1.5, 2.0] and group.all_agree(True) and group.broadcast({"a": [1, "b"]}) == {"a": [1, "b"]}
     assert float(group.all_reduce_sum(torch.ones(3)).sum()) == 3
-    batch = batch_on(device, documents())
-    plain, wrapped = model_on(device), model_on(device)
-    parallel = in_ddp(wrapped)
+    batch, model = batch_on(device, documents()), model_on(device)
+    parallel = in_ddp(model)
     assert parallel.device_ids is None  # otherwise DDP moves every argument to the device, and waits for the documents
     if device_type == "cuda":
-        compile_model(wrapped)
-    loss, expected = learned(plain, batch)
-    parallel.zero_grad()
-    (-parallel(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum") / batch.targets_BT.numel()).backward()
-    gradients = {name: parameter.grad.double().cpu() for name, parameter in wrapped.named_parameters()}
-    assert furthest(gradients, expected) < APART[torch.float32], furthest(gradients, expected)
+        compile_model(model)
+    assert_alike(learned(parallel, batch), learned(model_on(device), batch), APART[torch.float32])
     dist.destroy_process_group()
 
 
