@@ -62,10 +62,7 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 @collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext,
                objective_of: Optional[Path] = None) -> Run:
-    """Return a model and its evaluation data as a run that takes no steps.
-
-    Its objective is that of the checkpoint `objective_of`, or its own.
-    """
+    """Return a model with its evaluation data, and the objective of a checkpoint, as a run without steps."""
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
