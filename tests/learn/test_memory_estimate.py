@@ -84,7 +84,7 @@ def test_a_copy_for_saves_is_the_whole_trained_state(changes):
 # Peak resident memory in GiB of train.py in fp32, eager, with a save after each step, measured on 2026-11-26 on two AVX2 cores
 # (kernel 6.18, glibc 2.36, torch 2.13): shape, rows and their length, vocabulary. The last saved once, and had no huge pages.
 RESIDENT = [((128, 3, 2, 2, 352), 8, 256, 49_152, {}, 0.769), ((256, 6, 8, 4, 768), 4, 256, 49_152, {}, 1.128),
-            ((256, 6, 8, 4, 768), 4, 256, 128_256, {}, 1.785),
+            ((256, 6, 8, 4, 768), 4, 256, 128_256, {}, 1.785), ((576, 8, 9, 3, 1536), 2, 512, 49_152, {}, 2.445),
             ((576, 30, 9, 3, 1536), 2, 512, 49_152, {"lora_enabled": True, "training_stage": "sft", "save_every": 0}, 2.576)]
 
 
