@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from common.command_line import CommandParser, number
 from common.errors import DataError, SettingsError, local_path, unreadable
 from common.files import disk_errors, read_json
-from common.text import is_url, show, without_passwords
+from common.text import COMMANDS, is_url, show, without_passwords
 from config import KINDS, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
@@ -185,7 +185,7 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     is_text = kind == "documents"
     items = "documents" if is_text else "examples"
     parser = FlagParser(
-        records, prog=f"python {KINDS[kind][1]}",
+        records, prog=f"./paddock {COMMANDS[KINDS[kind][1]]}",
         usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings used here, from .env, the environment or as flags:
   {' '.join(used_settings(kind)).upper()} HF_TOKEN

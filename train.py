@@ -1,4 +1,4 @@
-"""Train Llama 3: `python train.py`, or `python scripts/launch.py` on several GPUs. --help lists settings."""
+"""Train Llama 3: `./paddock train` or torchrun starts a process for each rank. --help lists settings."""
 
 import math
 import os
@@ -10,7 +10,8 @@ from contextlib import nullcontext
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import exit_if_unread, print_safely, printable, status_line, write_line_by_line
+from common.text import exit_if_unread, print_safely, printable, show, status_line, write_line_by_line
+from config import KINDS
 from parallel.process import (
     EXIT_PREEMPTED,
     exit_at_signals,
@@ -22,7 +23,7 @@ from parallel.process import (
 )
 from settings.load import Loaded, exit_with, load_or_exit
 
-USAGE = ("python train.py [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
+USAGE = ("./paddock train [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
 
 if __name__ == "__main__":
@@ -31,7 +32,11 @@ if __name__ == "__main__":
     exit_at_signals()
     write_line_by_line()
     # Before torch's import, which takes seconds: a typo is reported now.
-    LOADED = load_or_exit(sys.argv[1:], USAGE)
+    named = ("PRESET", *(setting for setting, _ in KINDS.values()))
+    is_unset = not (sys.argv[1:] or os.path.exists(".env") or any(map(os.environ.get, named)))
+    LOADED = load_or_exit(["--preset=sample"] if is_unset else sys.argv[1:], USAGE)
+    if is_unset and os.environ.get("LOCAL_RANK", "0") == "0":
+        show("Nothing is set, so the sample model is trained (--preset sample).")
 
 # ruff: noqa: E402
 import torch

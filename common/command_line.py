@@ -10,10 +10,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import groupby, takewhile
 from math import inf
-from pathlib import Path
 from typing import Optional
 
 from common import __version__
+from common.text import COMMANDS
 
 HELP_COLUMNS = 80
 VERSION = f"Paddock {__version__}"
@@ -93,8 +93,9 @@ class CommandParser(argparse.ArgumentParser):
     """A parser for a script's flags, with --version; --help starts with the script's docstring."""
 
     def __init__(self, description: str, epilog: str = "", **options):
-        options.setdefault("prog", f"python scripts/{Path(sys.argv[0]).name}")
-        options["prog"] = os.environ.get("PADDOCK_COMMAND") or options["prog"]
+        script = f"scripts/{os.path.basename(sys.argv[0])}"
+        own = f"./paddock {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
+        options["prog"] = os.environ.get("PADDOCK_COMMAND") or options.get("prog", own)
         super().__init__(description=description, epilog=epilog, formatter_class=HelpFormatter, **options)
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 

@@ -4,8 +4,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,7 +26,21 @@ def install() -> None:
                 signal.signal(number, handle)
         # What interrupts a destructor is lost.
         sys.unraisablehook = lambda lost: leave(exit_code()) if received else sys.__unraisablehook__(lost)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see `held`
+        hold(False)
+
+
+def hold(held: bool = True) -> None:
+    """Make signals wait: a command that is started then gets them in its first import."""
+    signal.pthread_sigmask(signal.SIG_BLOCK if held else signal.SIG_UNBLOCK, SIGNALS)
+
+
+def become(*command: str) -> None:
+    """Run a Python script in place of this process."""
+    hold()
+    try:
+        os.execv(sys.executable, [sys.executable, *command])
+    finally:
+        hold(False)
 
 
 def handle(number: int, frame: Any) -> None:
@@ -51,15 +63,7 @@ def say() -> None:
 
 def leave(code: int) -> None:
     """Exit immediately, with a line."""
-    say()
-    os._exit(code)
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """A `with` block that starts a command, whose first import gets the signals of that time."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        say()
+    finally:  # also if nobody reads it
+        os._exit(code)

@@ -29,6 +29,7 @@ COMMANDS = {
     "scripts/load_instruct_dataset.py": "prepare chats", "scripts/load_pretrain_dataset.py": "prepare text",
     "scripts/make_sample.py": "prepare sample", "scripts/merge_lora.py": "export --to merged",
     "scripts/pipeline.py": "pipeline", "scripts/replay_step.py": "replay", "scripts/report.py": "report",
+    "scripts/sweep.py": "sweep",
     "scripts/run.py": "train", "scripts/run.sh": "train", "scripts/runs.py": "runs",
     "scripts/train_tokenizer.py": "prepare tokenizer", "scripts/verify_checkpoint.py": "verify"}
 

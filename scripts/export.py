@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
-from common import errors  # noqa: E402
+from common import errors, interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import aligned, command, counted, show  # noqa: E402
@@ -38,7 +38,7 @@ def parse_args() -> argparse.Namespace:
     if known.to in SCRIPTS:
         os.environ["PADDOCK_COMMAND"] = f"./paddock export --to {known.to}"
         script = str(Path(__file__).with_name(SCRIPTS[known.to]))
-        os.execv(sys.executable, [sys.executable, script, *flags])
+        interrupts.become(script, *flags)
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
     parser.add_argument("name", nargs="?", metavar="OWNER/NAME", help="repository, for --to hub")

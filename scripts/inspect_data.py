@@ -86,8 +86,7 @@ def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def main() -> None:
-    parser = FlagParser(__doc__, prog="python scripts/inspect_data.py",
-                        usage="%(prog)s FOLDER [--batch N] [--json]\n"
+    parser = FlagParser(__doc__, usage="%(prog)s FOLDER [--batch N] [--json]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
                         help="list all prepared sets and mixtures in a folder [data]")

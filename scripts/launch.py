@@ -1,16 +1,15 @@
 """Train on the GPUs of one or several machines, with one rank per GPU.
 
-    python scripts/launch.py --preset 1.3b
-    python scripts/launch.py --nproc-per-node 2 train.py --max-steps 100
-    python scripts/launch.py --gpus idle:2 --preset 1.3b
-    python scripts/launch.py --max-restarts 3 --preset 1.3b
-    python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
+    ./paddock train --gpus idle:2 --preset 1.3b
+    ./paddock train --max-restarts 0 --preset 1.3b
+    ./paddock train --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 29500 --preset 1.3b
 
-All other flags are train.py's. This is torchrun (torch's elastic launcher) with readable errors. Invalid
-settings are reported once, before the ranks start. Signals are passed on to the ranks, which then save. The
-last line names the rank that failed first, and the reason. Exit codes: 0 finished, 1 crash, 2 settings, 3
-data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
+`./paddock train` prepares data and starts this launcher; schedulers start scripts/launch.py, which restarts
+nothing by default. All other flags are settings. This is torchrun (torch's elastic launcher) with readable
+errors. Invalid settings are reported once, before the ranks start. Signals are passed on to the ranks, which
+then save. The last line names the rank that failed first, and the reason. Exit codes: 0 finished, 1 crash, 2
+settings, 3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
 
 With --max-restarts, a crash or a hang (1, 6) starts the job again from the newest verified checkpoint, unless
 two starts in a row have saved no new one. A single rank shares the launcher's terminal.
@@ -276,8 +275,9 @@ def start_here(flags: list[str]) -> Ending:
         for number in process.stop_signals():
             signal.signal(number, pass_on)
         environ = {**os.environ, **place, process.ERROR_FILE: str(error_file)}
-        with interrupts.held():
-            children.append(subprocess.Popen([sys.executable, "-u", str(TRAIN), *flags], env=environ))
+        interrupts.hold()
+        children.append(subprocess.Popen([sys.executable, "-u", str(TRAIN), *flags], env=environ))
+        interrupts.hold(False)
         for number in [*received]:  # while it was started
             pass_on(number)
         code = children[0].wait()

@@ -19,8 +19,7 @@ from data_preparation_utils import FlagParser, non_empty
 
 
 def main(argv: list[str]) -> None:
-    parser = FlagParser(__doc__, prog="python scripts/load_hellaswag_dataset.py",
-                        epilog="The only setting used here is HF_TOKEN.")
+    parser = FlagParser(__doc__, epilog="The only setting used here is HF_TOKEN.")
     for flag, metavar, meaning, default in (
             ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "
              "fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),

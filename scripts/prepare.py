@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import ROOT, command, show  # noqa: E402
@@ -101,7 +102,7 @@ def main() -> None:
         flags.insert(0, "--source")
     os.environ["PADDOCK_COMMAND"] = f"./paddock prepare {kind}"
     script = str(Path(__file__).with_name(SCRIPTS[kind]))
-    os.execv(sys.executable, [sys.executable, script, *flags])
+    interrupts.become(script, *flags)
 
 
 if __name__ == "__main__":

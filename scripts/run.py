@@ -95,8 +95,7 @@ def main() -> None:
     preparing, own = parser.split(argv)
     flags, given = with_sample(own, bool(preparing.source or preparing.mix)), read_flags(own)
     if flags != own and given.check and "device_memory" in given.layer.values:  # a plan needs no data
-        with interrupts.held():
-            os.execv(sys.executable, [sys.executable, str(ROOT / "train.py"), *own])
+        interrupts.become(str(ROOT / "train.py"), *own)
     launching, settings = make_parser().parse_known_args(flags)
     values, environ = peek(settings)
     os.environ.update(environ)
@@ -141,8 +140,7 @@ def main() -> None:
         counted = [] if launching.gpus else ["--nproc-per-node", str(ranks)]
         command = ["scripts/launch.py", *counted, "--max-restarts", str(RESTARTS), *flags]
     sys.stdout.flush()
-    with interrupts.held():
-        os.execv(sys.executable, [sys.executable, *command])
+    interrupts.become(*command)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Benchmark a server with OpenAI's API: simultaneous requests against requests one after another.
 
-    python scripts/chat.py runs/chat --serve &
+    ./paddock serve runs/chat &
     python scripts/dev/benchmark_serving.py
     python scripts/dev/benchmark_serving.py http://127.0.0.1:8001 --at-once 16
 

@@ -79,9 +79,10 @@ def test_every_command_handles_signals_from_its_first_import_on():
     scripts = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))]
     processes = {}
     for place, script in enumerate(path for path in scripts if "__main__" in path.read_text()):
-        with interrupts.held():
-            processes[script] = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-            processes[script].send_signal(interrupts.SIGNALS[place % 2])
+        interrupts.hold()
+        processes[script] = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        processes[script].send_signal(interrupts.SIGNALS[place % 2])
+        interrupts.hold(False)
     for place, (script, process) in enumerate(processes.items()):
         said = process.communicate()[1]
         assert (process.returncode, said) == ((130, 143)[place % 2], "Stopped.\n"), script
@@ -90,7 +91,8 @@ def test_every_command_handles_signals_from_its_first_import_on():
 def test_a_command_that_another_one_starts_leaves_the_line_to_it():
     for environ, said in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, ""),
                           ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0"}, "Stopped.\n")):
-        with interrupts.held():
-            process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py"], stderr=subprocess.PIPE, text=True, env=os.environ | environ)
-            process.send_signal(signal.SIGINT)
+        interrupts.hold()
+        process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py"], stderr=subprocess.PIPE, text=True, env=os.environ | environ)
+        process.send_signal(signal.SIGINT)
+        interrupts.hold(False)
         assert (process.communicate()[1], process.returncode) == (said, 130), environ

@@ -14,6 +14,7 @@ from commands import ROOT
 
 from common import __version__
 from common.command_line import HELP_COLUMNS, CommandParser
+from common.text import COMMANDS
 from parallel.process import STOP_SIGNALS
 
 PYTHON = [path for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("[dg]*/*.py")]) if "\nif __name__ ==" in path.read_text()]
@@ -53,7 +54,10 @@ def run(monkeypatch, capsys):
 def test_a_script_explains_itself_and_says_its_version(script, run):
     before = files()
     code, text = run(script, "--help")
-    assert code == 0 and "usage:" in text and "--version" in text and script.name in text
+    assert code == 0 and "usage:" in text and "--version" in text
+    name = str(script.relative_to(ROOT))
+    assert f"./paddock {COMMANDS[name]}" in text if name in COMMANDS else script.name in text or name == "train.py"
+    assert not (name in COMMANDS and f"python {name}" in text), "one way to start"
     assert [line for line in text.splitlines() if len(line) > HELP_COLUMNS] == []
     assert run(script, "--version") == (0, f"Paddock {__version__}\n")
     assert files() == before
