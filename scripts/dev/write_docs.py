@@ -52,7 +52,8 @@ def exit_codes() -> list[tuple[int, str]]:
     meanings = {0: ["Finished, or nothing to do."], 1: ["An unexpected error."],
                 130: ["A command other than training was interrupted by Ctrl-C."],
                 EXIT_UNREAD: ["The reader of the output is gone, as with `head`."],
-                EXIT_PREEMPTED: ["Training was stopped by a signal; its state is saved if it took steps."]}
+                EXIT_PREEMPTED: ["Training was stopped by a signal; its state is saved if it took steps.",
+                                 "Another command was stopped by SIGTERM."]}
     for error in PaddockError.__subclasses__():
         meanings.setdefault(error.exit_code, []).append(error.__doc__)
     return [(code, " ".join(sentences)) for code, sentences in sorted(meanings.items())]
