@@ -25,9 +25,9 @@ from model import Transformer
 from model_utils import forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective, widened
-from report.verdict import difference_text
 from run.life import Run
 from run.log import evaluation_columns
+from run.paired import difference_text
 from run.rollouts import Answer
 
 GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size

@@ -25,9 +25,9 @@ from common.text import counted, printable
 from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
+from extensions.report.data import segments, setting_lines
 from learn.cost import parameter_count
 from model_utils import device_name
-from report.data import segments, setting_lines
 from run.extensions import Extension
 from run.life import Run, trained_count
 

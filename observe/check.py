@@ -26,6 +26,7 @@ from common.text import ROOT, command, counted, duration, print_safely, show, st
 from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, rows_by_source
+from extensions.report.verdict import time_text
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
@@ -35,7 +36,6 @@ from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from parallel.ranks import Ranks, collective
-from report.verdict import time_text
 from run.extensions import load_extensions
 from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes, trained_count

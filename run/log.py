@@ -24,7 +24,7 @@ from common.heartbeat import HEARTBEAT
 from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
-from report.paired import trends
+from run.paired import trends
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 # Metrics that differ between two equal runs.

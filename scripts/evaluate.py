@@ -124,7 +124,7 @@ def warn_of_another_tokenizer(folder: Path, run) -> None:
 
 def paired_tests(before: Measured, after: Measured) -> list:
     """Return the paired test of each row, or None."""
-    from report.paired import mcnemar, paired_t
+    from run.paired import mcnemar, paired_t
 
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):

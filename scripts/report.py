@@ -21,10 +21,10 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, requires_package, run_script  # noqa: E402
 from common.files import atomic_write, disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
+from extensions.report.compare import by_configuration, results  # noqa: E402
+from extensions.report.curves import task_names  # noqa: E402
+from extensions.report.page import ASSETS, Report, render  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
-from report.compare import by_configuration, results  # noqa: E402
-from report.curves import task_names  # noqa: E402
-from report.page import ASSETS, Report, render  # noqa: E402
 from settings.load import find_run, load_config  # noqa: E402
 
 
@@ -115,7 +115,7 @@ def main() -> None:
         with requires_package("starlette", "--serve"):
             import starlette  # noqa: F401
         with requires_package("uvicorn", "--serve"):
-            from report.serve import serve
+            from extensions.report.serve import serve
         return serve(report, args.port)
     several = folders[0].absolute().parent if args.run else output
     path = args.output or (folders[0] if len(args.run) == 1 else several) / "report.html"

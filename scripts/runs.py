@@ -26,8 +26,8 @@ from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
 from common.text import WIDTH, aligned, counted, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
-from report.data import RunReader, spelt  # noqa: E402
-from report.verdict import time_text  # noqa: E402
+from extensions.report.data import RunReader, spelt  # noqa: E402
+from extensions.report.verdict import time_text  # noqa: E402
 from settings.load import load_config  # noqa: E402
 
 LOCK = "run.lock"

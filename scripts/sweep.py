@@ -31,9 +31,9 @@ from common.text import aligned, counted, duration, show  # noqa: E402
 from config import KIND_OF_STAGE, PLAIN_NAME, START_FROM  # noqa: E402
 from data_pipeline.shards import KINDS  # noqa: E402
 from data_preparation_utils import is_source, prepare_from_flags  # noqa: E402
+from extensions.report.compare import by_configuration, results  # noqa: E402
+from extensions.report.page import Report  # noqa: E402
 from parallel.process import EXIT_PREEMPTED, STOP_SIGNALS, VISIBLE  # noqa: E402
-from report.compare import by_configuration, results  # noqa: E402
-from report.page import Report  # noqa: E402
 from settings.load import exit_with, load_config  # noqa: E402
 
 FAILED_ALONE = {1, 4, 6}  # exit codes after which the sweep continues: crash, non-finite loss, hang

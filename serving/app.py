@@ -19,8 +19,8 @@ from common import interrupts
 from common.errors import SettingsError
 from common.http_server import KEY_VARIABLE, is_loopback, listen
 from common.text import counted, print_traceback, show
+from extensions.report.page import csp_hash, distinct_names, fill_template, join_assets
 from inference.text import LanguageModel
-from report.page import csp_hash, distinct_names, fill_template, join_assets
 from serving.api import Api
 from serving.batcher import Batcher, is_out_of_memory
 from serving.guard import ApiError, Guard

@@ -40,7 +40,7 @@ from factories import MODES, UNMEASURED, TinyRun, prepare, prepare_stages
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import duration
-from report.data import RunReader
+from extensions.report.data import RunReader
 
 SHARE = 0.97  # of the goodput that the kills allow
 RESTART_SECONDS = 10.0  # beyond the start-up

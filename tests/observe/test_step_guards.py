@@ -21,10 +21,10 @@ from config import Config, ModelConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
 from extensions import guards
+from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
 from model import Transformer
-from report.data import RunReader
 from run import life, step_log
 from run.log import Divergence
 from settings.load import load_config

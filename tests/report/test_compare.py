@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.item_scores import packed_bits
-from report.compare import comparison
-from report.data import RunReader
-from report.paired import mcnemar, paired_t, sign_test
+from extensions.report.compare import comparison
+from extensions.report.data import RunReader
+from run.paired import mcnemar, paired_t, sign_test
 
 
 @given(st.integers(0, 400), st.integers(0, 400))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from report.curves import Curve, as_json, points_per_curve
+from extensions.report.curves import Curve, as_json, points_per_curve
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=300)
 

@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from report.page import Report, as_text, render
+from extensions.report.page import Report, as_text, render
 
 HUGE = "1" + "0" * 400
 VALUES = ["null", '"high"', "[1, [2]]", '{"a": {"b": 1}}', "true", "-1", "NaN", "1e300", HUGE, "1" + "0" * 5000, '"\\ud800"',

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from report.data import RunReader
-from report.goodput import KILLED, goodput
+from extensions.report.data import RunReader
+from extensions.report.goodput import KILLED, goodput
 
 
 def write(path, rows) -> None:

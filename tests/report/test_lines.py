@@ -7,7 +7,7 @@ import pytest
 
 from checkpoint.schema import LogFile, read_lines
 from common.errors import CheckpointError
-from report.data import RunReader
+from extensions.report.data import RunReader
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from report.page import ASSETS, render
+from extensions.report.page import ASSETS, render
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028{data}<!--"
 STEPS = list(range(10, 1010, 10))

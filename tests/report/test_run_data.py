@@ -14,9 +14,9 @@ from factories import TinyRun, stop_at
 
 from common.errors import CheckpointError
 from common.files import FileLock
-from report.data import parameters_in
-from report.goodput import KILLED
-from report.page import Report, as_text, render
+from extensions.report.data import parameters_in
+from extensions.report.goodput import KILLED
+from extensions.report.page import Report, as_text, render
 
 
 def read(*folders) -> Report:
@@ -242,7 +242,7 @@ def test_a_page_of_several_long_runs_stays_small(tmp_path):
 @pytest.mark.slow
 def test_a_page_of_a_million_steps_stays_small_and_is_read_in_bounded_memory(tmp_path):
     write_long(tmp_path / "a", 1_000_000, 10)
-    code = ("import re, sys; from pathlib import Path; from report.page import Report; "
+    code = ("import re, sys; from pathlib import Path; from extensions.report.page import Report; "
             "report = Report([Path(sys.argv[1])]); report.read(); report.data(); "
             "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])")
     done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=ROOT, check=True, capture_output=True, text=True)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from checkpoint.item_scores import REWARD, VALIDATION, ItemScores
-from report.curves import Curve
-from report.goodput import RESTARTED
-from report.paired import trends
-from report.verdict import HEADLINES, LOSS, health, learning, time_text
+from extensions.report.curves import Curve
+from extensions.report.goodput import RESTARTED
+from extensions.report.verdict import HEADLINES, LOSS, health, learning, time_text
+from run.paired import trends
 
 
 def curves(**values: list[float]) -> dict[str, Curve]:

@@ -132,10 +132,10 @@ def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
     """Ctrl-C and a scheduler's SIGTERM go to all processes of a job, again and again."""
     program = writing.SCRIPT
     process = subprocess.Popen([sys.executable, "-c", f"import os, runpy, signal, sys; sys.argv = [{str(program)!r}, {str(whole.folder)!r}, "
-                                f"'--in-background', '--output', {str(tmp_path / 'x.html')!r}]\nimport report.page\n"
-                                "original = report.page.Report.read\n"
+                                f"'--in-background', '--output', {str(tmp_path / 'x.html')!r}]\nfrom extensions.report import page\n"
+                                "original = page.Report.read\n"
                                 "def read(self):\n    [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]\n"
                                 "    original(self)\n"
-                                "report.page.Report.read = read\n"
+                                "extensions.page.Report.read = read\n"
                                 f"runpy.run_path({str(program)!r}, run_name='__main__')"], cwd=program.parents[1])
     assert process.wait(PATIENCE) == 0 and (tmp_path / "x.html").exists()

@@ -15,8 +15,8 @@ from factories import start
 
 from checkpoint.item_scores import read_item_scores
 from common.errors import CheckpointError, DataError, SettingsError
-from report.paired import paired_t
 from run.adapters import load_model, merge
+from run.paired import paired_t
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 

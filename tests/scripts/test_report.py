@@ -74,7 +74,7 @@ def test_a_failed_write_leaves_the_earlier_page(folder, monkeypatch):
     import runpy
 
     (folder / "report.html").write_text("earlier")
-    monkeypatch.setattr("report.page.render", lambda data, live=False: "half \ud800")
+    monkeypatch.setattr("extensions.report.page.render", lambda data, live=False: "half \ud800")
     monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
     with pytest.raises(UnicodeEncodeError):
         runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -14,8 +14,8 @@ from commands import listening
 from factories import PATIENCE, start, wait_until
 from tiny_server import CONTEXT, tiny_model
 
-import report.serve
 from common.errors import SettingsError, run_script
+from extensions.report import serve as report_serve
 from inference.engine import Engine
 from serving import batcher
 from serving.app import ServeOptions, serve
@@ -64,10 +64,10 @@ def test_the_log_handlers_of_other_packages_stay_open(page, monkeypatch):
 
     closed = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
-    monkeypatch.setattr("report.serve.Live.__init__", lambda self, report: None)
+    monkeypatch.setattr("extensions.report.serve.Live.__init__", lambda self, report: None)
     handler = logging.StreamHandler()
     monkeypatch.setattr(handler, "close", lambda: closed.append(page))
-    serve([], ServeOptions(port=0)) if page == "chat" else report.serve.serve(None, 0)
+    serve([], ServeOptions(port=0)) if page == "chat" else report_serve.serve(None, 0)
     assert not closed
 
 

@@ -128,8 +128,8 @@ def prove_number(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from test_objectives import model_of, naive_logprobs, pair_rows
 
     from config import PreferenceConfig
+    from extensions.report.page import Report
     from learn.objectives import SimPO
-    from report.page import Report
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, REPORT="true")
     assert run.train() == 0

@@ -15,7 +15,7 @@ import dataloaders
 from common.heartbeat import HEARTBEAT
 from data_pipeline import shards
 from dataloaders import RowOrder, load_steps
-from report.data import RunReader
+from extensions.report.data import RunReader
 from run import log as run_log
 
 

@@ -14,9 +14,9 @@ from factories import assert_same_run, do_in_step, free_port
 
 from checkpoint.manifest import MANIFEST, sealed
 from config import Config
+from extensions.report.data import RunReader
 from learn import optim
 from parallel import process, ranks
-from report.data import RunReader
 from run import restart
 from run.restart import Ending, Job, RankExit
 

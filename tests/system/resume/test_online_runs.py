@@ -18,11 +18,11 @@ from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
 from extensions.debug.replay import read_settings
+from extensions.report.page import Report
 from fused.head import IGNORE_INDEX
 from inference.engine import Engine
 from learn.grpo import GRPO, advantages
 from learn.optim import Optimizer, Reducer
-from report.page import Report
 from run import rollouts
 from run.rollouts import Rewards, training_batch
 from settings.load import Layer

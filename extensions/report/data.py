@@ -20,10 +20,10 @@ from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from common.text import counted
 from config import Config
-from report.curves import Curve, as_json, rounded
-from report.goodput import KILLED, Process, clock_steps, goodput
-from report.paired import trends
-from report.verdict import HEADLINES, LOSS, health, learning, time_text
+from extensions.report.curves import Curve, as_json, rounded
+from extensions.report.goodput import KILLED, Process, clock_steps, goodput
+from extensions.report.verdict import HEADLINES, LOSS, health, learning, time_text
+from run.paired import trends
 from settings.load import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights

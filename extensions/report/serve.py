@@ -15,7 +15,7 @@ from starlette.routing import Route
 from common.errors import CheckpointError
 from common.http_server import HEADERS, listen
 from common.text import show
-from report.page import Report, as_text, render
+from extensions.report.page import Report, as_text, render
 
 HOST = "127.0.0.1"
 HOSTS = [HOST, "localhost"]  # reject other names, because of DNS rebinding

@@ -1,4 +1,7 @@
-"""The process that writes a run's report, at each save and at the end."""
+"""What a run's folder tells, as one page, and the process that writes it at each save and at the end.
+
+The package needs no torch.
+"""
 
 import os
 import subprocess
@@ -12,7 +15,6 @@ from common.heartbeat import HEARTBEAT
 from common.text import ROOT, command, last_line
 from parallel.process import STOP_SIGNALS
 from run.extensions import Extension
-from run.life import Run
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, REPORT
 
 SCRIPT = ROOT / "scripts" / "report.py"
@@ -25,11 +27,11 @@ class Report(Extension):
     def __init__(self) -> None:
         self.background = BackgroundReport()
 
-    def saved(self, run: Run) -> None:
+    def saved(self, run) -> None:
         if run.config.report and run.log.lines:
             self.background.start(run.folder, run.log.warn)
 
-    def run_end(self, run: Run, error: Optional[BaseException]) -> None:
+    def run_end(self, run, error: Optional[BaseException]) -> None:
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
         if run.config.report and run.log.lines and self.background.finish(run.folder, seconds, run.log.warn):

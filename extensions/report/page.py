@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from report.compare import comparison
-from report.curves import FEWEST_POINTS, charts, points_per_curve
-from report.data import RunReader
+from extensions.report.compare import comparison
+from extensions.report.curves import FEWEST_POINTS, charts, points_per_curve
+from extensions.report.data import RunReader
 
 ASSETS = Path(__file__).parent / "assets"
 FORMAT = 1

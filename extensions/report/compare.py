@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from checkpoint.item_scores import REWARD, VALIDATION
-from report.curves import Curve, task_names
-from report.data import NOT_COMPARED, RunReader, spelt
-from report.paired import SIGNIFICANT, Paired, mcnemar, paired_t
+from extensions.report.curves import Curve, task_names
+from extensions.report.data import NOT_COMPARED, RunReader, spelt
+from run.paired import SIGNIFICANT, Paired, mcnemar, paired_t
 from settings.load import describe_settings
 
 MOST_TESTED = 8  # runs in pairwise tests

@@ -68,6 +68,14 @@ def t_probability(t: float, degrees: int) -> float:
     return (2 / math.pi * (theta + math.sin(theta) * total)) if is_odd else math.sin(theta) * total
 
 
+def difference_text(test: Paired, kind: str, percent: bool = False) -> str:
+    """Return a difference with two digits of its error, and the items that were compared."""
+    factor, unit = (100, " points") if percent else (1, "")
+    difference, error = factor * test.difference, factor * test.stderr
+    places = min(6, max(0, 1 - math.floor(math.log10(error)))) if error else 2
+    return f" ({difference:+.{places}f} ± {error:.{places}f}{unit}, paired over {test.n:,} {kind})"
+
+
 def trends() -> dict[str, "Trend"]:
     """Return empty trends, by curve."""
     return {"val_loss": Trend(VALIDATION, "loss"), "val_reward": Trend(REWARD, "reward", higher=True),

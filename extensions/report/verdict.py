@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from common.text import counted
-from report.curves import Curve, task_names
-from report.goodput import RESTARTED
-from report.paired import SIGNIFICANT, Paired, Trend, sign_test
+from extensions.report.curves import Curve, task_names
+from extensions.report.goodput import RESTARTED
+from run.paired import SIGNIFICANT, Trend, difference_text, sign_test
 
 Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -49,14 +49,6 @@ def value_text(value: float, percent: bool = False) -> str:
     if percent:
         return f"{100 * value:.1f} %"
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
-
-
-def difference_text(test: Paired, kind: str, percent: bool = False) -> str:
-    """Return a difference with two digits of its error, and the items that were compared."""
-    factor, unit = (100, " points") if percent else (1, "")
-    difference, error = factor * test.difference, factor * test.stderr
-    places = min(6, max(0, 1 - math.floor(math.log10(error)))) if error else 2
-    return f" ({difference:+.{places}f} ± {error:.{places}f}{unit}, paired over {test.n:,} {kind})"
 
 
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
