@@ -325,7 +325,7 @@ def main() -> None:
     names = list(filter(None, (args.model, args.second)))
     if sys.stderr.isatty():
         note(f"Loading {' and '.join(names)} ...")
-    from serving.models import open_model  # imports torch, which takes seconds
+    from extensions.serving.models import open_model  # imports torch, which takes seconds
 
     models = (open_model(name, args.base, args.weights) for name in names)
     if not args.serve:
@@ -333,7 +333,7 @@ def main() -> None:
     with requires_package("starlette", "--serve"):
         import starlette  # noqa: F401
     with requires_package("uvicorn", "--serve"):
-        from serving.app import ServeOptions, serve
+        from extensions.serving.app import ServeOptions, serve
 
     serve(models, ServeOptions(args.host, args.port, os.environ.get(KEY_VARIABLE) or None, args.concurrency,
                                context_length=args.context_length))

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from serving.app import CONTENT_SECURITY_POLICY, PAGE
+from extensions.serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 
 def model(name: str, chat: bool = True) -> dict:

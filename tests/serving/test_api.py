@@ -16,11 +16,11 @@ from checkpoint.huggingface import save_model_folder
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source
 from data_pipeline.templates import load_chat_format
+from extensions.serving.api import Api
+from extensions.serving.app import ServeOptions, model_ids
+from extensions.serving.models import prompts_to_try
 from inference import engine
 from inference.text import LanguageModel, TextStream
-from serving.api import Api
-from serving.app import ServeOptions, model_ids
-from serving.models import prompts_to_try
 from tokenizer import load_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -288,7 +288,7 @@ def test_a_prompt_must_leave_one_token_of_the_context(client, models):
 def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, models, monkeypatch):
     """Some tokenizers take the space off the first word of a text."""
     after = []
-    monkeypatch.setattr("serving.api.TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
+    monkeypatch.setattr("extensions.serving.api.TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
     complete(client, "The cat")
     chat(client)
     assert after == [models[0].text_prompt("The cat").ids, ()]

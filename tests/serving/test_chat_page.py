@@ -11,7 +11,7 @@ from factories import wait_until
 from stub_server import StubServer, model
 
 from data_pipeline.chats import chats_of, pair_of
-from serving.app import ASSETS, CONTENT_SECURITY_POLICY, PAGE
+from extensions.serving.app import ASSETS, CONTENT_SECURITY_POLICY, PAGE
 
 MARKED_SHA256 = "bb95d4c15f1289f78486eaacebf3bb18688475ed58a040ef762ed49337090542"  # of marked 18.2.1, lib/marked.umd.js
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"

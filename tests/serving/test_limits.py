@@ -11,10 +11,10 @@ import pytest
 from factories import PATIENCE, wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
-from serving.api import BODY_BYTES, Api
-from serving.app import ServeOptions, make_app
-from serving.batcher import Batcher
-from serving.guard import ApiError, Guard
+from extensions.serving.api import BODY_BYTES, Api
+from extensions.serving.app import ServeOptions, make_app
+from extensions.serving.batcher import Batcher
+from extensions.serving.guard import ApiError, Guard
 
 httpx = pytest.importorskip("httpx")
 Headers = pytest.importorskip("starlette.datastructures").Headers

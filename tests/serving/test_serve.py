@@ -16,9 +16,9 @@ from tiny_server import CONTEXT, tiny_model
 
 from common.errors import SettingsError, run_script
 from extensions.report import serve as report_serve
+from extensions.serving import batcher
+from extensions.serving.app import ServeOptions, serve
 from inference.engine import Engine
-from serving import batcher
-from serving.app import ServeOptions, serve
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")

@@ -11,9 +11,9 @@ from factories import PATIENCE, TINY
 
 from common.http_server import listen
 from config import Config
+from extensions.serving.app import ServeOptions, make_app
 from inference.text import LanguageModel
 from model import Transformer
-from serving.app import ServeOptions, make_app
 from tokenizer import load_tokenizer
 
 CONTEXT = 2000
@@ -47,7 +47,7 @@ def serving(models: list[LanguageModel], send_buffer: int = 0, **options) -> Ite
     Args:
         send_buffer: the bytes that the system takes of an answer that its client does not read; 0 = its default.
     """
-    from serving.app import Server
+    from extensions.serving.app import Server
 
     app = make_app(models, ServeOptions(**options))
     with listen("127.0.0.1", 0) as listening:
