@@ -77,7 +77,7 @@ class RunConfig(Section):
         False, "compute the same bits on any number of ranks, with any SHARDING; slightly slower")
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
-    extensions: str = safe("cpu_kernels,report,card,trackers,reproducible,guards,profile",
+    extensions: str = safe("cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
                            "comma-separated modules of extensions/ that the run calls; others follow these")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)

@@ -129,7 +129,7 @@ SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags of `run.adapters.load_to_generate`."""
+    """Add flags of `extensions.inference.weights.load_to_generate`."""
     parser.add_argument("--base", metavar="MODEL", help="the adapters' base model (default: as in training)")
     parser.add_argument("--weights", choices=("fp32", "bf16", "int8"),
                         help="precision of weights and computation; int8 = weights of the blocks in 8 bits, "
@@ -137,7 +137,7 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add sampling flags, named as in `inference.engine.Sampling`."""
+    """Add sampling flags, named as in `extensions.inference.engine.Sampling`."""
     parser.add_argument("--temperature", type=TEMPERATURE, default=0.8, metavar="T",
                         help="0 = always the most likely token (default: %(default)s)")
     parser.add_argument("--top-p", type=number(float, "above 0 and at most 1", lambda value: 0 < value <= 1),

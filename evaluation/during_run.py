@@ -1,4 +1,4 @@
-"""Distributed evaluation: validation, multiple choice, generated answers and samples."""
+"""Distributed evaluation during a run: validation and multiple choice."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,29 +12,18 @@ from checkpoint import item_scores
 from checkpoint.store import BEST
 from common.files import json_sha256
 from common.heartbeat import HEARTBEAT
-from config import Config
-from data_pipeline.templates import load_chat_format
-from dataloaders import Rows, first_prompts
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
-from inference.engine import Sampling
-from inference.generate import generate
-from inference.weights import packed_weights
 from learn.objectives import Objective, sums_by_item
 from model import Transformer
 from model_utils import forced_eager
-from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective, widened
 from run.life import Run
 from run.log import evaluation_columns
 from run.paired import difference_text
-from run.rollouts import Answer
 
-GENERATION_BATCH = 16  # fixed, because rounding depends on the batch size
-MEASURED_WITH_ERROR = ("loss", "reward_accuracy")  # validation metrics that are logged with one
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
-HELD_OUT_SAMPLES = 2
-ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
+MEASURED_WITH_ERROR = ("loss", "reward_accuracy")  # validation metrics that are logged with one
 
 
 class Row(NamedTuple):
@@ -67,21 +56,32 @@ class Evaluation(NamedTuple):
     measure: Callable[[], Result]  # collective
 
 
+class Validation(NamedTuple):
+    """How a stage is validated."""
+
+    title: str
+    metric: str
+    measure: Callable[[Run], Result]  # collective
+
+
+# Of extensions: how other stages are validated, and further evaluations of a run.
+VALIDATIONS: dict[str, Validation] = {}
+FURTHER: list[Callable[[Run], Iterator[Evaluation]]] = []
+
+
 def evaluations(run: Run) -> Iterator[Evaluation]:
-    """Yield the evaluations of a run, or of a model from `standalone.open_model`."""
+    """Yield the evaluations of a run, or of a model that `extensions.standalone` opened."""
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
-        title, metric, measure = "Validation", "val_loss", validation
-        if config.training_stage == "grpo":
-            title, metric, measure = "Reward", "val_reward", validation_reward
+        usual = Validation("Validation", "val_loss", validation)
+        title, metric, measure = VALIDATIONS.get(config.training_stage, usual)
         yield Evaluation(title, "validation", config.validate_every, metric, partial(measure, run))
     for choices in inputs.choice_sets:
         phase = "HellaSwag" if choices.name == "hellaswag" else choices.name
         yield Evaluation(choices.title, phase, config.hellaswag_every, f"{choices.name}_acc",
                          partial(multiple_choice, run, choices))
-    if inputs.held_out:
-        yield Evaluation("Generation", "generation", config.generation_eval_every, "generation_n",
-                         partial(generation, run))
+    for more in FURTHER:
+        yield from more(run)
 
 
 def due(every: int, step: int, last: bool = False) -> bool:
@@ -112,11 +112,6 @@ def evaluate(run: Run) -> None:
         warn_of_a_rise(run)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
-    if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
-        HEARTBEAT.enter("samples", progress.step)
-        for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step,
-                                    run.inputs.validation_rows):
-            run.log.sample(progress.step, prompt, text)
     for extension in run.extensions:
         metrics.update(extension.evaluate(run))
 
@@ -215,37 +210,7 @@ def validation(run: Run) -> Result:
     return Result(metrics, line, " | ".join(summary), table)
 
 
-@collective
-def validation_reward(run: Run) -> Result:
-    """Return the mean reward of greedy answers to the first held-out prompts."""
-    config, ranks, rollouts = run.config, run.ranks, run.objective.rollouts
-    held_out = run.inputs.validation_rows
-    rows, size = min(config.validation_rows, len(held_out)), config.micro_batch_size
-    batches = [np.arange(first, min(first + size, rows)) for first in range(0, rows, size)]
-    answers, rounds = [], -(-len(batches) // ranks.world_size)
-    for number in run.context.progress(range(rounds), rounds, "Reward"):
-        for indices in batches[number * ranks.world_size + ranks.rank:][:1]:
-            prompts = held_out(indices)
-            answers += zip(indices.tolist(), rollouts.reward(prompts, rollouts.generate(prompts, 1)))
-    gathered = dict(pair for pairs in ranks.all_gather_json(answers) for pair in pairs)
-    every = [Answer(*gathered[row]) for row in range(rows)]
-    rollouts.check_any(every, "validation")
-    rewards_N = np.array([answer.reward for answer in every if not answer.failure])
-    reward, error = float(rewards_N.mean()), item_scores.standard_error(rewards_N)
-    metrics = {"val_reward": reward, "val_reward_stderr": error}
-    unread = rollouts.count_misunderstood(every, "validation")
-    metrics |= {f"val_{name}": share for name, share in unread.items()}
-    texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
-    items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
-    line = {"name": item_scores.REWARD, "items": items, "kind": "prompts", "n": len(every),
-            "texts": texts[:RECORDED_TEXTS]}
-    if len(rewards_N) == rows:
-        line["reward"] = rewards_N.tolist()
-    summary = f"Reward: {reward:.4f} +- {error:.4f} | N: {len(rewards_N)}"
-    return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
-
-
-# -------------------------------------------------------------------- multiple choice, and generated text
+# -------------------------------------------------------------------------------------- multiple choice
 
 
 @collective
@@ -271,85 +236,3 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
         f"Chance: {100 * choices.chance:.2f}%",
         [Row(choices.title, name, share, item_scores.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])
-
-
-@collective
-def generation(run: Run) -> Result:
-    """Compare generated answers to held-out prompts, gathered from all ranks, with the reference answers."""
-    config, ranks, held_out, tokenizer = run.config, run.ranks, run.inputs.held_out, run.inputs.tokenizer
-    order = sorted(range(len(held_out)), key=lambda index: len(held_out[index].prompt))
-    batches = [order[first:first + GENERATION_BATCH] for first in range(0, len(order), GENERATION_BATCH)]
-    # With a sharded model, all ranks generate every batch together.
-    rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
-    rounds = -(-len(batches) // world_size)
-    stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
-    with forced_eager(), packed_weights(run.model):
-        for number in run.context.progress(range(rounds), rounds, "Generation"):
-            local = [*batches, *[[]] * world_size][number * world_size + rank]
-            prompts = [held_out[index].prompt for index in local]
-            answers = generate(run.model, prompts, config.generation_eval_tokens, stop_ids=stop_ids)
-            completions += zip(local, map(tokenizer.decode, answers))
-    gathered = dict(pair for pairs in ranks.all_gather_json(completions) for pair in pairs)
-    prompts, references = ([tokenizer.decode(ids) for ids in column] for column in zip(*held_out))
-    answers = [gathered[index] for index in range(len(held_out))]
-    # Score on one rank, because importing the packages takes seconds.
-    metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
-    texts = [{"prompt": prompt, "reference": reference, "answer": answer}
-             for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
-    line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
-            **scores, "texts": texts}
-    percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
-    summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
-               f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
-               f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
-    table = [Row("generation", name, metrics[f"generation_{name}"],
-                 metrics.get(f"generation_{name}_stderr"), None, len(answers))
-             for name in ("exact_match", *ROUGE, "bleu")]
-    return Result(metrics, line, summary, table)
-
-
-def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics of the answers, and the scores of each answer for evaluations.jsonl.
-
-    Exact match ignores surrounding white space. ROUGE (0 to 1) and BLEU come from rouge-score and sacrebleu
-    with their defaults. ROUGE compares only lower-case Latin letters and digits, so it is 0 in other scripts;
-    ROUGE-Lsum compares line by line. BLEU is computed over the whole corpus, so it has no standard error.
-    Source: Lin 2004 (ROUGE); Papineni et al. 2002 (BLEU), as in Post 2018 (arXiv:1804.08771).
-    """
-    from rouge_score.rouge_scorer import RougeScorer
-    from sacrebleu import corpus_bleu
-
-    rouge, pairs = RougeScorer([*ROUGE.values()]), [*zip(answers, references)]
-    exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
-    scores = [rouge.score(reference, answer) for answer, reference in pairs]
-    rouge_N = {name: np.array([score[theirs].fmeasure for score in scores]) for name, theirs in ROUGE.items()}
-    values = {"n": len(answers), "exact_match": float(exact_N.mean()),
-              "exact_match_stderr": item_scores.standard_error(exact_N.astype(float)),
-              **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},
-              "rouge_l_stderr": item_scores.standard_error(rouge_N["rouge_l"]),
-              "bleu": corpus_bleu(answers, [references]).score / 100}
-    return ({f"generation_{name}": value for name, value in values.items()},
-            {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
-
-
-def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: Optional[Rows] = None
-            ) -> list[tuple[str, str]]:
-    """Return (prompt, completion) pairs; they depend on the step, but not on the rank.
-
-    Without SAMPLE_PROMPTS, chats answer the first held-out prompts, if there are any.
-    """
-    prompts = config.sample_prompts.split("|")
-    if config.training_stage == "pretrain":
-        prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
-        stop_ids = tokenizer.stop_ids | {tokenizer.document_start_id}
-    else:
-        chat_format = load_chat_format(tokenizer)
-        prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
-        if held_out is not None and not config.sample_prompts:
-            prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES)
-            prompts = [tokenizer.decode(ids) for ids in prompt_ids]
-        stop_ids = chat_format.stop_ids
-    with forced_eager(), packed_weights(model):
-        sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
-        completions = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
-    return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions)]

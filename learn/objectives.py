@@ -390,6 +390,7 @@ def log1mexp(x: Tensor) -> Tensor:
 # By PREFERENCE_OBJECTIVE.
 PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {
     "dpo": DPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
+ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers prompts, and "grpo"
 
 
 def reference_is_stored(config: Config) -> bool:
@@ -545,7 +546,7 @@ class OnPolicyDistillation(Distillation):
     Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
 
     Args:
-        rollouts: as for `learn.grpo.GRPO`.
+        rollouts: as for `extensions.grpo.GRPO`.
     """
 
     def __init__(self, config: Config, teacher: Teacher, rollouts: Callable, compiled: bool = False):

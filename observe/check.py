@@ -26,12 +26,13 @@ from common.text import ROOT, command, counted, duration, print_safely, show, st
 from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, rows_by_source
+from extensions.grpo import GRPO
 from extensions.report.verdict import time_text
+from extensions.rollouts import Rewards
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from learn import cost, objectives
 from learn.cost import StepFlops, Work, estimate_memory, parameter_count
-from learn.grpo import GRPO
 from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
@@ -39,7 +40,6 @@ from parallel.ranks import Ranks, collective
 from run.extensions import load_extensions
 from run.folder import has_run
 from run.life import Inputs, Run, ending, trained_bytes, trained_count
-from run.rollouts import Rewards
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import PRESETS_DIR, Loaded

@@ -9,16 +9,15 @@ import torch
 
 from checkpoint import huggingface, peft, store
 from checkpoint.huggingface import read_json
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError
 from common.text import command, print_safely
 from config import START_FROM
-from inference.weights import pack_weights
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
-from model_utils import DTYPES, device_and_dtype, model_from_tensors, read_model_config
+from model_utils import device_and_dtype, model_from_tensors, read_model_config
 from run.extensions import load_kernels
 from run.start import find_by_hash
-from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
+from tokenizer import load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 
@@ -94,23 +93,6 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
         source = base_of_adapters(folder, base)
     model, tokenizer = load_model(folder, device, dtype, tokenizer, source, quantization)
     cast_base(model.requires_grad_(False), model.compute_dtype)
-    return model, tokenizer
-
-
-def load_to_generate(folder: Path, base: Optional[str] = None,
-                     weights: Optional[str] = None) -> tuple[Transformer, Any]:
-    """Return the model of `load_for_use`, laid out to generate in fp32, bf16 or int8, and its tokenizer."""
-    dtype = DTYPES.get("bf16" if weights == "int8" else weights)
-    if weights == "int8" and device_and_dtype(None, dtype)[0].type != "cpu":
-        raise SettingsError("--weights int8 is for a CPU; choose bf16 on a GPU")
-    model, tokenizer = load_for_use(folder, base, dtype=dtype)
-    pack_weights(model, weights == "int8")
-    unused = {key: value for key, value in tokenizer.generation.items()
-              if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version") and key[0] != "_"}
-    if unused:
-        print_safely("The model's generation_config.json also has "
-                     f"{', '.join(f'{key}={value!r:.40}' for key, value in unused.items())}, which is not "
-                     "applied; set what you need by flags, or by the fields of requests.", sys.stderr)
     return model, tokenizer
 
 

@@ -27,7 +27,6 @@ from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rule
 from hellaswag_utils import read_choice_set
 from learn import objectives
 from learn.cost import choose_head_chunk
-from learn.grpo import GRPO
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher
@@ -37,7 +36,6 @@ from run.extensions import Extension, load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes
 from run.log import RunLog
-from run.rollouts import Rollouts
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
 from settings.load import Loaded, assigned
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
@@ -601,13 +599,16 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
             reference, inputs = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
         return objective(config, reference, model, context.ranks.all_gather_json), inputs
     is_online = config.training_stage == "grpo"
-    rollouts = Rollouts(model, config, inputs.tokenizer, context) if is_online else None
+    if is_online and not objectives.ONLINE:
+        raise SettingsError(f"TRAINING_STAGE=grpo needs the extension online, but EXTENSIONS="
+                            f"{config.extensions}; add it")
+    rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
     if is_online and not config.distillation_enabled:
         reference = None
         if config.grpo_beta:
             reference, _ = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
         context.ranks.raise_on_all(rollouts.rewards.start)
-        return GRPO(config, rollouts, reference), inputs
+        return objectives.ONLINE["grpo"](config, rollouts, reference), inputs
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs
 

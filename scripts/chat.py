@@ -126,8 +126,8 @@ class Chat:
     """A conversation in a terminal, or between stdin and stdout."""
 
     def __init__(self, model: Any, args: argparse.Namespace):
-        from inference.engine import Engine, Sampling
-        from inference.text import Conversation
+        from extensions.inference.engine import Engine, Sampling
+        from extensions.inference.text import Conversation
 
         self.model = replace(model, context_length=min(model.context_length, args.context_length))
         self.conversation = Conversation(self.model)
@@ -193,7 +193,7 @@ class Chat:
 
     def ask(self, message: str) -> None:
         """Answer a message; if that fails, remove it from the conversation."""
-        from inference.text import Turn, note_of_controls
+        from extensions.inference.text import Turn, note_of_controls
 
         if text := note_of_controls(self.model.tokenizer, [message], ""):
             note(text)
@@ -206,8 +206,8 @@ class Chat:
 
     def answer(self) -> None:
         """Stream an answer to the last turn; Ctrl-C ends it."""
-        from inference.engine import Request
-        from inference.text import TextStream
+        from extensions.inference.engine import Request
+        from extensions.inference.text import TextStream
 
         length, turn = self.model.context_length, self.conversation.turns[-1]
         pieces, times = [], []

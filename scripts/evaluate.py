@@ -91,8 +91,9 @@ class Measured(NamedTuple):
 def measure(folder: Path, config, args, context, compared_with: Optional[Path] = None) -> Measured:
     """Evaluate a model; to compare it, by the objective of another one, and with its answers."""
     from checkpoint.item_scores import item_scores
-    from evaluation.during_run import evaluations, samples
-    from evaluation.standalone import open_model
+    from evaluation.during_run import evaluations
+    from extensions.evaluate import samples
+    from extensions.standalone import open_model
 
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
@@ -155,7 +156,7 @@ def main() -> None:
     with status_line(lambda: "loading torch"):  # which takes seconds
         from types import SimpleNamespace
 
-        from evaluation.standalone import Harness, settings_for
+        from extensions.standalone import Harness, settings_for
         from model_utils import choose_dtype, find_model
         from parallel.ranks import RunContext, StopSignals, joined_ranks
         from run.start import prepare_device

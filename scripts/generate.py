@@ -25,11 +25,11 @@ from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
 from common.text import counted, duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
-from inference.engine import Sampling
-from inference.generate import TextChunk, TextGenerator
-from inference.text import FilePrompt, Prompt, note_of_controls, read_prompts, text_prompt
+from extensions.inference.engine import Sampling
+from extensions.inference.generate import TextChunk, TextGenerator
+from extensions.inference.text import FilePrompt, Prompt, note_of_controls, read_prompts, text_prompt
+from extensions.inference.weights import load_to_generate
 from model_utils import find_model
-from run.adapters import load_to_generate
 
 PROGRESS_SECONDS = 10
 

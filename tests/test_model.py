@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
+from extensions.inference.engine import RowCache
 from fused import matmul
 from fused.attention import compute_spans
 from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
-from inference.engine import RowCache
 from model import SHARED_PREFIX, Linear, RMSNorm, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}

@@ -15,10 +15,10 @@ from typing import Optional
 import torch
 
 from common.text import counted, print_safely, print_traceback
+from extensions.inference.engine import Engine, Request
+from extensions.inference.generate import TextChunk, next_chunk
+from extensions.inference.text import LanguageModel, TextStream
 from extensions.serving.guard import ApiError
-from inference.engine import Engine, Request
-from inference.generate import TextChunk, next_chunk
-from inference.text import LanguageModel, TextStream
 
 RETRY_SECONDS = 2
 

@@ -8,9 +8,10 @@ from checkpoint import peft, store
 from checkpoint.huggingface import context_length, read_json
 from common.errors import PaddockError
 from data_pipeline.shards import prepared_folder
-from inference.text import LanguageModel
+from extensions.inference.text import LanguageModel
+from extensions.inference.weights import load_to_generate
 from model_utils import find_model
-from run.adapters import base_of_adapters, load_to_generate
+from run.adapters import base_of_adapters
 
 
 def open_model(name: str, base: Optional[str] = None, weights: Optional[str] = None) -> LanguageModel:

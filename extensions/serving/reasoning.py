@@ -1,6 +1,6 @@
 """Reasoning in an answer, which models write between <think> and </think>."""
 
-from inference.generate import TextChunk
+from extensions.inference.generate import TextChunk
 
 THINK, THOUGHT = "<think>", "</think>"
 

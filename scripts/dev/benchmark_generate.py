@@ -59,7 +59,7 @@ def timing(times: list[tuple[float, float]], written: list[list[int]]) -> Timing
 
 def run_engine(model: Any, prompts: list[list[int]], new_tokens: list[int], rows: int) -> Timing:
     """Continue the prompts with our engine."""
-    from inference.engine import Engine, Request
+    from extensions.inference.engine import Engine, Request
 
     longest = max(map(len, prompts))
     engine = Engine(model, rows, longest + max(new_tokens), rows * longest)
@@ -103,7 +103,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from config import ModelConfig
-    from inference.weights import pack_weights
+    from extensions.inference.weights import pack_weights
     from lora import cast_base
     from model import Transformer
     from model_utils import DTYPES, device_and_dtype, find_model

@@ -25,12 +25,12 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config
 from dataloaders import Batch
+from extensions.rollouts import Rollouts
 from fused.head import IGNORE_INDEX
 from model import Transformer
 from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
 from run.extensions import load_kernels
-from run.rollouts import Rollouts
 from tokenizer import load_tokenizer
 
 

@@ -371,9 +371,9 @@ def random_model(task):
 
 def decode(task) -> None:
     """Generate as a run does: weights rounded for each token, once, with CUDA graphs; the same tokens."""
-    from inference.engine import Batch
-    from inference.generate import generate
-    from inference.weights import packed_weights
+    from extensions.inference.engine import Batch
+    from extensions.inference.generate import generate
+    from extensions.inference.weights import packed_weights
 
     model, _, vocab, _ = random_model(task)
     new, rng, written = (24 if task.tiny else 160), random.Random(0), {}

@@ -18,7 +18,7 @@ from checkpoint.tensors import LazyTensor, lazy, read_all
 from common.errors import CheckpointError, DataError
 from config import ModelConfig
 from data_pipeline.templates import load_chat_format
-from inference.text import text_prompt
+from extensions.inference.text import text_prompt
 from model import RMSNorm, Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 

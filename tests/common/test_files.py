@@ -14,8 +14,8 @@ from common.errors import PaddockError
 from common.files import check_start, plain, read_json, read_plain, read_text
 from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
 from data_preparation_utils import read_mix
+from extensions.inference.text import read_prompts
 from hellaswag_utils import read_items
-from inference.text import read_prompts
 from settings.load import read_config_file, read_env_file
 from tokenizer import load_tokenizer
 

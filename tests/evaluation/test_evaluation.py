@@ -20,6 +20,7 @@ from config import Config, PreferenceConfig
 from dataloaders import Batch, open_rows, validation_batches
 from evaluation import during_run
 from evaluation.during_run import validation_loss
+from extensions import evaluate
 from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
 from parallel import ranks
@@ -97,10 +98,10 @@ def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
 def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measured):
     model, tokenizer, _ = measured
     config = Config(sample_prompts="The cat|The dog", sample_temperature=1.0, sample_tokens=24)
-    first, again, later = (during_run.samples(model, tokenizer, config, step) for step in (10, 10, 20))
+    first, again, later = (evaluate.samples(model, tokenizer, config, step) for step in (10, 10, 20))
     assert first == again and all(one != other for one, other in zip(first, later))
     greedy = config.model_copy(update={"sample_temperature": 0.0})
-    assert during_run.samples(model, tokenizer, greedy, 10) == during_run.samples(model, tokenizer, greedy, 20)
+    assert evaluate.samples(model, tokenizer, greedy, 10) == evaluate.samples(model, tokenizer, greedy, 20)
 
 
 def test_what_is_measured_of_each_row_depends_on_no_batch_and_no_rank(measured):
@@ -203,7 +204,7 @@ def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run
     assert [line["name"] for line in run.lines("evaluations") if line["step"] == 3] == ["hellaswag"]
     copy = run.copy(run.output_dir.with_name("again"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(during_run, "samples", None)
+        patch.setattr(evaluate, "samples", None)
         patch.setattr(train, "learning_rate", lambda *_: 1 / 0)  # dies in the step after
         copy.train()
     assert [line["name"] for line in copy.lines("evaluations") if line["step"] == 3] == ["hellaswag", "pairs", "mixed"]

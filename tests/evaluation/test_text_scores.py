@@ -9,9 +9,9 @@ from factories import without_clocks
 from checkpoint.item_scores import read_item_scores, unpacked_bits
 from data_pipeline.templates import load_chat_format
 from dataloaders import open_rows, read_held_out
-from evaluation import during_run
-from evaluation.during_run import score_texts
-from inference.generate import generate
+from extensions import evaluate
+from extensions.evaluate import score_texts
+from extensions.inference.generate import generate
 from run.adapters import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def test_a_package_that_is_missing_is_named_before_the_run(stages, tmp_path, mon
 
 def plant() -> None:
     """Several batches, which do not divide evenly over the ranks."""
-    during_run.GENERATION_BATCH = 3
+    evaluate.GENERATION_BATCH = 3
 
 
 @pytest.mark.parametrize("mode", ["sft", "orpo"])
@@ -95,7 +95,7 @@ def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(stages, t
     alone, *others = (stages.run("sft", tmp_path, RUN_NAME=f"{ranks}-{sharding}", SHARDING=sharding, **GENERATION)
                       for ranks, sharding in ((1, "none"), (3, "none"), (2, "full")))
     jobs = [run.start(ranks, plant) for ranks, run in zip((3, 2), others)]
-    monkeypatch.setattr(during_run, "GENERATION_BATCH", 3)
+    monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)
     assert alone.train() == 0 and alone.lines("evaluations")[0]["name"] == "generation"
     for job, run in zip(jobs, others):
         assert set(job.wait()) == {0}, job.text()

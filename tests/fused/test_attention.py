@@ -16,6 +16,7 @@ import model as model_module
 from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
+from extensions.inference.generate import generate
 from fused import attention
 from fused.attention import (
     KERNELS,
@@ -27,7 +28,6 @@ from fused.attention import (
     trial,
     varlen_function,
 )
-from inference.generate import generate
 from model_utils import compile_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -4,7 +4,7 @@
 import pytest
 
 from common.errors import DataError
-from inference.text import Conversation, LanguageModel, Turn
+from extensions.inference.text import Conversation, LanguageModel, Turn
 
 
 def talk(tokenizer, *turns: Turn, context: int = 1000, system: str = "", pretrained_only: bool = False) -> Conversation:

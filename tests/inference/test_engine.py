@@ -10,9 +10,17 @@ from torch.utils._pytree import tree_leaves
 
 from checkpoint import huggingface
 from config import ModelConfig
-from inference import engine as engine_module
-from inference.engine import TOP_CANDIDATES, Engine, Request, Sampling, SamplingTensors, choose, penalize
-from inference.generate import generate
+from extensions.inference import engine as engine_module
+from extensions.inference.engine import (
+    TOP_CANDIDATES,
+    Engine,
+    Request,
+    Sampling,
+    SamplingTensors,
+    choose,
+    penalize,
+)
+from extensions.inference.generate import generate
 from model import Transformer
 from model_utils import model_on_meta
 from tokenizer import load_tokenizer

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from common.errors import DataError
-from inference.text import read_prompts
+from extensions.inference.text import read_prompts
 
 CHAT = [{"role": "user", "content": "Who are you?"}]
 

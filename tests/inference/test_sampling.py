@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inference import engine as module
-from inference.engine import Sampling, SamplingTensors, choose, penalize
+from extensions.inference import engine as module
+from extensions.inference.engine import Sampling, SamplingTensors, choose, penalize
 
 WAYS = [
     {"temperature": 0.7},

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from inference.text import WINDOW, TextStream
+from extensions.inference.text import WINDOW, TextStream
 from tokenizer import HuggingFaceTokenizer, load_tokenizer
 
 KINDS = ("tiktoken", "byte-level", "llama 2", "metaspace", "gemma", "wordpiece", "no decoder")

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import LoraConfig, ModelConfig
+from extensions.inference import weights
+from extensions.inference.generate import generate
+from extensions.inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
 from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
-from inference import weights
-from inference.generate import generate
-from inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
 from lora import add_adapters, cast_base
 from model import Transformer
 

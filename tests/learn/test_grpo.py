@@ -15,15 +15,15 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
+from extensions import rollouts
+from extensions.grpo import GRPO, STD_EPSILON, advantages, all_equal
+from extensions.inference.engine import Engine
+from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
+from extensions.rollouts import Answer, Rollouts, training_batch
 from fused.head import IGNORE_INDEX
-from inference.engine import Engine
 from learn.cost import as_trained, estimate_memory, generation_bytes
-from learn.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
-from learn.rewards import BUILT_IN, Misunderstood, final_value, load
 from learn.teacher import LlamaTeacher
-from run import rollouts
-from run.rollouts import Answer, Rollouts, training_batch
 
 PROMPT, LONGEST = 5, 9  # tokens
 LOSSES = ("grpo", "dr_grpo", "dapo")

@@ -16,10 +16,11 @@ from checkpoint import huggingface, peft, store
 from checkpoint.tensors import lazy, write_files
 from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
+from extensions.inference import weights
+from extensions.inference.engine import RowCache, Sampling
+from extensions.inference.generate import TextGenerator
+from extensions.inference.text import text_prompt
 from fused import matmul
-from inference.engine import RowCache, Sampling
-from inference.generate import TextGenerator
-from inference.text import text_prompt
 from model import Transformer
 from model_utils import find_model
 from run import adapters
@@ -65,7 +66,7 @@ def texts_of(parts) -> list[str]:
 
 
 def load(name: str, *base: str):
-    return adapters.load_to_generate(find_model(name), *base)
+    return weights.load_to_generate(find_model(name), *base)
 
 
 def continuations(generator: TextGenerator, texts: list[str]):

@@ -16,11 +16,11 @@ from checkpoint.huggingface import save_model_folder
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source
 from data_pipeline.templates import load_chat_format
+from extensions.inference import engine
+from extensions.inference.text import LanguageModel, TextStream
 from extensions.serving.api import Api
 from extensions.serving.app import ServeOptions, model_ids
 from extensions.serving.models import prompts_to_try
-from inference import engine
-from inference.text import LanguageModel, TextStream
 from tokenizer import load_tokenizer
 
 openai = pytest.importorskip("openai")

@@ -15,10 +15,10 @@ from factories import PATIENCE, start, wait_until
 from tiny_server import CONTEXT, tiny_model
 
 from common.errors import SettingsError, run_script
+from extensions.inference.engine import Engine
 from extensions.report import serve as report_serve
 from extensions.serving import batcher
 from extensions.serving.app import ServeOptions, serve
-from inference.engine import Engine
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")

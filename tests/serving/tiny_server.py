@@ -11,8 +11,8 @@ from factories import PATIENCE, TINY
 
 from common.http_server import listen
 from config import Config
+from extensions.inference.text import LanguageModel
 from extensions.serving.app import ServeOptions, make_app
-from inference.text import LanguageModel
 from model import Transformer
 from tokenizer import load_tokenizer
 

@@ -8,12 +8,12 @@ from factories import LORA, UNMEASURED, TinyRun, assert_same_run, in_transformer
 from torch.nn import functional as F
 
 from config import Config
+from extensions.inference.generate import generate
+from extensions.inference.weights import load_to_generate
 from fused.head import IGNORE_INDEX
-from inference.generate import generate
 from learn.objectives import NextToken
 from model_utils import build_model, find_model
 from parallel.ranks import Ranks
-from run.adapters import load_to_generate
 from run.start import read_inputs
 from settings.load import load_config
 

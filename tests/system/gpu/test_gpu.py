@@ -24,8 +24,6 @@ import train
 from common.errors import SettingsError
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
-from inference.engine import RowCache
-from inference.generate import generate
 from learn.optim import in_ddp
 from model import SHARED_PREFIX
 from model_utils import build_model, compile_model

@@ -48,7 +48,7 @@ class GRPO:
     dr_grpo; Yu et al. 2025, eq. 8 (arXiv:2503.14476) for dapo.
 
     Args:
-        rollouts: turns the prompts of a step into batches of answers (`run.rollouts`).
+        rollouts: turns the prompts of a step into batches of answers (`extensions.rollouts`).
         reference: from a batch to the (B, T) log-probabilities of the reference, without a graph.
     """
 

@@ -27,10 +27,10 @@ from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
+from extensions.grpo import advantages, all_equal
+from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
+from extensions.inference.weights import packed_weights
 from fused.head import IGNORE_INDEX
-from inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
-from inference.weights import packed_weights
-from learn.grpo import advantages, all_equal
 from learn.objectives import Prepared
 from model import SHARED_PREFIX, Transformer
 from parallel.ranks import RunContext, collective
@@ -43,7 +43,7 @@ ANSWER_COLUMNS = ("answer", "completion", "output")  # of a record
 SHOWN_FAILURES, SHOWN_RECORD = 3, 200  # of a step; characters
 # The process appends these folders to its path: that of the command, and ours.
 SERVE = ("import sys, json; names, *more = json.loads(sys.argv[1]); sys.path.insert(0, more[-1]); "
-         "from learn.rewards import serve; sys.path[:1] = []; sys.path += more; serve(names)")
+         "from extensions.rewards import serve; sys.path[:1] = []; sys.path += more; serve(names)")
 
 
 class Rewards:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common.heartbeat import HEARTBEAT
-from inference.engine import Engine, Request, Sampling, Score
-from inference.text import Prompt, TextStream
+from extensions.inference.engine import Engine, Request, Sampling, Score
+from extensions.inference.text import Prompt, TextStream
 from model import Transformer
 
 

@@ -19,6 +19,7 @@ from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from dataloaders import open_rows
 from evaluation.during_run import Row
+from extensions import evaluate, online  # noqa: F401, whose evaluations are registered
 from model_utils import choose_dtype
 from parallel.ranks import Ranks, RunContext, collective
 from run.adapters import load_for_use, merge

@@ -1,14 +1,22 @@
 """Weights laid out for generation: in the compute dtype, packed for the matmuls of a CPU, or in int8."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
+from common.errors import SettingsError
+from common.text import print_safely
 from fused.matmul import linear, pack
 from model import Linear, Transformer
+from model_utils import DTYPES, device_and_dtype
 from parallel.fsdp import is_sharded
+from run.adapters import load_for_use
+from tokenizer import GENERATION_IDS, SUPPRESSED
 
 INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
 
@@ -57,3 +65,20 @@ def packed_weights(model: Transformer) -> Iterator[None]:
         for layer, weight in before:
             layer.weight = weight
         model.head_matrix.packed = None
+
+
+def load_to_generate(folder: Path, base: Optional[str] = None,
+                     weights: Optional[str] = None) -> tuple[Transformer, Any]:
+    """Return the model of `load_for_use`, laid out to generate in fp32, bf16 or int8, and its tokenizer."""
+    dtype = DTYPES.get("bf16" if weights == "int8" else weights)
+    if weights == "int8" and device_and_dtype(None, dtype)[0].type != "cpu":
+        raise SettingsError("--weights int8 is for a CPU; choose bf16 on a GPU")
+    model, tokenizer = load_for_use(folder, base, dtype=dtype)
+    pack_weights(model, weights == "int8")
+    unused = {key: value for key, value in tokenizer.generation.items()
+              if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version") and key[0] != "_"}
+    if unused:
+        print_safely("The model's generation_config.json also has "
+                     f"{', '.join(f'{key}={value!r:.40}' for key, value in unused.items())}, which is not "
+                     "applied; set what you need by flags, or by the fields of requests.", sys.stderr)
+    return model, tokenizer
