@@ -77,8 +77,9 @@ class RunConfig(Section):
         False, "compute the same bits on any number of ranks, with any SHARDING; slightly slower")
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
-    extensions: str = safe("cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
-                           "comma-separated modules of extensions/ that the run calls; others follow these")
+    extensions: str = safe(
+        "forecast,cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
+        "comma-separated modules of extensions/ that the run calls; others follow these")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
     drift_check_every: int = safe(
@@ -216,6 +217,13 @@ class ModelConfig(Section):
 def padded(vocab_size: int) -> int:
     """Round `vocab_size` up to a multiple of 128 rows of embedding and head, for fast matmuls."""
     return -(-vocab_size // 128) * 128
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """Return the number of weights, without vocabulary padding."""
+    in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
+    matrices = 1 if config.tie_embeddings else 2
+    return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
 
 
 # transformers' names of attention kernels, and flash-attn's package.

@@ -48,8 +48,8 @@ from evaluation.during_run import due, evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
-from observe import check
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
+from run.extensions import find
 from run.life import (
     Run,
     StepResult,
@@ -62,6 +62,7 @@ from run.life import (
     start_writing,
     whole_step,
 )
+from run.overview import print_overview, print_summary, provide_sample
 from run.start import open_run
 from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
 
@@ -71,8 +72,8 @@ def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
     loaded = loaded or load_or_exit(argv, USAGE)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
-            check.provide_sample(loaded.config, may_write=not loaded.check)
-            code = check.check(loaded) if loaded.check else train(loaded)
+            provide_sample(loaded.config, may_write=not loaded.check)
+            code = find("forecast", "--check").check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watchdog()
         report = classify_exception(error)
@@ -96,7 +97,7 @@ def train(loaded: Loaded) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
         with status_line(lambda: f"step {HEARTBEAT.step}: {HEARTBEAT.phase}"), open_run(loaded) as run:
-            check.print_overview(run)
+            print_overview(run)
             reducer = make_reducer(run.model, run.ranks, run.config)
             start_writing(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
@@ -165,7 +166,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    check.print_summary(run, started, first, latest)
+    print_summary(run, started, first, latest)
     return 0
 
 

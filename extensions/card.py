@@ -22,11 +22,10 @@ from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
 from common.text import counted, printable
-from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
+from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig, parameter_count
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
 from extensions.report.data import segments, setting_lines
-from learn.cost import parameter_count
 from model_utils import device_name
 from run.extensions import Extension
 from run.life import Run, trained_count

@@ -17,9 +17,9 @@ from common.heartbeat import HEARTBEAT
 from common.text import counted, last_line
 from config import Config, step_window
 from dataloaders import Batch
+from extensions.cost import StepFlops, Work
 from extensions.phases import Phases
 from extensions.power import SLOWDOWNS, Reading, power_metrics, start_sampler
-from learn.cost import StepFlops, Work
 from model_utils import forced_eager
 from parallel.fsdp import is_sharded
 from parallel.process import number_of

@@ -4,18 +4,22 @@ Shape suffixes: M flattened positions, D model, V vocabulary (padded), K tokens 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from config import Config, padded
 from fused.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # marks positions without a target
 CHUNK_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**28}  # float32 logits of one chunk
 CACHED_LOGITS, CACHED_ROWS = 2**19, 2**12  # on a CPU, logits or weights' rows with gradients at a time
 CACHED_POSITIONS, CACHED_IDS = 1024, 512  # without gradients, on a CPU: logits of a tile
+
+# Of an extension: whether a step of a config, for a vocabulary and bytes per number, fits a GPU's memory.
+FITS: list[Callable[[Config, int, int, int], bool]] = []
 
 # From the (M, vocab_size) float32 logits of a slice of the positions, and this slice, to the sum of their
 # losses and its gradient to the logits.
@@ -25,6 +29,34 @@ LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
     """Return the number of positions in a chunk."""
     return max(1, CHUNK_BYTES[device_type] // 4 // vocab_size)
+
+
+def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
+    """Return the number of tokens per chunk of the head's logits."""
+    return config.head_chunk_tokens or chunk_tokens(rows, device_type)
+
+
+def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: torch.device) -> None:
+    """Set a model's head chunk by `with_head_chunk` if it is on a GPU."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        chosen = with_head_chunk(config, model.vocab_size, compute_bytes, memory)
+        model.head.positions = chosen.head_chunk_tokens
+
+
+def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:
+    """Return the config with a head chunk of 4 or 2 times CHUNK_BYTES if it FITS a GPU.
+
+    Each chunk adds to the head's float32 gradient. With REPRODUCIBLE, bits do not depend on the GPU.
+    """
+    if config.training_stage in ("pretrain", "sft") and not (
+            config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
+        for factor in (4, 2):
+            tokens = factor * tokens_in_chunk(config, padded(vocab_size), "cuda")
+            larger = config.model_copy(update={"head_chunk_tokens": tokens})
+            if any(fits(larger, vocab_size, compute_bytes, memory) for fits in FITS):
+                return larger
+    return config
 
 
 def slices(length: int, size: int) -> list[slice]:

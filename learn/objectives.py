@@ -17,7 +17,6 @@ from common.heartbeat import HEARTBEAT
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.attention import SHARED_PREFIX
 from fused.head import IGNORE_INDEX, add_at, slices
-from learn.cost import reference_is_live
 from parallel.ranks import widened
 
 CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic
@@ -391,6 +390,14 @@ def log1mexp(x: Tensor) -> Tensor:
 PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {
     "dpo": DPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
 ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers prompts, and "grpo"
+
+
+def reference_is_live(config: Config) -> bool:
+    """Return whether a reference model, or the base under the adapters, runs in each step."""
+    if config.training_stage == "grpo":
+        return config.grpo_beta > 0
+    return (config.training_stage == "dpo" and config.preference_objective in ("dpo", "kto")
+            and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
 
 
 def reference_is_stored(config: Config) -> bool:

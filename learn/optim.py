@@ -16,7 +16,6 @@ from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config, OptimConfig
-from learn.cost import muon_batch
 from parallel.fsdp import (
     average_vectors,
     compute_in_turns,
@@ -48,6 +47,8 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
     return final + share * (peak - final)
 
+
+MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
 
 # ------------------------------------------------------------------------------------------ gradients
 
@@ -176,6 +177,11 @@ class AdamW(Uncompiled, torch.optim.AdamW):
     """torch's AdamW."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def muon_batch(count: int, numel: int) -> int:
+    """Return how many of `count` equal matrices Muon batches, such that 8 ranks can divide the batches."""
+    return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
 
 
 class Muon(Uncompiled):

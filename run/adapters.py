@@ -17,7 +17,7 @@ from model import Transformer, padded
 from model_utils import device_and_dtype, model_from_tensors, read_model_config
 from run.extensions import load_kernels
 from run.start import find_by_hash
-from tokenizer import load_tokenizer, read_generation
+from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 

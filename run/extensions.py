@@ -6,6 +6,7 @@ The core imports no extension: without the folder `extensions/`, runs have the s
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
+from types import ModuleType
 from typing import Optional
 
 from common.errors import SettingsError
@@ -43,7 +44,7 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
         try:
             found.append(import_module(f"extensions.{name}").EXTENSION())
         except ModuleNotFoundError as error:
-            if not f"extensions.{name}".startswith(error.name or "?"):
+            if error.name not in ("extensions", f"extensions.{name}"):
                 raise  # it exists, and imports what does not
             missing.append(name)
     if missing and "extensions" in config.model_fields_set:
@@ -52,6 +53,16 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
     if missing:
         warn(f"EXTENSIONS: the run goes on without {', '.join(missing)}, which extensions/ does not have")
     return found
+
+
+def find(name: str, purpose: str) -> ModuleType:
+    """Return an extension's module; SettingsError if a purpose needs it and it does not exist."""
+    try:
+        return import_module(f"extensions.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("extensions", f"extensions.{name}"):
+            raise
+        raise SettingsError(f"{purpose} needs extensions/{name}.py, which does not exist") from error
 
 
 def load_kernels() -> None:

@@ -17,13 +17,17 @@ from checkpoint.tensors import LazyTensor, TensorFile
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, free_host_memory, sync
 from common.heartbeat import HEARTBEAT, Background
-from learn.cost import pinned_bytes
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
 
 GIB = 2**30
 SPARE_MEMORY = 1 * GIB  # of the host, which copies leave free
 Warn = Callable[[str], None]
+
+
+def pinned_bytes(size: int) -> int:
+    """Return the host memory for `size` pinned bytes, which torch rounds up to a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 class Share:

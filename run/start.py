@@ -24,9 +24,9 @@ from common.errors import CheckpointError, DataError, SettingsError, requires_pa
 from common.heartbeat import HEARTBEAT
 from common.text import counted
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
+from fused.head import choose_head_chunk
 from hellaswag_utils import read_choice_set
 from learn import objectives
-from learn.cost import choose_head_chunk
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher

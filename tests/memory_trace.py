@@ -18,14 +18,13 @@ import lora
 from checkpoint.schema import SavedProgress
 from config import Config, ModelConfig
 from dataloaders import Batch
+from extensions.forecast import probe_objective
 from extensions.reproducible import ExactReducer
 from fused import matmul
-from learn.cost import reference_is_live
-from learn.objectives import Distillation, Objective
+from learn.objectives import Distillation, Objective, reference_is_live
 from learn.optim import Optimizer, Reducer, clip_scale
 from learn.teacher import LlamaTeacher
 from model import Transformer
-from observe.check import probe_objective
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
 

@@ -22,10 +22,10 @@ from config import Config, LoraConfig, ModelConfig
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
-from observe.check import describe_adapters
 from parallel.ranks import start_ranks, stop_ranks
 from run import start as run_start
 from run.adapters import merge
+from run.overview import describe_adapters
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640

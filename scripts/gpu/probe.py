@@ -274,14 +274,15 @@ def memory(task) -> None:
         slowest = max(slowest, time.perf_counter() - before)
     figures = task.figures()
     shares = [figures[layout]["USABLE"] for layout in FORECAST if "USABLE" in figures.get(layout, ())]
-    if shares:  # the value for observe.check.USABLE
+    if shares:  # the value for extensions.forecast.USABLE
         task.figure("USABLE", min(shares))
 
 
 def measure_layout(task, layout: str) -> None:
     """Record the forecast for one layout, and the memory that torch and NVML report for two steps."""
     from config import Config
-    from learn.cost import estimate_memory, with_head_chunk
+    from extensions.cost import estimate_memory
+    from fused.head import with_head_chunk
     from model_utils import choose_dtype
 
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)

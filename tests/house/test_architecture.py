@@ -110,7 +110,7 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import item_scores; "
-            "from settings import load; from learn import cost; from scripts.sample import world; "
+            "from settings import load; from scripts.sample import world; "
             "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

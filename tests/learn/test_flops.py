@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
+from extensions.cost import StepFlops, Work, forward_flops, teacher_flops
 from extensions.profile import Measurements
 from fused.head import IGNORE_INDEX
-from learn.cost import StepFlops, Work, forward_flops, teacher_flops
 from learn.objectives import (
     DPO,
     ORPO,

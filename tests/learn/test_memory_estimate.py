@@ -11,13 +11,13 @@ from memory_trace import trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
-from config import Config, ModelConfig, rules
-from fused import matmul
-from learn import cost
-from learn.cost import activation_bytes, estimate_memory, parameter_count
+from config import Config, ModelConfig, parameter_count, rules
+from extensions import cost
+from extensions.cost import activation_bytes, estimate_memory
+from extensions.forecast import GIB, forecast_memory, memory_advice
+from fused import head, matmul
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
-from observe.check import GIB, forecast_memory, memory_advice
 from settings.load import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}
@@ -203,12 +203,12 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
 def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes, gigabytes, factor, monkeypatch):
     config = Config(**{"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048, "max_seq_len": 2048,
                        "micro_batch_size": 8, "total_batch_size": 2**17} | changes)
-    chosen = cost.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
+    chosen = head.with_head_chunk(config, LARGE, 2, gigabytes * 10**9)
     assert chosen.head_chunk_tokens == (factor * (2**31 // 4 // LARGE) if factor else config.head_chunk_tokens)
     # A run and the benchmarks set a model's chunk by the same rule, on a GPU.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gigabytes * 10**9))
     model = SimpleNamespace(vocab_size=LARGE, head=SimpleNamespace(positions=config.head_chunk_tokens))
-    cost.choose_head_chunk(model, config, 2, torch.device("cuda"))
+    head.choose_head_chunk(model, config, 2, torch.device("cuda"))
     assert model.head.positions == chosen.head_chunk_tokens
     assert factor is None or estimate_memory(chosen, LARGE, 2).total < gigabytes * 10**9
 

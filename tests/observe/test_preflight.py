@@ -20,7 +20,7 @@ import model
 import train
 from checkpoint import huggingface
 from common.errors import SettingsError
-from observe import check
+from extensions import forecast as check
 from run.start import read_inputs
 from settings.load import load_config
 from tokenizer import load_tokenizer

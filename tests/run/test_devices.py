@@ -20,14 +20,14 @@ from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from dataloaders import Batch
 from evaluation import during_run
-from fused import attention, matmul
+from extensions import objectives
+from fused import attention, head, matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients, slices
-from learn import cost, objectives
 from learn.optim import Optimizer
-from observe.check import describe_hardware
 from parallel.process import why_no_kernels
 from parallel.ranks import widened
+from run.overview import describe_hardware
 from run.start import prepare_device
 from scripts import doctor
 
@@ -108,8 +108,8 @@ def row_of(card: str, monkeypatch) -> str:
     chunks = []
     for config in settings:
         model = SimpleNamespace(vocab_size=128_256, head=SimpleNamespace(positions=None))
-        cost.choose_head_chunk(model, config, dtype.itemsize, device)
-        tokens = model.head.positions or cost.tokens_in_chunk(config, 128_256, "cuda")
+        head.choose_head_chunk(model, config, dtype.itemsize, device)
+        tokens = model.head.positions or head.tokens_in_chunk(config, 128_256, "cuda")
         chunks.append(str(len(slices(config.micro_batch_size * config.max_seq_len, tokens))))
     cells += [str(dtype).removeprefix("torch."), *chosen.values(), ", ".join(chunks), "yes" if is_compiled else "no"]
     return f"| {' | '.join(cells)} |"

@@ -14,8 +14,8 @@ from factories import argv_of
 import train
 from common.errors import DataError
 from data_preparation_utils import PreparationOptions, prepare_set
-from observe import check
-from observe.check import provide_sample
+from run import overview as check
+from run.overview import provide_sample
 from scripts.sample import world
 from settings.load import load_config
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken

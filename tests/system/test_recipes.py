@@ -50,8 +50,8 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from memory_trace import trace
 
     from checkpoint.huggingface import load_model_weights
-    from config import Config
-    from learn.cost import estimate_memory, parameter_count
+    from config import Config, parameter_count
+    from extensions.cost import estimate_memory
     from model_utils import model_from_tensors, read_model_config
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED)
@@ -86,7 +86,7 @@ def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from memory_trace import trace
 
     from config import Config
-    from learn.cost import estimate_memory
+    from extensions.cost import estimate_memory
     from learn.optim import Optimizer
 
     config = Config(dim=32, n_layers=2, n_heads=4, optimizer="lion", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.99)

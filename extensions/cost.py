@@ -1,4 +1,4 @@
-"""Formulas for the parameters, FLOPs and memory of a step, without torch.
+"""Formulas for the FLOPs and the memory of a step.
 
 FLOPs include matmuls (2 per multiply-add) and full attention, ignoring causality and document masks, but not
 what attention kernels recompute. *Needed* FLOPs (for MFU) exclude padding and recomputation; *computed* FLOPs
@@ -8,22 +8,19 @@ al. 2022, appendix B (arXiv:2204.02311).
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from config import LORA_LAYERS, Config, ModelConfig, padded
+from config import LORA_LAYERS, Config, ModelConfig, padded, parameter_count
+from fused.attention import KERNELS
+from fused.head import FITS, tokens_in_chunk
+from learn.objectives import reference_is_live
+from learn.optim import muon_batch
+from run.saving import pinned_bytes
 
 FLOAT32 = 4
 ROOM_FOR_CHUNKS = 0.8  # share of a GPU's memory that a forecast with larger chunks may need
 MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matmuls
-MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
-
-
-def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of weights, without vocabulary padding."""
-    in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
-    matrices = 1 if config.tie_embeddings else 2
-    return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -38,46 +35,6 @@ def targets_of(config: Config) -> set[str]:
 def adapter_count(config: Config) -> int:
     shapes = linear_shapes(config)
     return config.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in targets_of(config))
-
-
-def reference_is_live(config: Config) -> bool:
-    """Return whether a reference model, or the base under the adapters, runs in each step."""
-    if config.training_stage == "grpo":
-        return config.grpo_beta > 0
-    return (config.training_stage == "dpo" and config.preference_objective in ("dpo", "kto")
-            and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
-
-
-def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
-    """Return the number of tokens per chunk of the head's logits."""
-    from fused.head import chunk_tokens
-
-    return config.head_chunk_tokens or chunk_tokens(rows, device_type)
-
-
-def choose_head_chunk(model: Any, config: Config, compute_bytes: int, device: Any) -> None:
-    """Set a model's head chunk by `with_head_chunk` if it is on a GPU."""
-    if device.type == "cuda":
-        import torch
-
-        memory = torch.cuda.get_device_properties(device).total_memory
-        chosen = with_head_chunk(config, model.vocab_size, compute_bytes, memory)
-        model.head.positions = chosen.head_chunk_tokens
-
-
-def with_head_chunk(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> Config:
-    """Return the config with a head chunk of 4 or 2 times CHUNK_BYTES if its forecast fits a GPU.
-
-    Each chunk adds to the head's float32 gradient. With REPRODUCIBLE, bits do not depend on the GPU.
-    """
-    if config.training_stage in ("pretrain", "sft") and not (
-            config.head_chunk_tokens or config.reproducible or config.distillation_enabled):
-        for factor in (4, 2):
-            tokens = factor * tokens_in_chunk(config, padded(vocab_size), "cuda")
-            larger = config.model_copy(update={"head_chunk_tokens": tokens})
-            if estimate_memory(larger, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory:
-                return larger
-    return config
 
 
 # ------------------------------------------------------------------------------------------- FLOPs
@@ -268,12 +225,6 @@ class Sizes(NamedTuple):
     trained_matrices: int  # trained ones of embedding and head
 
 
-def extended_kernel(name: str) -> Any:
-    from fused.attention import KERNELS
-
-    return KERNELS.get(name)
-
-
 def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> Sizes:
     """Return the sizes of a block and of the matrices over the vocabulary."""
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
@@ -297,7 +248,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     has_documents = config.document_mask and config.training_stage != "grpo" or config.training_stage == "dpo"
     has_documents |= config.answers_per_row > 1
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
-    if device_type == "cpu" and in_blocks and (blocks := extended_kernel("blocks")):
+    if device_type == "cpu" and in_blocks and (blocks := KERNELS.get("blocks")):
         kept += compute_bytes * blocks.kept(1, config.max_seq_len, config.n_heads) / config.max_seq_len
         kept -= FLOAT32 * config.n_heads  # no log-sums
         if targets_of(config).isdisjoint(("wq", "wk", "wv")):  # v is a copy: a joint q k v is not kept
@@ -339,22 +290,12 @@ def moment_count(config: Config, trained: int) -> int:
     return 2 * trained - muon
 
 
-def pinned_bytes(size: int) -> int:
-    """Return the host memory for `size` pinned bytes, which torch rounds up to a power of two."""
-    return 1 << (size - 1).bit_length() if size else 0
-
-
 def pinned_share(config: Config, vocab_size: int) -> float:
     """Return how much more host memory than its size a pinned copy of the weights takes."""
     shapes = [(config.dim, padded(vocab_size))] * (1 if config.tie_embeddings else 2)
     shapes += [*config.block_shapes.values()] * config.n_layers
     sizes = [FLOAT32 * math.prod(shape) for shape in shapes]
     return sum(map(pinned_bytes, sizes)) / sum(sizes)
-
-
-def muon_batch(count: int, numel: int) -> int:
-    """Return how many of `count` equal matrices Muon batches, such that 8 ranks can divide the batches."""
-    return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
 
 
 def muon_bytes(config: Config, device_type: str) -> float:
@@ -490,3 +431,11 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     if config.cpu_offload:
         return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held) + copied)))
     return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied)))
+
+
+def fits(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> bool:
+    """Return whether the forecast leaves a part of a GPU's memory free."""
+    return estimate_memory(config, vocab_size, compute_bytes).total < ROOM_FOR_CHUNKS * memory
+
+
+FITS.append(fits)

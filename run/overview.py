@@ -1,0 +1,175 @@
+"""What a run prints at its start and at its end, and the sample data that it may need."""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import lora
+import model_utils
+from common.errors import DataError, SettingsError
+from common.text import ROOT, command, counted, duration
+from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, parameter_count
+from data_pipeline.mixture import describe_sources
+from dataloaders import MixedRows
+from fused.attention import choose_kernel
+from learn.optim import learning_rate
+from model import Transformer
+from parallel.ranks import collective
+from run.life import Inputs, Run, ending, trained_count
+
+
+def describe_model(config: Config, vocab_size: int) -> str:
+    """Return the model's size, shape and sharding."""
+    sharded = ""
+    if config.sharding != "none":
+        sharded = (f"; sharded over {config.ranks_per_copy} of "
+                   f"{counted(config.world_size, 'rank')} (SHARDING={config.sharding})"
+                   f"{', in host memory' if config.cpu_offload else ''}")
+    family = f"{config.model_type}, " if config.model_type != "llama" else ""
+    return (f"{parameter_count(config, vocab_size):,} parameters: {family}"
+            f"{counted(config.n_layers, 'layer')}, dim {config.dim}, heads {config.n_heads}/"
+            f"{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
+            f"{', tied' if config.tie_embeddings else ''}{sharded}")
+
+
+def describe_adapters(model: Transformer, tokenizer) -> str:
+    """Return the number of trained parameters, and the tokens whose rows are trained."""
+    trained = trained_count(model, tokenizer.vocab_size)
+    ids = next(iter(lora.trained_token_ids(model).values()), [])
+    control = {number: name for name, number in tokenizer.special_ids.items()}
+    # The highest ids come first: control tokens, the most interesting ones.
+    names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
+    shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
+    rows = f", including the rows of {counted(len(ids), 'token')}: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
+    # Like PEFT, count trained weights in addition to the base, even where they replace parts of it.
+    whole = parameter_count(model.config, tokenizer.vocab_size) + trained
+    return f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %){rows}"
+
+
+def describe_batch(config: Config) -> str:
+    """Return the composition of a step's batch."""
+    return (f"{config.total_batch_size:,} tokens per step = {counted(config.micro_batch_size, 'row')} x "
+            f"{counted(config.max_seq_len, 'token')} x "
+            f"{counted(config.exact_micro_batches or config.accumulation_steps, 'micro-batch')} "
+            f"{'over' if config.reproducible else 'x'} {counted(config.world_size, 'rank')}; "
+            f"{counted(config.max_steps, 'step')}")
+
+
+def describe_data(config: Config, inputs: Inputs) -> list[str]:
+    """Return the training data and how often the run reads it, with a line for each source of a mixture."""
+    if isinstance(inputs.rows, MixedRows):
+        table = describe_sources(inputs.rows.mixture, inputs.sources(config))
+        return [inputs.description, *(f"  {line}" for line in table)]
+    epochs = config.max_steps * config.rows_read / len(inputs.rows)
+    return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
+
+
+def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the device, the dtypes, the attention kernel, and whether the model is compiled."""
+    kernel, other = (choose_kernel(purpose, config, device, dtype)
+                     for purpose in ("documents" if config.document_mask else "causal", "mask"))
+    kernel += f" ({other} in evaluation)" if other != kernel else ""
+    why_eager = model_utils.why_not_compile(config, device.type) if config.compile else "COMPILE=false"
+    if why_eager and config.activation_checkpointing == "selective":
+        raise SettingsError("ACTIVATION_CHECKPOINTING=selective needs the compiler, but "
+                            f"{why_eager}; use block, or none")
+    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with fp32 master "
+            f"weights; attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
+            f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
+            f"{'; deterministic' if config.deterministic else ''}")
+
+
+def print_overview(run: Run) -> None:
+    """Print the model, data, batch, hardware and folder of a run."""
+    config, info, device = run.config, run.log.info, run.ranks.device
+    info(f"Model: {describe_model(config, run.inputs.tokenizer.vocab_size)}")
+    if config.lora_enabled:
+        info(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
+    first, *table = describe_data(config, run.inputs)
+    for line in (f"Data: {first}", *table):
+        info(line)
+    if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
+        info("Validation: bits per byte are not available, because the tokenizer is not byte-level")
+    for unused in filter(None, (choices.unused for choices in run.inputs.choice_sets)):
+        info(f"Evaluation: {unused}")
+    info(f"Batch: {describe_batch(config)}")
+    info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
+    info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
+
+
+@collective
+def print_summary(run: Run, started: float, first_step: int, latest: dict) -> None:
+    """Print the results since `first_step` and `started`, where they are, and the commands to try next."""
+    config, progress = run.config, run.progress
+    info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
+    results = [f"in {duration(time.perf_counter() - started)}"]
+    took = f" {results[0]}"
+    if first_step:
+        took = f"; this start took {progress.step - first_step:,} of them{took}"
+    info(f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took}.")
+    for line in (line for extension in run.extensions for line in extension.summary(run)):
+        info(line)
+    if skipped := progress.skipped_steps:
+        reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
+        run.log.info(f"Skipped: {skipped:,} of {counted(progress.step, 'step')} changed no weights "
+                     "(loss spikes or fp16 overflows; \"updated\": false in ledger.jsonl). They do not "
+                     "advance the schedule: "
+                     f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
+
+    # Compare the last evaluations with the first ones, which an earlier process may have done.
+    before = {name: value for name, (step, value) in run.log.history.first.items() if step < progress.step}
+    before = run.ranks.broadcast(before)
+    if "val_loss" in latest:
+        since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""
+        others = "".join(f", {name} {latest[key]:.4f}" for name, key in
+                         (("perplexity", "val_perplexity"), ("bits per byte", "val_bits_per_byte"))
+                         if key in latest)
+        if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
+            others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+        info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
+        is_past = "; best" in others and progress.best_step < progress.step
+        best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}" if is_past else ""
+        results.append(f"loss {since[5:]}{latest['val_loss']:.4f}{best}")
+    for name, title, _, chance, *_ in run.inputs.choice_sets:
+        if f"{name}_acc" in latest:
+            acc, acc_norm, n, stderr = (
+                latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr"))
+            since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
+            info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
+                 f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
+            results.append(f"{title} {since[5:]}{100 * acc:.1f} % ± {100 * stderr:.1f}")
+
+    form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
+    info(f"Checkpoint ({form}): {run.saved}")
+    if config.lora_enabled:
+        merge = command("scripts/merge_lora.py", run.to_use, "--output", run.folder / "merged")
+        info(f"Merge into base: {merge}")
+    if config.training_stage == "pretrain":
+        info(f"Generate text:   {command('scripts/generate.py', run.to_use)}")
+    else:
+        info(f"Chat with it:    {command('scripts/chat.py', run.to_use)}")
+    if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
+        info(f"Evaluate it:     {command('scripts/evaluate.py', run.to_use)}")
+    script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
+    info(f"Your own data:   {command(script, '--help')}")
+    run.log.ending = ending(run, ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]]))
+
+
+def provide_sample(config: Config, may_write: bool) -> None:
+    """Create the sample if the settings name its files and it is missing. Local rank 0 does so for all."""
+    named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
+    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
+        return
+    if not may_write:
+        raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
+                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        script = ROOT / "scripts" / "make_sample.py"
+        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+            raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
