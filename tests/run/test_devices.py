@@ -20,10 +20,10 @@ from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from dataloaders import Batch
 from evaluation import during_run
-from extensions import objectives
 from fused import attention, head, matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients, slices
+from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
 from parallel.ranks import widened
