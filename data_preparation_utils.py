@@ -18,7 +18,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from common.command_line import CommandParser, number
+from common.command_line import CommandParser, filled, number
 from common.errors import DataError, SettingsError, local_path, unreadable
 from common.files import disk_errors, read_json
 from common.text import COMMANDS, is_url, show, without_passwords
@@ -184,11 +184,13 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     """Return the parser for the script that prepares this kind of data; `records` begins its --help."""
     is_text = kind == "documents"
     items = "documents" if is_text else "examples"
+    listed = "\n".join(filled(" ".join([*used_settings(kind), "hf_token"]).upper(),
+                              initial_indent="  ", subsequent_indent="  "))
     parser = FlagParser(
         records, prog=f"./paddock {COMMANDS[KINDS[kind][1]]}",
         usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings used here, from .env, the environment or as flags:
-  {' '.join(used_settings(kind)).upper()} HF_TOKEN
+{listed}
 An interrupted preparation continues where it stopped.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:

@@ -443,6 +443,8 @@ def read_object(path: Path, setting: str) -> dict[str, Any]:
     """Return the object in a tokenizer's or a model's JSON file."""
     try:
         return read_json(path)
+    except OSError as error:
+        raise DataError(f"{setting}: {path} {unreadable(error, 'get a new copy')}") from error
     except ValueError as error:
         raise DataError(f"{setting}: {path} is not a JSON object: {error}; get a new copy") from error
 

@@ -417,7 +417,7 @@ def read_own_json(path: Path) -> dict:
     """Return a JSON object written by a preparation, or {} if there is none."""
     try:
         return read_json(path) if path.is_file() else {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path}: is damaged: {error}; delete it and start again") from error
 
 

@@ -450,7 +450,7 @@ def help_text(usage: str) -> str:
             is_secret = name.lower() in SECRETS
             flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
             known = f": {presets}" if name == "PRESET" else ""
-            add(flag, f"{meaning}{known} [{default or 'none'}]")
+            add(flag, f"{meaning}{known} [{default.replace(',', ', ') or 'none'}]")
     return "\n".join(lines)
 
 

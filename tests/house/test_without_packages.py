@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from importlib.machinery import PathFinder
@@ -59,7 +60,7 @@ class Project:
         said = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
                             "--output", self.folder / script, "--tokenizer-path", self.settings["TOKENIZER_PATH"],
                             "--validation-fraction", 0.1)
-        self.settings |= [said.splitlines()[-1].split("=", 1)]
+        self.settings |= [re.search(r"^(\w+_PATH)=(.+)$", said, re.MULTILINE).groups()]
 
     def train(self, name: str, **changes) -> str:
         return self.machine("train.py", *argv_of({**self.settings, "RUN_NAME": name, **changes}))
