@@ -155,8 +155,9 @@ class FlagParser(CommandParser):
 
     def refuse_unused(self, argv: Sequence[str], *used: str) -> None:
         """Raise SettingsError for flags of settings other than those `used` here."""
-        unused = read_flags(self.split(argv)[1], ()).layer.values.keys() - {"preset", *used}
-        if unused:
+        layer = read_flags(self.split(argv)[1], ()).layer
+        unused = layer.values.keys() - {"preset", *used}
+        if unused and not layer.problems:  # which `parse` raises
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
             raise SettingsError(f"command line: without effect here, remove {flags} (see --help)")
 
