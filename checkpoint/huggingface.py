@@ -505,8 +505,8 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
     # Keep what the model's own file says, and add the ends of texts and turns.
     named = tokenizer.generation.get("eos_token_id", ())
     ends = [*dict.fromkeys((*named, tokenizer.eos_id, tokenizer.eot_id))]
-    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id, **tokenizer.generation,
-           "eos_token_id": ends}
+    ids = {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id, "eos_token_id": ends}
+    ids |= {**tokenizer.generation, "eos_token_id": ends}  # in the same order when a run resumes
     config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
                                 ends if {*named} - {tokenizer.eos_id, tokenizer.eot_id} else tokenizer.eos_id,
                                 tensors["model.embed_tokens.weight"].dtype)
