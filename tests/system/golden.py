@@ -39,7 +39,7 @@ INTENDED: list[tuple[str, str]] = [
     (r"/generation_config\.json$", "its keys have one order, also after a resume")]
 
 # Names of settings and state that the reference does not record, or with another default.
-NEW_SETTINGS: list[str] = []
+NEW_SETTINGS = ["EXTENSIONS"]
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
