@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fused.attention import ATTEND, KERNELS, VARLEN, Kernel
-from run.extensions import Extension
 
 BLOCK = 64
 # Rows up to this length keep their probabilities for the backward pass: up to a fourth of the activations. In
@@ -206,11 +205,6 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
     return attended_BXCKGH.flatten(3, 4).flatten(1, 2)[:, :tokens]
 
 
-class CpuKernels(Extension):
-    """Makes "blocks" a kernel of the attention on a CPU."""
-
-
-EXTENSION = CpuKernels
 # In float32, blocks pay only where they skip other documents.
 KERNELS["blocks"] = Kernel(half_only=False, kept=kept_count, pays=lambda purpose, is_half: (
     purpose == "documents" or (purpose == "causal" and is_half)))

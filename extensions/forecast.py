@@ -35,7 +35,7 @@ from learn.optim import Optimizer, clip_scale, gradient_norm
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
 from parallel.ranks import Ranks
-from run.extensions import Extension, load_extensions
+from run.extensions import load_extensions
 from run.folder import has_run
 from run.life import Inputs, trained_bytes
 from run.overview import describe_adapters, describe_batch, describe_data, describe_hardware, describe_model
@@ -58,13 +58,6 @@ MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5, "grpo": 100}  # over the data
 USABLE = 0.94
 # Dense bf16 of the GPU that a plan assumes, and the share of it that the run reaches, as in docs/scaling.md.
 H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
-
-
-class Forecast(Extension):
-    """Lets a GPU's head take larger chunks if the forecast of the memory has room (`cost.fits`)."""
-
-
-EXTENSION = Forecast
 
 
 def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:

@@ -9,12 +9,7 @@ from extensions.grpo import GRPO
 from extensions.rollouts import Answer, Rollouts
 from learn import objectives
 from parallel.ranks import collective
-from run.extensions import Extension
 from run.life import Run
-
-
-class Online(Extension):
-    """Makes TRAINING_STAGE=grpo possible."""
 
 
 @collective
@@ -47,6 +42,5 @@ def validation_reward(run: Run) -> Result:
     return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
 
 
-EXTENSION = Online
 VALIDATIONS["grpo"] = Validation("Reward", "val_reward", validation_reward)
 objectives.ONLINE["rollouts"], objectives.ONLINE["grpo"] = Rollouts, GRPO

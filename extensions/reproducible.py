@@ -26,7 +26,6 @@ from learn.optim import REDUCERS, Reducer
 from model_utils import seed_step
 from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
 from parallel.ranks import Ranks, collective
-from run.extensions import Extension
 
 INTEGER_BITS = 62  # of a sum over all micro-batches
 HEADROOM_BITS = 10  # by which gradients may grow or shrink before a step is repeated with another scale
@@ -200,9 +199,4 @@ class ExactReducer(Reducer):
         progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(number)[1] + HEADROOM_BITS)
 
 
-class Reproducible(Extension):
-    """Makes REPRODUCIBLE=true possible."""
-
-
-EXTENSION = Reproducible
 REDUCERS["reproducible"] = ExactReducer

@@ -42,7 +42,8 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
     found, missing = [], []
     for name in sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         try:
-            found.append(import_module(f"extensions.{name}").EXTENSION())
+            # A module without a class registers what it adds.
+            found.append(getattr(import_module(f"extensions.{name}"), "EXTENSION", Extension)())
         except ModuleNotFoundError as error:
             if error.name not in ("extensions", f"extensions.{name}"):
                 raise  # it exists, and imports what does not
