@@ -112,8 +112,8 @@ def make_reducer(model: nn.Module, ranks: Ranks, config: Config) -> Reducer:
     if not config.reproducible:
         return Reducer(model, ranks, config)
     if "reproducible" not in REDUCERS:
-        raise SettingsError(f"REPRODUCIBLE=true needs the extension reproducible, but EXTENSIONS="
-                            f"{config.extensions}; add it, or set REPRODUCIBLE=false")
+        raise SettingsError("REPRODUCIBLE=true needs extensions/reproducible.py, and its name in EXTENSIONS; "
+                            "or set REPRODUCIBLE=false")
     return REDUCERS["reproducible"](model, ranks, config)
 
 

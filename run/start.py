@@ -600,8 +600,7 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
         return objective(config, reference, model, context.ranks.all_gather_json), inputs
     is_online = config.training_stage == "grpo"
     if is_online and not objectives.ONLINE:
-        raise SettingsError(f"TRAINING_STAGE=grpo needs the extension online, but EXTENSIONS="
-                            f"{config.extensions}; add it")
+        raise SettingsError("TRAINING_STAGE=grpo needs extensions/online.py, and its name in EXTENSIONS")
     rollouts = objectives.ONLINE["rollouts"](model, config, inputs.tokenizer, context) if is_online else None
     if is_online and not config.distillation_enabled:
         reference = None

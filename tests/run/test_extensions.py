@@ -8,8 +8,9 @@ from factories import UNMEASURED
 
 from common.errors import SettingsError
 from config import Config
+from learn import optim
 from run import extensions
-from run.extensions import Extension, load_extensions
+from run.extensions import Extension, find, load_extensions
 
 
 def test_extensions_come_in_the_order_of_the_default_and_others_after_them(monkeypatch):
@@ -29,6 +30,15 @@ def test_an_extension_that_is_named_must_exist_and_one_of_the_default_is_missed_
     found = load_extensions(Config(), warnings.append)
     assert warnings == ["EXTENSIONS: the run goes on without guards, which extensions/ does not have"]
     assert len(found) == len(extensions.ORDER) - 1
+
+
+def test_what_needs_an_extension_that_is_missing_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "extensions.forecast", None)
+    with pytest.raises(SettingsError, match="^--check needs extensions/forecast.py, which does not exist$"):
+        find("forecast", "--check")
+    monkeypatch.setattr(optim, "REDUCERS", {})
+    with pytest.raises(SettingsError, match="^REPRODUCIBLE=true needs extensions/reproducible.py, and its name in EXTENSIONS"):
+        optim.make_reducer(None, None, Config(reproducible=True))
 
 
 def test_a_package_that_an_extension_lacks_is_not_hidden(monkeypatch):
