@@ -195,7 +195,7 @@ def validation(run: Run) -> Result:
     metrics |= {f"val_{name}_stderr": error for name, error in logged.items()}
     table = [Row("validation", name, value, errors.get(name)) for name, value in
              {"loss": loss, **others}.items()]
-    table[0] = table[0]._replace(n=round(count_N.sum()))
+    table[0] = table[0]._replace(n=len(count_N))
     error_of = {name: f" +- {error:.4f}" for name, error in logged.items()}
     summary = [f"{name.replace('_', ' ').capitalize()}: {value:.4f}{error_of.get(name, '')}"
                for _, name, value, *_ in table]

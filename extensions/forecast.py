@@ -29,6 +29,7 @@ from extensions.cost import StepFlops, Work, estimate_memory
 from extensions.grpo import GRPO
 from extensions.report.verdict import time_text
 from extensions.rollouts import Rewards
+from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, clip_scale, gradient_norm
@@ -143,12 +144,13 @@ def check(loaded: Loaded) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
+    sources = [*loaded.sources.values()]  # without those that the data decides
     with suppress(PaddockError):  # check_inputs reports it
         loaded = decide_by_data(loaded)
     checked = Check(loaded)
-    implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in loaded.sources.values())
+    implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in sources)
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
-    checked.line("settings", f"{len(loaded.sources) - implied} set{by_others}, all valid")
+    checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")
     checked.messages("settings", loaded)
     with checked.entry("extensions"):
         load_extensions(loaded.config, partial(checked.line, "extensions", mark="warn"))
@@ -226,7 +228,12 @@ class Check:
                 described, *table = describe_data(config, self.inputs)
                 described += "; all shards verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
-                text = self.tokenizer.decode(self.inputs.rows(np.array([0])).tokens_BT[0].tolist())
+                batch = self.inputs.rows(np.array([0]))
+                tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
+                # The last target of a document, such as the end of an answer, is no input.
+                shown = [[token] if target in (IGNORE_INDEX, after) else [token, target]
+                         for token, target, after in zip(tokens, targets, [*tokens[1:], None])]
+                text = self.tokenizer.decode(sum(shown, []))
                 self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
         if config.training_stage == "grpo" and (config.validate_every or not config.distillation_enabled):
             with self.entry("reward"):

@@ -37,8 +37,10 @@ def main() -> None:
     args = parser.parse_args()
     difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype],
                        write_merged_card)
+    output = args.output.expanduser()
+    next_step = "chat" if (output / "chat_template.jinja").exists() else "generate"
     show(f"Merged into {args.output}. Its logits differ by at most {difference:.2g} from base and adapters.",
-         f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")
+         f"Try it: {command(f'scripts/{next_step}.py', output)}")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,9 @@ def main() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     output = Path(load_config(complete=False).config.output_dir)
-    settings = sorted({*output.glob("*/config.json"), *output.glob("*/*/config.json")}, key=os.path.getmtime,
-                      reverse=True)
+    settings = sorted((path for path in (*output.glob("*/config.json"), *output.glob("*/*/config.json"))
+                       if not any(path.parent.glob("*.safetensors"))),  # a model, such as runs/NAME/merged
+                      key=os.path.getmtime, reverse=True)
     folders = [find_run(name) for name in args.run] or [each.parent for each in settings]
     if not folders:
         raise CheckpointError(f"there is no run in {output}; name the folder of a run, or set OUTPUT_DIR")

@@ -500,6 +500,8 @@ def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
     done = python(SCRIPT, adapter, "--output", tmp_path / "merged", "--dtype", "bf16")
     assert done.returncode == 0, done.stderr
     assert 0 < float(re.search(r"differ by at most (\S+) from", done.stdout)[1]) < 0.2
+    word = "chat" if (tmp_path / "merged" / "chat_template.jinja").exists() else "generate"
+    assert f"Try it: ./paddock {word} {tmp_path}/merged" in done.stdout
     assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
 
 

@@ -76,7 +76,8 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
     model, tokenizer = load_for_use(folder, base, dtype=dtype)
     pack_weights(model, weights == "int8")
     unused = {key: value for key, value in tokenizer.generation.items()
-              if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version") and key[0] != "_"}
+              if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version", "use_cache")
+              and not key.startswith(("_", "output_"))}  # those do not change the text
     if unused:
         print_safely("The model's generation_config.json also has "
                      f"{', '.join(f'{key}={value!r:.40}' for key, value in unused.items())}, which is not "

@@ -46,8 +46,8 @@ def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, c
     heading, *table = capsys.readouterr().out.splitlines()
     assert heading == f"{whole.checkpoint(6)} (step 6), float32 on cpu, 32 tokens at a time"
     assert table[0].split() == ["metric", "value", "+-", "chance", "n"]
-    metrics = found["metrics"]
-    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.4f}", f"{metrics['val_loss_stderr']:.4f}", "160"]
+    metrics, documents = found["metrics"], len(next(read_item_scores(whole.folder / "evaluations.jsonl")).scores["loss"])
+    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.4f}", f"{metrics['val_loss_stderr']:.4f}", str(documents)]
     assert table[4].split() == ["HellaSwag", "acc", f"{metrics['hellaswag_acc']:.4f}", f"{metrics['hellaswag_stderr']:.4f}",
                                 "0.2500", "10"]
     assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"

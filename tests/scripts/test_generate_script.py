@@ -261,7 +261,8 @@ def test_names_of_control_tokens_in_a_prompt_are_said_and_can_be_meant(folder, t
 def test_generation_settings_that_are_not_applied_are_said(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path / "m")
     content = json.loads((tmp_path / "m" / "generation_config.json").read_text())
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**content, "temperature": 0.6, "transformers_version": "5.0"}))
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**content, "temperature": 0.6, "transformers_version": "5.0",
+                                                                          "use_cache": True, "output_scores": False}))
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "m"), "--max-new-tokens", "0"])
     script.main()
     assert "generation_config.json also has temperature=0.6, which is not applied" in capsys.readouterr().err

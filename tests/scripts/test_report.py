@@ -44,7 +44,11 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     assert report("first", cwd=tmp_path).stdout == "runs/first/report.html\n"
     assert report("first", "second", cwd=tmp_path).stdout == f"{tmp_path}/runs/report.html\n"
     assert "second" in (tmp_path / "runs" / "report.html").read_text()
-    assert report(cwd=tmp_path).stdout == "runs/report.html\n", "without a name, all runs"
+    for place in (second / "merged", tmp_path / "runs" / "model"):
+        place.mkdir()
+        (place / "config.json").write_text("{}")
+        (place / "model.safetensors").touch()
+    assert report(cwd=tmp_path).stdout == "runs/report.html\n", "without a name, all runs, but no models"
     assert "there is no run in runs" in report(cwd=folder, code=5).stderr
     assert report(folder, second, "--output", tmp_path / "both.html").stdout == f"{tmp_path}/both.html\n"
 
