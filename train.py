@@ -121,7 +121,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         log.info(f"Nothing to do: the run has finished step {progress.step} of MAX_STEPS={config.max_steps}."
                  f"{early}")
         return 0
-    started, seconds, first = time.perf_counter(), [], progress.step
+    started, seconds = time.perf_counter(), []
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
