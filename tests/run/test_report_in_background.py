@@ -136,6 +136,6 @@ def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
                                 "original = page.Report.read\n"
                                 "def read(self):\n    [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]\n"
                                 "    original(self)\n"
-                                "extensions.page.Report.read = read\n"
+                                "page.Report.read = read\n"
                                 f"runpy.run_path({str(program)!r}, run_name='__main__')"], cwd=program.parents[1])
     assert process.wait(PATIENCE) == 0 and (tmp_path / "x.html").exists()
