@@ -144,10 +144,10 @@ def check(loaded: Loaded) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
-    sources = [*loaded.sources.values()]  # without those that the data decides
     with suppress(PaddockError):  # check_inputs reports it
         loaded = decide_by_data(loaded)
     checked = Check(loaded)
+    sources = [where for name, where in loaded.sources.items() if name != "check"]
     implied = sum(where.startswith(("DEPTH=", str(PRESETS_DIR))) for where in sources)
     by_others = f", {implied} by DEPTH or a preset" if implied else ""
     checked.line("settings", f"{len(sources) - implied} set{by_others}, all valid")

@@ -57,8 +57,9 @@ class Checked:
 
 def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    checked = Checked(TinyRun(prepared, tmp_path / "runs"), capsys)
+    checked = Checked(run := TinyRun(prepared, tmp_path / "runs"), capsys)
     assert (checked.code, checked.err) == (0, "") and checked.out.endswith("Ready to train.\n")
+    assert checked.lines[0][2] == f"{len(load_config(run.argv(), {}).sources)} set, all valid", "--check is none of them"
     assert checked.marks() == dict.fromkeys(NAMES, "ok")
     assert list(tmp_path.iterdir()) == []
 
