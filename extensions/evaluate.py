@@ -1,6 +1,7 @@
 """Evaluations that generate text: answers to held-out prompts, with ROUGE and BLEU, and samples."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -62,7 +63,7 @@ def generation(run: Run) -> Result:
     rank, world_size = (0, 1) if is_sharded(run.model) else (ranks.rank, ranks.world_size)
     rounds = -(-len(batches) // world_size)
     stop_ids, completions = load_chat_format(tokenizer).stop_ids, []
-    with forced_eager(), packed_weights(run.model):
+    with forced_eager(), nullcontext() if config.reproducible else packed_weights(run.model):
         for number in run.context.progress(range(rounds), rounds, "Generation"):
             local = [*batches, *[[]] * world_size][number * world_size + rank]
             prompts = [held_out[index].prompt for index in local]
@@ -120,7 +121,8 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
     prompts = config.sample_prompts.split("|")
     if config.training_stage == "pretrain":
         prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
-        stop_ids = tokenizer.stop_ids | {tokenizer.document_start_id}
+        # With the end of a turn: checkpoints name it as an end of texts, and a resumed run reads theirs.
+        stop_ids = tokenizer.stop_ids | {tokenizer.document_start_id, tokenizer.eot_id}
     else:
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
@@ -128,7 +130,8 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
             prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES)
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
-    with forced_eager(), packed_weights(model):
+    # The packed layout of a CPU rounds in another order, and sharded models have none.
+    with forced_eager(), nullcontext() if config.reproducible else packed_weights(model):
         sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
         completions = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, completions)]
