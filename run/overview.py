@@ -157,7 +157,7 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
     if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
         info(f"Evaluate it:     {command('scripts/evaluate.py', run.to_use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
-    info(f"Your own data:   {command(script, '--help')}")
+    info(f"Other data:      {command(script, '--help')}")
     run.log.ending = ending(run, ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]]))
 
 

@@ -320,7 +320,7 @@ def compare(path: Path, source: Source, model: Transformer, kind: str, text: str
     theirs, ours = (float(each[:, :-1].gather(2, rows[:, 1:, None]).mean().neg().exp())
                     for each in (found, expected))
     results |= {"KL divergence": f"{kl:.2g} nats a token, over {rows.numel():,} tokens",
-                "perplexity": f"{theirs:.4f}; of the original {ours:.4f}"}
+                "perplexity": f"{theirs:.4f}; of the original {ours:.4f} (on --text, by default README.md)"}
     if not kl <= max_kl:
         raise differs(f"the KL divergence of {kind} is {kl:.2g} nats a token, above {max_kl:g}; choose a "
                       "larger type, or raise --max-kl")

@@ -33,13 +33,14 @@ SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.p
 def train_command(kind: str, folder: Path, used) -> str:
     """Return the command that trains on a set prepared with the settings `used`, whatever `.env` is for."""
     from common.remote import is_hub_name
-    from config import STAGE_OF_KIND
+    from config import STAGE_OF_KIND, START_FROM
     from data_pipeline import mixture
     from data_pipeline.prepare import read_prepared
     from settings.derived import saved_settings
     from settings.load import load_config
 
-    stage, config = STAGE_OF_KIND[kind], load_config(complete=False).config
+    stage, loaded = STAGE_OF_KIND[kind], load_config(complete=False)
+    config = loaded.config
     place = Path(mixture.read_mixture(folder).sources[0].set) if mixture.is_mixture(folder) else folder
     splits, examples = (read_prepared(place)[name] for name in ("splits", "examples"))
     wanted = {"training_stage": stage, f"{stage}_data_path": folder,
@@ -48,6 +49,12 @@ def train_command(kind: str, folder: Path, used) -> str:
     if kind == "documents":  # a row must not be longer than a split
         tokens = min(split["tokens"] for split in splits.values())
         wanted["max_seq_len"] = min(config.max_seq_len, 1 << max(0, (tokens - 1).bit_length() - 1))
+        # Without a size, the default model would read a small text for hours. Depth d has about 49,000 d^3
+        # parameters, so that four passes, as many as help, give each 20 tokens.
+        depth = max(2, round((splits["train"]["tokens"] / 245e3) ** (1 / 3)))
+        if depth < 12 and not {"depth", "dim", "n_layers", "preset", *START_FROM} & loaded.sources.keys():
+            is_timed = config.epochs or "max_steps" in loaded.sources
+            wanted |= {"depth": depth} | ({} if is_timed else {"epochs": 4})
     else:
         if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
             wanted["preference_objective"] = "kto"

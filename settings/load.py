@@ -285,6 +285,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     # Unset settings, in order of precedence: the run to resume, DEPTH, the start checkpoint, stage, steps.
     checkpoint, recorded = derived.recorded_settings(config, given, ignored)
     config = config.model_copy(update=recorded)
+    config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
+        name for name, value in recorded.items() if value == Config.model_fields[name].default)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
     config = config.model_copy(update=by_depth)

@@ -16,6 +16,7 @@ Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sen
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 # By outcome, for a run that ended and for one that is running.
 WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learning"),
+         "few": ("Too few to tell", "Too few to tell"),
          "worse": ("Got worse", "Getting worse"), "overfit": ("Overfit", "Overfitting"),
          "diverged": ("Diverged", "Diverging"), "stopped": ("Stopped learning", "Not learning")}
 
@@ -39,6 +40,7 @@ HEADLINES = {"grpo": Headline("val_reward", "reward", "Held-out reward", "traini
 
 def time_text(seconds: float) -> str:
     """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
+    seconds = round(seconds)
     place = next((place for place, (_, size) in enumerate(UNITS) if seconds >= size), 3)
     unit, size = UNITS[place]
     smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[place + 1:place + 2]]
@@ -63,21 +65,25 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
     curve, trend, label = curves[found[0]], trends.get(found[0]), main.title.lower()
     first, last, test = curve.known()[1][0].item(), newest[found[0]], trend and trend.change()
-    margin, proof = 2 * (newest.get(f"{found[0]}_stderr") or 0.0), " (unpaired)"
+    margin, proof, is_few = 2 * (newest.get(f"{found[0]}_stderr") or 0.0), " (unpaired)", False
     if found[0] == main.training:
         label, last, proof = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item(), ""
         margin = 2 * np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
-        if test:
-            right, proof = round(last * test.n), f" (from chance, over {test.n:,} {trend.last.kind})"
-            margin = 0.0 if sign_test(right, test.n - right) < SIGNIFICANT else math.inf
+        if trend and trend.last:
+            number = len(trend.last.scores[trend.metric])
+            items = counted(number, trend.last.kind.removesuffix("s"))
+            right, proof = round(last * number), f" (from chance, over {items})"
+            margin = 0.0 if sign_test(right, number - right) < SIGNIFICANT else math.inf
+            is_few = sign_test(number, 0) >= SIGNIFICANT
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
         margin = 0.0 if test.p < SIGNIFICANT else math.inf
 
     worse_by = (first - last) if main.higher else (last - first)
-    outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else "same"
+    alike = "few" if is_few else "same"
+    outcome = "better" if worse_by < -margin else "worse" if worse_by > margin else alike
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
     texts, last_text = [], value_text(last, main.percent)
@@ -99,7 +105,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
             error_text = f" ± {100 * stderr:.1f}" if stderr else ""
             chance_text = f" (chance {100 * chance:.0f} %)" if chance else ""
             texts.append(f"accuracy on {label} {100 * newest[name]:.1f} %{error_text}{chance_text}")
-    yield outcome == "better", "; ".join(texts) + "."
+    yield None if outcome == "few" else outcome == "better", "; ".join(texts) + "."
     if rise and main is not LOSS:
         yield None, (f"The validation loss has risen since step {losses.best.step:,}, where it was "
                      f"{value_text(rise.a)}{difference_text(rise, losses.last.kind)}.")

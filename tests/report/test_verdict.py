@@ -91,6 +91,9 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
         given, followed = measured(*shares, metric="preferred")
         given |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
         assert next(learning(given, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
+    given, followed = measured(0.0, 1.0, metric="preferred", n=1)
+    assert next(learning(given, "finished", (), "", HEADLINES["dpo"], followed)) == (
+        None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (from chance, over 1 chat).")
     given, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
     given |= curves(train_loss=[0.0, 0.02, 0.05])
     assert next(learning(given, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")
@@ -131,4 +134,4 @@ def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
 
 
 def test_times_have_two_units():
-    assert [time_text(each) for each in (0.4, 59, 60, 7500, 200_000)] == ["0 s", "59 s", "1 min 00 s", "2 h 05 min", "2 d 07 h"]
+    assert [time_text(each) for each in (0.4, 6.9, 59, 59.6, 60, 7500, 200_000)] == ["0 s", "7 s", "59 s", "1 min 00 s", "1 min 00 s", "2 h 05 min", "2 d 07 h"]

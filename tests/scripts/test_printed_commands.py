@@ -16,7 +16,7 @@ from common.text import CALLED_FROM, command
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
            and path.name not in ("verify_checkpoint.py", "benchmark_serving.py")]  # which need the standard library alone
-RECOMMENDED = re.compile(r"^\[CPU0\] (Generate text|Chat with it|Evaluate it|Merge into base|Your own data): +(.+)$", re.M)
+RECOMMENDED = re.compile(r"^\[CPU0\] (Generate text|Chat with it|Evaluate it|Merge into base|Other data): +(.+)$", re.M)
 
 
 def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -47,13 +47,13 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
     if elsewhere:
         monkeypatch.setenv(CALLED_FROM, str(tmp_path))
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
-    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Your own data"})
+    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Other data"})
 
 
 @pytest.mark.slow
 def test_what_adapters_recommend_works(stages, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})
+    assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Other data"})
 
 
 def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):

@@ -44,6 +44,7 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
     assert (config.pretrain_checkpoint, config.compile, config.device, config.epochs) == ("base", False, "auto", None)
     assert not loaded.undecided and {*loaded.sources} == {"run_name", "max_steps"}
     assert any("LEARNING_RATE=0.25" in note and "step-00000020" in note for note in loaded.notes)
+    assert config.model_fields_set & {"power_hz", "extensions", "learning_rate"} == {"learning_rate"}, "nobody chose a default"
     by_path = load("--resume", "runs/first/checkpoints/step-00000003").config
     assert (by_path.learning_rate, by_path.pretrain_checkpoint) == (0.5, None), "it starts from that step"
     assert load(*SFT, "--run-name", "first", "--resume", "never").config.learning_rate == 2e-5
