@@ -61,6 +61,12 @@ USABLE = 0.94
 H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
 
 
+def host_text(config: Config, forecast: cost.MemoryEstimate) -> str:
+    # The copy for ASYNC_SAVE is divided among the ranks of the first machine, which write the checkpoint.
+    place = "per rank" if config.cpu_offload or config.updates_per_step > 1 else "on the first machine"
+    return f" and {forecast.host / GIB:.2f} GiB of host memory {place}" if forecast.host else ""
+
+
 def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
     """Return `estimate_memory` of these arguments; on a CPU, the resident memory, which includes copies."""
     forecast = estimate_memory(config, *known)
@@ -384,7 +390,7 @@ class Check:
         forecast = forecast_memory(config, *known)
         items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
                           if name != "host" and (value or name not in ("frozen", "process")))
-        host = f" and {forecast.host / GIB:.2f} GiB of host memory per rank" if forecast.host else ""
+        host = host_text(config, forecast)
         where = "of resident memory per process" if forecast.process else "per device"
         text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host}; {owner} has "
                 f"{room / GIB:.1f} GiB")
@@ -507,9 +513,8 @@ def memory_advice(config: Config, room: int, *known) -> str:
         if needed.total <= room and {*rules(changed, start_is_read=True)} <= broken:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
-            host = f" and {needed.host / GIB:.2f} GiB of host memory per rank" if needed.host else ""
-            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB{host}, for the same "
-                    "global batch)")
+            return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB"
+                    f"{host_text(changed, needed)}, for the same global batch)")
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
             "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 

@@ -261,6 +261,7 @@ def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp
                       PRECISION="auto")
     assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
     told = dict((name, text) for _, name, text in checked.lines)
+    assert "GiB of host memory on the first machine" in told["memory"], "whose ranks divide the copy for ASYNC_SAVE"
     assert "2 GPUs of 80 GB" in told["hardware"] and "bfloat16" in told["hardware"] and told["hardware"].endswith("compiled")
     assert "GiB of host memory per rank" in Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, SHARDING="full", CPU_OFFLOAD="true",
                                                     DEVICE="cuda").text("ok")
