@@ -70,7 +70,7 @@ FURTHER: list[Callable[[Run], Iterator[Evaluation]]] = []
 
 
 def evaluations(run: Run) -> Iterator[Evaluation]:
-    """Yield the evaluations of a run, or of a model that `extensions.standalone` opened."""
+    """Yield the evaluations of a run, or of a model that `extensions.evaluate` opened."""
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
         usual = Validation("Validation", "val_loss", validation)

@@ -26,9 +26,8 @@ from config import Config, parameter_count, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory
-from extensions.grpo import GRPO
+from extensions.online import GRPO, Rewards
 from extensions.report.verdict import time_text
-from extensions.rollouts import Rewards
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives

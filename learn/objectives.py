@@ -553,7 +553,7 @@ class OnPolicyDistillation(Distillation):
     Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
 
     Args:
-        rollouts: as for `extensions.grpo.GRPO`.
+        rollouts: as for `extensions.online.GRPO`.
     """
 
     def __init__(self, config: Config, teacher: Teacher, rollouts: Callable, compiled: bool = False):

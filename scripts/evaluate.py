@@ -92,8 +92,7 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
     """Evaluate a model; to compare it, by the objective of another one, and with its answers."""
     from checkpoint.item_scores import item_scores
     from evaluation.during_run import evaluations
-    from extensions.evaluate import samples
-    from extensions.standalone import open_model
+    from extensions.evaluate import open_model, samples
 
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
@@ -156,7 +155,7 @@ def main() -> None:
     with status_line(lambda: "loading torch"):  # which takes seconds
         from types import SimpleNamespace
 
-        from extensions.standalone import Harness, settings_for
+        from extensions.evaluate import Harness, settings_for
         from model_utils import choose_dtype, find_model
         from parallel.ranks import RunContext, StopSignals, joined_ranks
         from run.start import prepare_device

@@ -25,7 +25,7 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from config import Config
 from dataloaders import Batch
-from extensions.rollouts import Rollouts
+from extensions.online import Rollouts
 from fused.head import IGNORE_INDEX
 from model import Transformer
 from parallel.process import configure_allocator

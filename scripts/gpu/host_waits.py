@@ -27,7 +27,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from config import Config  # noqa: E402
 from dataloaders import Batch  # noqa: E402
-from extensions.grpo import GRPO  # noqa: E402
+from extensions.online import GRPO  # noqa: E402
 from fused import attention  # noqa: E402
 from fused.head import IGNORE_INDEX  # noqa: E402
 from learn import objectives  # noqa: E402

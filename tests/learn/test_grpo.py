@@ -15,12 +15,11 @@ from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
-from extensions import rollouts
+from extensions import online as rollouts
 from extensions.cost import as_trained, estimate_memory, generation_bytes
-from extensions.grpo import GRPO, STD_EPSILON, advantages, all_equal
 from extensions.inference.engine import Engine
+from extensions.online import GRPO, STD_EPSILON, Answer, Rollouts, advantages, all_equal, training_batch
 from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
-from extensions.rollouts import Answer, Rollouts, training_batch
 from fused.head import IGNORE_INDEX
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
 from learn.teacher import LlamaTeacher

@@ -17,12 +17,11 @@ from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
-from extensions import rollouts
+from extensions import online as rollouts
 from extensions.debug.replay import read_settings
-from extensions.grpo import GRPO, advantages
 from extensions.inference.engine import Engine
+from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.report.page import Report
-from extensions.rollouts import Rewards, training_batch
 from fused.head import IGNORE_INDEX
 from learn.optim import Optimizer, Reducer
 from settings.load import Layer
