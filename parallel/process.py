@@ -56,6 +56,7 @@ def exit_at_signals() -> None:
     """Make stop signals exit immediately with EXIT_PREEMPTED, while there is nothing to save."""
     for number in stop_signals():
         signal.signal(number, lambda *_: interrupts.leave(EXIT_PREEMPTED))
+    interrupts.hold(False)  # if `common` was imported before this script began
 
 
 def exit_with_launcher() -> None:

@@ -222,8 +222,9 @@ def huge_pages_pay(config: Config) -> bool:
 def data_manifests(data_path: Optional[str]) -> Iterator[tuple[str, int]]:
     """Yield the tokenizer and the size of the vocabulary that are named in prepared data."""
     data = Path(data_path or "")
-    sets = [data, *data.glob("*/")] if data_path else []
+    sets = [data] if data_path else []
     with suppress(*UNREADABLE):
+        sets += data.glob("*/") if data_path else ()
         sets.append(data / read_json(data / "mixture.json")["sources"][0]["set"])
     for folder in sets:
         with suppress(*UNREADABLE):

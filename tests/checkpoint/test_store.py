@@ -139,7 +139,7 @@ def test_a_manifest_of_format_1_is_verified(tmp_path):
 def test_all_bad_is_refused_and_never_a_fresh_start(tmp_path):
     for step in (1, 2):
         (save(tmp_path, step) / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*step-00000002/config.json is missing"):
+    with pytest.raises(CheckpointError, match=r"none of 2 checkpoints.*step-00000002/config.json is missing"):
         store.newest_verified(tmp_path)
 
 

@@ -200,7 +200,7 @@ def test_validation_has_the_weights_of_the_last_phase(sources, prepared):
 
 
 def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepared, monkeypatch):
-    monkeypatch.setattr(preparation, "FEW_DOCUMENTS", 100)  # sets of fewer need not hold out any
+    monkeypatch.setattr(preparation, "FEW_DOCUMENTS", 1)  # larger sets need not hold out any
     folder = sources((1, [1, 1]), validation_fraction=0.03)
     config = settings(prepared, folder, VALIDATION_ROWS=3)
     inputs = read_inputs(config, verify=False)

@@ -213,7 +213,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_pat
 def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
     source = write_jsonl(tmp_path / "x.jsonl", [*chats(9)[1:3], *chats(1), *chats(9)[3:5]])
     for workers in (1, 2):
-        with pytest.raises(DataError, match=f"{source}:3: the chat template rejects this chat: no system role; correct it, or"):
+        with pytest.raises(DataError, match=f"{source}:3: the chat template rejects this chat: no system role; correct the data, or"):
             prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, workers=workers)
     folder = prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
     manifest = files_of(folder)[MANIFEST]

@@ -313,5 +313,5 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(copied):
 def test_the_command_tells_it_on_120_columns(finished):
     done = python("scripts/replay_step.py", finished.folder, "--step", "4", "--rows", "2")
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.count("  document: ") == 2 and NOTHING in done.stdout
+    assert done.stdout.count("  document:") == 2 and NOTHING in done.stdout
     assert all(len(line) <= 120 for line in done.stdout.splitlines() if str(finished.folder.parent.parent) not in line)

@@ -76,7 +76,8 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
         ours = generate(model[0], prompts, 12)
         for prompt, ids in zip(prompts, ours):
             written = reference.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                                         max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+                                         max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0,
+                                         suppress_tokens=model[1].generation.get("suppress_tokens"))
             assert written[0, len(prompt):].tolist() == ids
     assert run.train(RUN_NAME="other", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1, **named | {"MODEL_TYPE": "qwen2" if family != "qwen2" else "qwen3"}) == 5
 

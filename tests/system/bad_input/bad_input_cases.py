@@ -390,7 +390,7 @@ TOKENIZERS = group(
     eos=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
     eos_dict=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token={})), "eos_token is {}"),
     eos_unknown=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token="<x>")), "no end-of-sequence"),
-    template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja is not text"),
+    template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja cannot be read: it is not UTF-8 text"),
     template_number=(all_of(gone("model/chat_template.jinja"),
                             json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))),
                      "chat_template .*is not text"),
@@ -407,7 +407,7 @@ TOKENIZERS = group(
         ("undefined", "{{ nope.nope }}", "'nope' is undefined"),
         ("recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"))] + commands(
     "learn", 3, missing=(f"{LEARN} --vocab-size 300 none.txt", "none.txt: no such"),
-    column=(f"{LEARN} --vocab-size 257 y.jsonl", "y.jsonl:1: has no column"),
+    column=(f"{LEARN} --vocab-size 257 y.jsonl", "y.jsonl:20: has no column"),
     into_folder=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output set y.jsonl", "set cannot be written"),
     under_file=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output x.jsonl/t y.jsonl",
                 "cannot be written")) + commands(

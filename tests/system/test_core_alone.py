@@ -1,0 +1,94 @@
+"""The core without the folder extensions/ trains as the whole tree does, with the same bits."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import MODES, TINY, Stages, TinyRun
+
+from config import Config
+
+# Without the kernels of a CPU, whose attention rounds otherwise. Samples and the forms of text are those of extensions.
+EXTENSIONS = ",".join(name for name in Config.model_fields["extensions"].default.split(",") if name != "cpu_kernels")
+SETTINGS = {"MAX_STEPS": 3, "SAVE_EVERY": 1, "VALIDATE_EVERY": 2, "SAMPLE_EVERY": 0, "HELLASWAG_EVERY": 3, "KEEP_LAST": 3}
+CASES = {"pretrain": {}, **{mode: MODES[mode] for mode in ("sft", "dpo-live", "dpo-stored", "kto", "distilled", "lora-sft")}}
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """A copy of the tree without extensions/."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    folder = tmp_path_factory.mktemp("core") / "tree"
+    for name in names:
+        if name and not name.startswith(("extensions/", "tests/", "docs/")) and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def run_of(mode: str, stages: Stages, folder: Path, **changes) -> TinyRun:
+    settings = stages.settings(mode) if mode != "pretrain" else TINY
+    return TinyRun(stages.prepared, folder, **settings | SETTINGS | changes)
+
+
+def train_in(tree: Path, run: TinyRun, *flags: str, launcher: tuple = ("train.py",), env: Mapping[str, str] = {}) -> subprocess.CompletedProcess:
+    """Train in a new process by the program in this tree."""
+    argv = [sys.executable, str(tree / launcher[0]), *launcher[1:], *run.argv(), *flags]
+    run.output_dir.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PADDOCK_")}
+    return subprocess.run(argv, cwd=run.output_dir, env=environment | {"OMP_NUM_THREADS": "1"} | env, text=True, capture_output=True, timeout=600)
+
+
+def assert_equal(one: TinyRun, other: TinyRun, step: int = 3) -> None:
+    for log in ("ledger", "metrics"):
+        first, second = ([{name: value for name, value in line.items() if name in ("step", "train_loss", "val_loss", "loss", "weights")}
+                          for line in run.lines(log)] for run in (one, other))
+        assert first == second and first, log
+    files = sorted(path.name for path in one.checkpoint(step).glob("*.safetensors"))
+    assert files and all((one.checkpoint(step) / name).read_bytes() == (other.checkpoint(step) / name).read_bytes() for name in files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", CASES)
+def test_the_core_alone_computes_the_same(mode, core, stages, tmp_path):
+    whole, alone = run_of(mode, stages, tmp_path / "whole"), run_of(mode, stages, tmp_path / "alone")
+    first, second = train_in(ROOT, whole, f"--extensions={EXTENSIONS}"), train_in(core, alone)
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr + second.stdout + second.stderr
+    assert (second.stdout + second.stderr).count("EXTENSIONS: the run goes on without") == 1
+    assert_equal(whole, alone)
+    assert any("hellaswag_acc" in line for line in alone.lines("metrics"))
+
+
+@pytest.mark.slow
+def test_the_core_alone_resumes_after_a_kill(core, stages, tmp_path):
+    whole, alone = run_of("pretrain", stages, tmp_path / "whole"), run_of("pretrain", stages, tmp_path / "alone", STOP_STEP=2)
+    assert train_in(ROOT, whole, f"--extensions={EXTENSIONS}").returncode == 0
+    assert train_in(core, alone).returncode == 0
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys, threading, time\nfrom pathlib import Path\n"
+        "def die():\n    log = Path(os.environ['LEDGER'])\n"
+        "    while not log.exists() or len(log.read_text().splitlines()) < 3:\n        time.sleep(0.002)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if any(word.endswith('train.py') for word in sys.orig_argv):\n    threading.Thread(target=die, daemon=True).start()\n")
+    alone.settings.pop("STOP_STEP")
+    env = {"PYTHONPATH": str(tmp_path), "LEDGER": str(alone.folder / "ledger.jsonl")}
+    assert train_in(core, alone, env=env).returncode == -signal.SIGKILL
+    last = train_in(core, alone)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert_equal(whole, alone)
+
+
+@pytest.mark.slow
+def test_the_core_alone_is_sharded_over_two_ranks(core, stages, tmp_path):
+    runs = [run_of("pretrain", stages, tmp_path / name, SHARDING="full") for name in ("whole", "alone")]
+    two = ("scripts/launch.py", "--nproc-per-node=2", "--max-restarts=0")
+    for tree, run, flags in ((ROOT, runs[0], (f"--extensions={EXTENSIONS}",)), (core, runs[1], ())):
+        done = train_in(tree, run, *flags, launcher=two)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_equal(*runs)
