@@ -41,7 +41,7 @@ def train_in(tree: Path, run: TinyRun, *flags: str, launcher: tuple = ("train.py
     """Train in a new process by the program in this tree."""
     argv = [sys.executable, str(tree / launcher[0]), *launcher[1:], *run.argv(), *flags]
     run.output_dir.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PADDOCK_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PADDOCK_", "PYTHONPATH"))}
     return subprocess.run(argv, cwd=run.output_dir, env=environment | {"OMP_NUM_THREADS": "1"} | env, text=True, capture_output=True, timeout=600)
 
 
