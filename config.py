@@ -397,8 +397,8 @@ class PreferenceConfig(Section):
     preference_objective: Literal["dpo", "orpo", "simpo", "kto"] = fixed(
         "dpo", "loss on pairs; orpo and simpo need no reference; kto trains on unpaired answers")
     pair_truncation: Literal["keep_end", "keep_start", "drop"] = fixed(
-        "keep_end", "what too long pairs keep: the end of the prompt and the start of both answers, or the "
-        "start of both texts; drop = leave out pairs whose texts do not fit into one row together")
+        "keep_end", "how to cut pairs longer than a row: keep the end of the prompt and the start of both "
+        "answers, or the start of both texts; drop = leave out pairs whose texts do not fit into one row")
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "DPO's loss of the reward margin")
     dpo_beta: float = fixed(0.1, "strength of the pull toward the reference model", gt=0)
     dpo_label_smoothing: float = fixed(0.0, "assumed fraction of swapped pairs (sigmoid only)", ge=0, lt=0.5)
