@@ -108,6 +108,8 @@ def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
 
 
 READ_RETRY_SECONDS = (1.0, 5.0)
+# A folder that exists is not prepared again.
+ANEW = "copy it again, or delete its folder and prepare the data again"
 
 
 class WatchedFile:
@@ -521,7 +523,7 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
         reason = unreadable(error, "copy it again, or check its permissions")
         raise DataError(f"{path}: {reason}") from error
     if not head:
-        raise DataError(f"{path}: is empty; copy or prepare it again")
+        raise DataError(f"{path}: is empty; {ANEW}")
     magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"
     known = {number: (dtype, version) for dtype, (number, version) in MAGIC_AND_VERSION.items()}
     is_raw = path.stem.lower() in RAW_NAMES and not is_npy and (len(head) < HEADER_BYTES or any(head[12:]))
@@ -532,7 +534,7 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
         offset, (_, version, tokens) = HEADER_BYTES, np.frombuffer(head, "<i4", 3).tolist()
         if version != expected:
             raise DataError(f"{path}: has version {version} of the format with magic {magic}, only "
-                            f"{expected} is known; copy or prepare it again")
+                            f"{expected} is known; {ANEW}")
     elif digest is None and is_npy and head.startswith(NPY_MAGIC):
         dtype, offset, tokens = _npy_header(path)
     elif digest is None and is_raw:
@@ -550,9 +552,9 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     if size != expected:
         problem = "is cut short" if size < expected else "is too long"
         raise DataError(f"{path}: {problem}: {size:,} bytes, but its header gives {tokens:,} tokens of "
-                        f"{dtype}, {expected:,} bytes; copy or prepare it again")
+                        f"{dtype}, {expected:,} bytes; {ANEW}")
     if tokens <= 0:
-        raise DataError(f"{path}: is empty, but its header gives {tokens} tokens; prepare it again")
+        raise DataError(f"{path}: is empty, but its header gives {tokens} tokens; {ANEW}")
     return shard
 
 
@@ -599,7 +601,7 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
             result = known[shard.path.name]
             if shard.sha256 is not None and result["sha256"] != shard.sha256:
                 raise DataError(f"{shard.path}: is damaged: its SHA-256 starts with {result['sha256'][:12]}, "
-                                f"{MANIFEST} lists {shard.sha256[:12]}; copy or prepare it again")
+                                f"{MANIFEST} lists {shard.sha256[:12]}; {ANEW}")
             if result["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():
                     shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id

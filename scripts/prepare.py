@@ -55,6 +55,10 @@ def train_command(kind: str, folder: Path, used) -> str:
         if depth < 12 and not {"depth", "dim", "n_layers", "preset", *START_FROM} & loaded.sources.keys():
             is_timed = config.epochs or "max_steps" in loaded.sources
             wanted |= {"depth": depth} | ({} if is_timed else {"epochs": 4})
+            row, batch = wanted["max_seq_len"], splits["train"]["tokens"] // 16
+            # A step must not read more than the text.
+            if batch < 4096 and not {"total_batch_size", "micro_batch_size"} & loaded.sources.keys():
+                wanted["total_batch_size"] = max(1, batch // row) * row
     else:
         if stage == "dpo" and examples and examples[0].count("\u27e6") == 1:  # one answer is a target
             wanted["preference_objective"] = "kto"
