@@ -48,7 +48,7 @@ def refuse_skip(report):
 
 def pytest_collection_modifyitems(items):
     """Test files that start processes or browsers come first: their tests take long, and a file is one worker's."""
-    items.sort(key=lambda item: not {"system", "scripts", "house", "parallel", "report", "serving"} & {*item.path.parent.relative_to(ROOT).parts})
+    items.sort(key=lambda item: not {"system", "scripts", "style", "parallel", "report", "serving"} & {*item.path.parent.relative_to(ROOT).parts})
 
 
 @pytest.hookimpl(wrapper=True)
