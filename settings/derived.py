@@ -152,7 +152,7 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
 
     The formulas use the settings in `given`: longer rows make the batch larger instead of invalid.
     Source: Li et al. 2025 (arXiv:2503.04715) for the batch. The rate was measured at depths 1 to 4
-    (docs/log.md) and decreases with width as in muP (Yang et al. 2022, arXiv:2203.03466).
+    (docs/dev/log.md) and decreases with width as in muP (Yang et al. 2022, arXiv:2203.03466).
     """
     if config.depth is None:
         return {}
@@ -213,7 +213,7 @@ def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]
 def huge_pages_pay(config: Config) -> bool:
     """Return whether new memory for the vocabulary's gradients, which costs page faults, dominates a step.
 
-    Other tensors reuse memory, which page alignment only fragments (docs/log.md, 2026-11-26).
+    Other tensors reuse memory, which page alignment only fragments (docs/dev/log.md, 2026-11-26).
     """
     in_vocabulary = next((size for _, size in data_manifests(config.data_path)), 0) * config.dim
     return config.named_checkpoint is None and in_vocabulary > max(HUGE_NUMEL, config.matrix_count)
