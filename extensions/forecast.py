@@ -27,7 +27,7 @@ from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory
 from extensions.online import GRPO, Rewards
-from extensions.report.verdict import time_text
+from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives

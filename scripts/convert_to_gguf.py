@@ -244,16 +244,16 @@ def read_tensors(path: Path, source: Source) -> Iterator[tuple[str, torch.Tensor
 
 def strings(text: str, tokenizer: Any) -> Iterator[str]:
     """Yield lines of a text, random tokens, and random characters of several scripts."""
-    dice = random.Random(0)
+    rng = random.Random(0)
     lines = [line for line in text.splitlines(keepends=True) if line.strip()]
     alphabet = [chr(code) for script in SCRIPTS for code in range(*script)]
     for number in range(STRINGS):
         if number % 3 == 0:
-            yield dice.choice(lines)
+            yield rng.choice(lines)
         elif number % 3 == 1:
-            yield tokenizer.decode(dice.choices(range(tokenizer.vocab_size), k=8)).replace("\ufffd", "")
+            yield tokenizer.decode(rng.choices(range(tokenizer.vocab_size), k=8)).replace("\ufffd", "")
         else:
-            yield "".join(dice.choices(alphabet, k=12)) + dice.choice(ENDINGS)
+            yield "".join(rng.choices(alphabet, k=12)) + rng.choice(ENDINGS)
 
 
 def compare_text(llama: Any, tokenizer: Any, text: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats, pairs and prompts, which are fewer
 # The files that determine the sample's bytes: when one of them changes, the sample is created again.
-SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
+SOURCES = ("scripts/sample/stories.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
            "data_pipeline/shards.py", "data_pipeline/chats.py", "data_pipeline/templates.py")
 
@@ -45,7 +45,7 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 
 def make(folder: Path, stories: int) -> None:
     from data_preparation_utils import PreparationOptions, prepare_set
-    from scripts.sample.world import parts, texts, write_jsonl
+    from scripts.sample.stories import parts, texts, write_jsonl
     from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():

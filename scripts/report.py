@@ -1,4 +1,4 @@
-"""Write a run's report: one self-contained HTML page of its curves, chronicle and settings.
+"""Write a run's report: one self-contained HTML page of its curves, timeline and settings.
 
     ./paddock report first
     ./paddock report first second        two runs overlaid and compared

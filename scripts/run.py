@@ -49,8 +49,8 @@ follows from the FLOPs of a step at an assumed share of the peak of an H100 (or 
 All flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "Training a small Llama 3 from random weights on Paddock's sample data, stories about a made-up world. "
-    "It takes 34 s on two CPU cores, and less on a GPU. Evaluations during training ask the model "
+    "Training a small Llama 3 from random weights on Paddock's sample data, short stories made from "
+    "templates. It takes 34 s on two CPU cores, and less on a GPU. Evaluations during training ask the model "
     "which of four endings fits an unseen story (chance is 25 %).")
 
 

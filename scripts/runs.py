@@ -26,8 +26,8 @@ from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
 from common.text import WIDTH, aligned, counted, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
-from extensions.report.data import RunReader, spelt  # noqa: E402
-from extensions.report.verdict import time_text  # noqa: E402
+from extensions.report.data import RunReader, format_value  # noqa: E402
+from extensions.report.health import time_text  # noqa: E402
 from settings.load import load_config  # noqa: E402
 
 LOCK = "run.lock"
@@ -74,7 +74,7 @@ def read_run(folder: Path, name: str) -> Run:
     loss = next((f"{value:.4f} {kind}" for kind, value in found if value is not None), "-")
     stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
-    starts = " ".join(spelt(settings.get(setting)) for setting in STARTS)
+    starts = " ".join(format_value(settings.get(setting)) for setting in STARTS)
     steps = f"{step:,}/{max_steps:,}" if settings else str(step)
     return Run(folder, name, stage, steps, state, loss, max(logs), folder_bytes(folder), starts)
 

@@ -193,7 +193,7 @@ FAULTS = [
           "tests/data_pipeline/test_shard_reader.py"),
     fault("remote: a refused certificate is asked for again", "common/remote.py", "if unknown_host or names & PERMANENT_ERRORS:",
           "if unknown_host:", "tests/common/test_remote.py"),
-    fault("sample: held-out questions are learned", "scripts/sample/world.py", "questions(held_out, 5, held_out=True)",
+    fault("sample: held-out questions are learned", "scripts/sample/stories.py", "questions(held_out, 5, held_out=True)",
           "questions(held_out, 5, held_out=False)", "tests/scripts/test_sample_world.py::test_held_out_facts_are_never_trained_on"),
 
     # Objectives
@@ -390,9 +390,9 @@ FAULTS = [
     fault("report: text can end its element", "extensions/report/page.py", 'for sign in "<>&"', 'for sign in ">&"', "tests/report/test_page.py"),
     fault("goodput: repeated steps count", "extensions/report/goodput.py", "kept_until = min(max(self.started, reached), last_sign)",
           "kept_until = last_sign", "tests/report/test_goodput.py"),
-    fault("verdict: by unpaired errors", "extensions/report/verdict.py", "trend and trend.change()", "None", "tests/report/test_verdict.py"),
-    fault("verdict: a trivial rise counts", "run/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_verdict.py"),
-    fault("verdict: the steep start counts", "extensions/report/verdict.py", "curve.recent[len(curve.recent) // 2:]", "curve.recent", "tests/report/test_verdict.py"),
+    fault("health: by unpaired errors", "extensions/report/health.py", "trend and trend.change()", "None", "tests/report/test_health.py"),
+    fault("health: a trivial rise counts", "run/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_health.py"),
+    fault("health: the steep start counts", "extensions/report/health.py", "curve.recent[len(curve.recent) // 2:]", "curve.recent", "tests/report/test_health.py"),
     fault("paired test: at the first common step", "extensions/report/compare.py", "b, max(common)", "b, min(common)",
           "tests/report/test_compare.py"),
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoint.item_scores import REWARD, VALIDATION
 from extensions.report.curves import Curve, task_names
-from extensions.report.data import NOT_COMPARED, RunReader, spelt
+from extensions.report.data import NOT_COMPARED, RunReader, format_value
 from run.paired import SIGNIFICANT, Paired, mcnemar, paired_t
 from settings.load import describe_settings
 
@@ -51,7 +51,7 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     settings = []
     for name in dict.fromkeys(name for run in runs for name in run.settings):
         # None if the run's version lacks the setting
-        values = [spelt(run.settings[name]) if name in run.settings else None for run in runs]
+        values = [format_value(run.settings[name]) if name in run.settings else None for run in runs]
         if len(set(values)) > 1 and name not in WATCHED:
             settings.append({"name": name, "values": values})
     rows = [*results(runs)]
@@ -68,7 +68,7 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
     groups: dict[tuple, dict[tuple, int]] = {}  # other settings -> seeds -> index of the run
     names = sorted({name for run in runs for name in run.settings} - {*WATCHED, *SEEDS})
     for place, run in enumerate(runs):
-        key, seeds = (tuple(spelt(run.settings.get(name)) for name in each) for each in (names, SEEDS))
+        key, seeds = (tuple(format_value(run.settings.get(name)) for name in each) for each in (names, SEEDS))
         groups.setdefault(key, {})[seeds] = place
     if not rows or len(groups) == len(runs) or sum(map(len, groups.values())) < len(runs):
         return []

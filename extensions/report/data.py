@@ -22,7 +22,7 @@ from common.text import counted
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, clock_steps, goodput
-from extensions.report.verdict import HEADLINES, LOSS, health, learning, time_text
+from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
 from run.paired import trends
 from settings.load import describe_settings
 
@@ -50,7 +50,7 @@ def read_fields(path: Path, model: type[BaseModel], aside: Counter[str]) -> dict
     return content
 
 
-def spelt(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a setting's value as in `.env`; empty for none."""
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -61,7 +61,7 @@ def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
     lines = []
     for name in [*filter(settings.__contains__, known), *sorted(settings.keys() - known.keys())]:
         default = Config.model_fields[name.lower()].default if name in known else None
-        lines.append({"name": name, "value": spelt(settings[name]), "default": spelt(default),
+        lines.append({"name": name, "value": format_value(settings[name]), "default": format_value(default),
                       "changed": name in known and settings[name] != default,
                       "meaning": known[name].meaning if name in known else "from another version of Paddock"})
     return lines
@@ -72,7 +72,7 @@ def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dic
     before: dict[str, Any] = {}
     for first, path in schema.segment_files(folder):
         settings = read_fields(path, schema.RunSettings, Counter() if aside is None else aside)
-        changes = [{"name": name, "before": spelt(before[name]), "after": spelt(value)}
+        changes = [{"name": name, "before": format_value(before[name]), "after": format_value(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
         yield {"step": first, "world_size": settings.get("WORLD_SIZE"), "changes": changes}
@@ -286,12 +286,13 @@ class RunReader:
         main, alarms, time_spent = self.main, self.alarms(), goodput(self.processes)
         best = self.curves[main.curve].best(main.higher) if main.curve in self.curves else None
         kinds = Counter(alarm["kind"] for alarm in alarms if alarm["kind"] != "slow rank ended")
-        verdict = [*learning(self.curves, state, kinds, self.hellaswag, main, self.trends)]
-        verdict.append(health(state, kinds, time_spent["interruptions"] if time_spent else [],
-                              all(good is not False for good, _ in verdict)))
+        health = [*learning(self.curves, state, kinds, self.hellaswag, main, self.trends)]
+        interruptions = time_spent["interruptions"] if time_spent else []
+        health.append(alarms_and_downtime(state, kinds, interruptions,
+                                          all(good is not False for good, _ in health)))
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
         return {"name": self.name, "stage": self.stage, "state": state, "sentence": sentence,
-                "verdict": verdict, "step": step, "max_steps": max_steps, "eta_seconds": eta,
+                "health": health, "step": step, "max_steps": max_steps, "eta_seconds": eta,
                 "facts": [*self.facts()], "curves": curves, "recent": recent, "best": best,
                 "headline": {"curve": main.curve, "title": main.title, "higher": main.higher},
                 "failure": self.failure() if state == "failed" else None,

@@ -11,7 +11,7 @@ its continuation. It is divided into:
   of that step (or the last kept line) to the last sign of life;
 - start-up: the time from the `start` event to the first step, plus the event's `seconds`, the time before it
   (imports, verification, building the model);
-- away: the time from a process's last sign of life to the next start;
+- downtime: the time from a process's last sign of life to the next start;
 - other: the rest.
 
 goodput = steps / total time.
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 CLOCK_SECONDS = 1.0  # smaller backward steps of the clock are not reported
 RESTARTED = "restarted by the launcher"
 KILLED = "exited without reporting a reason (killed, or machine failure)"
-PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
+PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "downtime", "other")
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Process:
         return max([event["time"] for event in self.events] + [self.last_time or 0.0, previous])
 
     def parts(self) -> dict[str, float]:
-        """Return the seconds spent on each of PARTS except `away`."""
+        """Return the seconds spent on each of PARTS except `downtime`."""
         # Work after the step from which the next process resumed is lost.
         last_sign, kept, kept_until = self.last_sign, self.events, self.last_sign
         previous = (self.following or {}).get("previous_step")
@@ -129,8 +129,8 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
         following, last_sign, reason = process.following, process.last_sign, process.end.get("reason")
         if not following or reason == "finished":
             continue
-        away = max(0.0, set_up_from(following) - last_sign)
-        parts["away"] += away
+        downtime = max(0.0, set_up_from(following) - last_sign)
+        parts["downtime"] += downtime
         step = max(following.get("previous_step") or 0, process.last_step, following["step"])
         if cause := following.get("cause"):
             reason = f"{cause} ({RESTARTED})"
@@ -138,7 +138,8 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
         interruptions.append({
             "time": last_sign, "step": step, "resumed_from": following["step"],
             "resumed_time": following["time"], "reason": reason or KILLED,
-            "away_seconds": None if is_set_back else away, "repeated_steps": step - following["step"]})
+            "downtime_seconds": None if is_set_back else downtime,
+            "repeated_steps": step - following["step"]})
     seconds = sum(parts.values())
     return {"share": parts["steps"] / seconds if seconds else 0.0, "seconds": seconds,
             "parts": [{"name": name, "seconds": part} for name, part in parts.items()],

@@ -57,8 +57,8 @@ def main() -> None:
     model, tokenizer = Transformer(config, vocab, dtype), load_tokenizer(args.tokenizer)
     model.init_weights(torch.Generator().manual_seed(0))
     rollouts = Rollouts(model, config, tokenizer, RunContext(Ranks(device=torch.device("cpu")), None, None))
-    dice = random.Random(0)
-    prompts = [[dice.randrange(vocab) for _ in range(dice.randint(8, 32))] for _ in range(args.prompts)]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(vocab) for _ in range(rng.randint(8, 32))] for _ in range(args.prompts)]
     tokens_BT = torch.zeros(args.prompts, config.max_seq_len, dtype=torch.int64)
     for row, ids in enumerate(prompts):
         tokens_BT[row, :len(ids)] = torch.tensor(ids)

@@ -1,1 +1,1 @@
-"""The embedded sample: a small world, its stories and questions."""
+"""The embedded sample: story templates, stories and questions."""

@@ -61,9 +61,9 @@ def test_steps_that_a_kill_has_cost_are_repeated_steps(read):
                 {"time": 176, "step": 20, "event": "end", "reason": "finished"}],
                [line(20, 5, 2.0), line(30, 10, 2.0), line(171, 20, 2.0)])
     found = run.data(100)["goodput"]
-    assert parts(found) == {"start-up": 12, "steps": 40, "saving": 10, "repeated steps": 14, "away": 100}
+    assert parts(found) == {"start-up": 12, "steps": 40, "saving": 10, "repeated steps": 14, "downtime": 100}
     assert found["interruptions"] == [{"time": 49, "step": 17, "resumed_from": 10, "resumed_time": 149, "reason": KILLED,
-                                       "away_seconds": 100, "repeated_steps": 7}]
+                                       "downtime_seconds": 100, "repeated_steps": 7}]
 
 
 def test_a_stop_by_a_signal_repeats_nothing_and_says_why(read):
@@ -72,9 +72,9 @@ def test_a_stop_by_a_signal_repeats_nothing_and_says_why(read):
                 start(120, 20, 20, 105), {"time": 130, "step": 22, "event": "end", "reason": "finished"}],
                [line(20, 12, 1.0), line(105, 20, 2.0), line(130, 22, 5.0)])
     found = run.data(100)["goodput"]
-    assert [(each["reason"], each["away_seconds"], each["repeated_steps"]) for each in found["interruptions"]] == [
+    assert [(each["reason"], each["downtime_seconds"], each["repeated_steps"]) for each in found["interruptions"]] == [
         ("stopped by a signal", 50, 0), ("Loss spike at step 20.", 10, 0)]
-    assert parts(found) == {"start-up": 8 + 10 + 3, "steps": 12 + 16 + 10, "saving": 5, "away": 60, "other": 1 + 5}
+    assert parts(found) == {"start-up": 8 + 10 + 3, "steps": 12 + 16 + 10, "saving": 5, "downtime": 60, "other": 1 + 5}
 
 
 def test_a_process_that_lost_all_it_did_counts_as_repeated(read):
@@ -83,7 +83,7 @@ def test_a_process_that_lost_all_it_did_counts_as_repeated(read):
                 {"time": 130, "step": 20, "event": "end", "reason": "finished"}],
                [line(15, 10, 1.0), line(130, 20, 3.0)])
     found = run.data(100)["goodput"]
-    assert parts(found) == {"steps": 40, "saving": 5, "start-up": 5, "repeated steps": 4 + 20, "away": 16 + 40}
+    assert parts(found) == {"steps": 40, "saving": 5, "start-up": 5, "repeated steps": 4 + 20, "downtime": 16 + 40}
     assert [each["repeated_steps"] for each in found["interruptions"]] == [2, 5]
 
 
@@ -108,7 +108,7 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
     data = run.data(100)
     found = data["goodput"]
     assert parts(found) == {"steps": 60, "start-up": 1, "other": 1} and found["share"] == pytest.approx(60 / 62)
-    assert found["seconds"] == 62 and found["interruptions"][0]["away_seconds"] is None
+    assert found["seconds"] == 62 and found["interruptions"][0]["downtime_seconds"] is None
     assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59 min 50 s; the elapsed time is unknown"}]
     times = data["curves"]["time"]["y"]
     assert times == sorted(times), "the page's axis of time"

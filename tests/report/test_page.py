@@ -28,7 +28,7 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
                "forward_seconds": curve(STEPS, lambda step: 0.2), "peak_memory_bytes": curve(STEPS, lambda step: 2**31),
                "tokens_per_second": curve(STEPS, lambda step: None if step == 500 else 8000 + step), "mfu": curve(STEPS, lambda step: 0.4)}
     return {"name": name, "state": "running", "sentence": "running: step 1,000 of 2,000",
-            "verdict": [[True, "Learned a lot."], [None, "One alarm."]], "step": 1000, "max_steps": 2000, "eta_seconds": 500.0,
+            "health": [[True, "Learned a lot."], [None, "One alarm."]], "step": 1000, "max_steps": 2000, "eta_seconds": 500.0,
             "facts": [["device", "8 x a GPU"]], "curves": metrics,
             "samples": [{"step": step, "prompt": "Once", "text": f"Once {name} at {step}"} for step in (500, 1000)],
             "settings": [{"name": "LEARNING_RATE", "value": 0.1, "default": 0.2, "changed": True, "meaning": "The highest one."},
@@ -36,9 +36,9 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
             "segments": [{"step": 1, "world_size": 2, "changes": []},
                          {"step": 400, "world_size": None, "changes": [{"name": "LEARNING_RATE", "before": 0.2, "after": 0.1}]}],
             "sources": [{"label": "web text", "share": 0.75, "tokens": 3000, "documents": 10, "epochs": 1.5}, {"label": "math", "share": 0.25}],
-            "goodput": {"share": 0.5, "seconds": 1000, "parts": [{"name": "steps", "seconds": 500}, {"name": "away", "seconds": 500}],
+            "goodput": {"share": 0.5, "seconds": 1000, "parts": [{"name": "steps", "seconds": 500}, {"name": "downtime", "seconds": 500}],
                         "interruptions": [{"time": 1.7e9, "step": 410, "resumed_from": 400, "resumed_time": 1.7e9, "reason": "killed by a test",
-                                           "away_seconds": 500, "repeated_steps": 10}]},
+                                           "downtime_seconds": 500, "repeated_steps": 10}]},
             "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "stage": "sft, LoRA",
             "headline": {"curve": "val_loss", "title": "Validation loss", "higher": False}, "failure": None,
             "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}]}
@@ -209,7 +209,7 @@ def test_a_failed_run_begins_with_its_failure(show):
 
 def test_the_first_screen_of_a_phone_has_the_verdict_the_tiles_and_the_loss(show):
     page = show(report(run()), 390)
-    tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".verdict", ".tiles", "#chart-loss .plot")]
+    tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".health", ".tiles", "#chart-loss .plot")]
     assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the chart of a screen of 844 pixels"
     assert page.title() == "▶ 50 % · first" and page.inner_text("#progress") == "step 1,000 / 2,000 · about 8 min 20 s left"
     assert page.get_attribute("link[rel=icon]", "href").startswith("data:image/svg+xml,")

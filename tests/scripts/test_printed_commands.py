@@ -62,7 +62,7 @@ def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_pat
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
     assert command("scripts/merge_lora.py", ROOT / "a b") == "./paddock export --to merged 'a b'"
-    assert command("scripts/soak.py").endswith("python scripts/soak.py"), "which ./paddock does not know"
+    assert command("scripts/dev/soak.py").endswith("python scripts/dev/soak.py"), "which ./paddock does not know"
     monkeypatch.chdir(tmp_path)
     by_path = shlex.join([sys.executable, str(ROOT / "scripts" / "generate.py")])
     assert command("scripts/generate.py") == by_path, "a run in another folder reads its .env and data there"

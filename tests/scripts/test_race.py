@@ -1,4 +1,4 @@
-"""Races: a run is stopped at its goal, results are kept, and p is that of the rank-sum test."""
+"""The A/B benchmark: a run is stopped at its goal, results are kept, and p is that of the rank-sum test."""
 
 import json
 from itertools import combinations
@@ -8,7 +8,7 @@ import pytest
 from commands import python
 from factories import TinyRun
 
-from scripts.dev.race import exchange_p, table
+from scripts.dev.ab_benchmark import exchange_p, table
 
 
 @pytest.mark.parametrize("a, b", [([1, 2, 3], [4, 5, 6]), ([25, 25, 50], [50, 75, inf]), ([1, 4, 5, 8], [2, 3, 6, 7]), ([1], [1])])
@@ -28,16 +28,16 @@ def test_a_seed_that_misses_the_goal_is_counted_and_not_averaged():
 
 
 @pytest.mark.slow
-def test_a_race_stops_at_its_goal_and_runs_only_the_seeds_that_are_missing(prepared, tmp_path):
+def test_a_benchmark_stops_at_its_goal_and_runs_only_the_seeds_that_are_missing(prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=4000)
-    race = ("scripts/dev/race.py", "--name", "a", "--goal", "0.01", "--every", "2", *run.argv())
+    benchmark = ("scripts/dev/ab_benchmark.py", "--name", "a", "--goal", "0.01", "--every", "2", *run.argv())
     for seeds in (1, 2):
-        done = python(*race, "--seeds", seeds)
+        done = python(*benchmark, "--seeds", seeds)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count(", seed ") == 1 and f"a       {seeds}/{seeds}" in done.stdout
     results = [json.loads(line) for line in (run.output_dir / "race" / "results.jsonl").read_text().splitlines()]
     assert [result["seed"] for result in results] == [1337, 1338]
     assert all(result["steps"] % 2 == 0 and result["steps"] < 4000 and result["cpu_seconds"] > 0 for result in results)
     assert [path.name for path in (run.output_dir / "race").iterdir()] == ["results.jsonl"]
-    done = python(*race, "--seeds", 1, "--learning-rate", 0.5)
+    done = python(*benchmark, "--seeds", 1, "--learning-rate", 0.5)
     assert done.returncode == 2 and "--name" in done.stderr

@@ -16,7 +16,7 @@ from common.errors import DataError
 from data_preparation_utils import PreparationOptions, prepare_set
 from run import overview as check
 from run.overview import provide_sample
-from scripts.sample import world
+from scripts.sample import stories
 from settings.load import load_config
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
@@ -28,12 +28,12 @@ CHANCE = pytest.approx(0.25, abs=0.039)
 
 @pytest.fixture(scope="module")
 def some_items() -> list[dict]:
-    return list(world.items(COUNT, seed=2))
+    return list(stories.items(COUNT, seed=2))
 
 
 @pytest.fixture(scope="module")
 def some_documents() -> list[str]:
-    return list(world.documents(COUNT, seed=1))
+    return list(stories.documents(COUNT, seed=1))
 
 
 def digest(records) -> str:
@@ -42,26 +42,26 @@ def digest(records) -> str:
 
 def settled(plot, slot: str) -> bool:
     """Whether each way to tell a plot tells this fact before the ending."""
-    return any(all(slot in world.slots_of(sentence) for sentence in beat) for beat in plot.beats)
+    return any(all(slot in stories.slots_of(sentence) for sentence in beat) for beat in plot.beats)
 
 
 def test_the_same_seed_gives_the_same_bytes_on_every_machine():
-    assert digest(world.documents(100, 1)) == "b6c7265713077be8"
-    assert digest(world.items(100, 2)) == "462834cd4f57829c"
-    assert digest(world.questions(100, 3, held_out=False)) == "7e80b1f636e4821c"
-    assert digest(world.epilogues(100, 4)) == "913324e86d5ecfe6"
-    assert digest(world.preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
-    assert digest(islice(world.texts(), 100)) == "f8ad1411f33beb66"
+    assert digest(stories.documents(100, 1)) == "b6c7265713077be8"
+    assert digest(stories.items(100, 2)) == "462834cd4f57829c"
+    assert digest(stories.questions(100, 3, held_out=False)) == "7e80b1f636e4821c"
+    assert digest(stories.epilogues(100, 4)) == "913324e86d5ecfe6"
+    assert digest(stories.preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
+    assert digest(islice(stories.texts(), 100)) == "f8ad1411f33beb66"
 
 
-@pytest.mark.parametrize("plot", world.PLOTS, ids=lambda plot: plot.titles[0])
+@pytest.mark.parametrize("plot", stories.PLOTS, ids=lambda plot: plot.titles[0])
 def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot):
     for ending in plot.endings:
         assert not re.search(r"{(she|She|her|them)}", ending), "a pronoun gives its person away"
-        assert any(slot in world.RIVALS for slot in world.slots_of(ending))
-        assert all(settled(plot, slot) for slot in world.slots_of(ending)), ending
-    for question, answer in (*plot.questions, *world.QUESTIONS):
-        assert all(settled(plot, slot) for slot in (*world.slots_of(question), *world.slots_of(answer))), question
+        assert any(slot in stories.RIVALS for slot in stories.slots_of(ending))
+        assert all(settled(plot, slot) for slot in stories.slots_of(ending)), ending
+    for question, answer in (*plot.questions, *stories.QUESTIONS):
+        assert all(settled(plot, slot) for slot in (*stories.slots_of(question), *stories.slots_of(answer))), question
 
 
 def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
@@ -73,7 +73,7 @@ def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_stor
         words = [re.findall(r"\w+", ending) for ending in item["endings"]]
         assert len({len(each) for each in words}) == 1
         differing = [each for each in zip(*words) if len(set(each)) > 1]
-        pool = world.POOLS[item["source_id"].split("~")[1]]
+        pool = stories.POOLS[item["source_id"].split("~")[1]]
         assert differing and all(len(set(each)) == 4 and set(each) <= set(pool) for each in differing)
         told = [value in re.findall(r"\w+", item["ctx"]) for value in differing[0]]
         assert told[item["label"]]
@@ -112,20 +112,20 @@ def facts_in(records) -> set[str]:
         seen.add(" ".join((facts.hero, facts.colour, facts.thing, facts.place)))
         return facts
 
-    original, world.draw_facts = world.draw_facts, watched
+    original, stories.draw_facts = stories.draw_facts, watched
     try:
         list(records)
     finally:
-        world.draw_facts = original
+        stories.draw_facts = original
     return seen
 
 
 def test_held_out_facts_are_never_trained_on():
     """In the files of the sample, the questions of both kinds, and the tokenizer's texts."""
-    files = {name: facts_in(records) for name, records in world.parts(4 * COUNT).items()}
+    files = {name: facts_in(records) for name, records in stories.parts(4 * COUNT).items()}
     measured = {"items.jsonl", "questions-held-out.jsonl", "preferences-held-out.jsonl"}
     held_out = set().union(*(files.pop(name) for name in measured))
-    trained = facts_in(islice(world.texts(), 2000)).union(*files.values())
+    trained = facts_in(islice(stories.texts(), 2000)).union(*files.values())
     assert len(trained) > 4000 and len(held_out) > 1000
     assert not trained & held_out
 
@@ -163,11 +163,11 @@ def test_a_model_that_never_saw_the_stories_stays_at_chance(tmp_path):
     Without INIT_COPY: with it, random weights prefer words of the story, which three of four endings do not repeat.
     """
     items = tmp_path / "items.jsonl"
-    world.write_jsonl(items, world.items(COUNT, seed=2))
+    stories.write_jsonl(items, stories.items(COUNT, seed=2))
     tokenizer = tmp_path / "tokenizer.model"
-    write_tiktoken(train_bpe(islice(world.texts(), 2000), 512), tokenizer)
+    write_tiktoken(train_bpe(islice(stories.texts(), 2000), 512), tokenizer)
     text = tmp_path / "docs.jsonl"
-    world.write_jsonl(text, ({"text": page.read_text(encoding="utf-8")} for page in sorted((ROOT / "docs").glob("*.md"))))
+    stories.write_jsonl(text, ({"text": page.read_text(encoding="utf-8")} for page in sorted((ROOT / "docs").glob("*.md"))))
     docs = prepare_set("documents", str(text), tmp_path / "docs", PreparationOptions(str(tokenizer), "auto", 10_000_000, 0.0, workers=1))
     for steps in (0, 60):
         assert train.main(argv_of({"PRESET": "sample", "INIT_COPY": "false", "PRETRAIN_DATA_PATH": docs, "TOKENIZER_PATH": tokenizer, "HELLASWAG_PATH": items,

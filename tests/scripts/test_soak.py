@@ -8,7 +8,7 @@ from factories import assert_same_run, stop_at
 import train
 from data_pipeline.shards import TokenizerInfo
 from dataloaders import ExampleRows, open_example_set
-from scripts import soak
+from scripts.dev import soak
 
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
                        r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found, (\d+)/(\d+) elastic "
@@ -34,7 +34,7 @@ def test_a_failure_is_reported_with_the_command_that_repeats_it(capsys, monkeypa
     assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED: bit flips 0 (MANIFEST.json): nothing flipped, but" in text and "[1/3]" not in text
-    assert "python scripts/soak.py --stage pretrain --kills 0 --points 0 --flips 1 --truncations 1 --elastic 0 --seed 1 --only 'bit flips 0" in text
+    assert "python scripts/dev/soak.py --stage pretrain --kills 0 --points 0 --flips 1 --truncations 1 --elastic 0 --seed 1 --only 'bit flips 0" in text
     assert "0/1 bit flips found, 1/1 truncations found" in text.splitlines()[-1]
 
 

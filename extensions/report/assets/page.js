@@ -8,7 +8,7 @@ const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3]
   .map(([dash, shape]) => ({dash, shape}));
 const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // curves that convert steps
 
-const view = {axis: "step", smoothing: 25, away: new Set(), sample: null, isGrouped: true, sort: [0, 1]};
+const view = {axis: "step", smoothing: 25, hidden: new Set(), sample: null, isGrouped: true, sort: [0, 1]};
 const charts = new Map();
 const details = new Map();  // name of a run: {low, high, curves}, fetched by a live page
 let report = null;
@@ -23,7 +23,7 @@ try {
 const isSeveral = () => report.runs.length > 1;
 const isMany = () => report.runs.length > 2;
 const groupsOfSeeds = () => (view.isGrouped && report.comparison?.configurations) || [];
-const shown = () => report.runs.filter((run) => !view.away.has(run.name));
+const shown = () => report.runs.filter((run) => !view.hidden.has(run.name));
 const letter = (run) => (isSeveral() ? LETTERS[report.runs.indexOf(run) % 26] : "");
 const named = (run) => `${letter(run)} ${run.name}`.trim();
 const color = (index) => `var(--color-${index % 8})`;
@@ -243,10 +243,10 @@ function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
     more && h("details", {}, h("summary", {}, "Full message"), h("p", {}, more)));
 }
 
-function verdict({verdict: sentences = [], sentence}) {
+function health({health: sentences = [], sentence}) {
   const isUsual = /^(finished|running|failed)/.test(sentence) || isSeveral();
   const sign = {true: "✓", false: "✕", null: "•"}, kind = {true: "good", false: "bad", null: ""};
-  return h("div", {class: "verdict"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([good, text]) =>
+  return h("div", {class: "health"}, !isUsual && h("p", {}, `• ${sentence}`), sentences.map(([good, text]) =>
     h("p", {class: kind[good]}, h("span", {"aria-hidden": "true"}, `${sign[good]} `), text)));
 }
 
@@ -254,7 +254,7 @@ const badge = ({state}) => h("span", {class: `badge ${state}`}, STATES[state]);
 const timeLeft = ({eta_seconds: eta}) => (typeof eta === "number" ? `about ${duration(eta)} left` : "");
 
 const toggle = (run) => h("label", {},
-  h("input", {type: "checkbox", "data-run": run.name, checked: !view.away.has(run.name)}),
+  h("input", {type: "checkbox", "data-run": run.name, checked: !view.hidden.has(run.name)}),
   swatch(runColor(run)), named(run));
 
 /** The columns of the table of runs: title, and a function from a run to [cell, sort key]. */
@@ -305,7 +305,7 @@ function overview() {
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: isSeveral() ? "card" : ""},
     isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run)),
     run.failure ? [failure(run), alarmList([run])] : isSeveral() && h("p", {}, steps(run)),
-    verdict(run), tiles(run))));
+    health(run), tiles(run))));
 }
 
 /** Machine, versions and counts of each run. */
@@ -416,13 +416,13 @@ function phaseBars() {
 
 function time() {
   const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
-    each.away_seconds === null ? "–" : duration(each.away_seconds), whole(each.repeated_steps)];
+    each.downtime_seconds === null ? "–" : duration(each.downtime_seconds), whole(each.repeated_steps)];
   const start = (each, i) => [whole(each.step), whole(each.world_size), i ? changes(each) : "first start"];
   const runs = shown().filter((run) => run.goodput || run.segments.length > 1);
   return [...phaseBars(), ...runs.map((run) => box(
     headOf(run), run.goodput && goodput(run.goodput),
     run.goodput?.interruptions.length > 0 && table("Interruptions",
-      ["when", "at step", "resumed from", "reason", "away", "repeated steps"],
+      ["when", "at step", "resumed from", "reason", "downtime", "repeated steps"],
       run.goodput.interruptions.map(interruption)),
     run.segments.length > 1
       && table("Starts", ["from step", "ranks", "changes"], run.segments.map(start))))];
@@ -511,7 +511,7 @@ function setIcon(state) {
 }
 
 function receive(data) {
-  if (!report) data.runs.slice(8).forEach(({name}) => view.away.add(name));  // show only the first 8
+  if (!report) data.runs.slice(8).forEach(({name}) => view.hidden.add(name));  // show only the first 8
   report = data;
   const [run] = data.runs, all = run.max_steps > 0 ? ` / ${whole(run.max_steps)}` : "";
   fill(byId("progress"), !isSeveral()
@@ -523,15 +523,15 @@ function receive(data) {
 
 /** The address of this page with the current display options. */
 function linkToView() {
-  const options = {...view, away: [...view.away], zoom: groupOf("steps").zoom, theme: byId("theme").value};
+  const options = {...view, hidden: [...view.hidden], zoom: groupOf("steps").zoom, theme: byId("theme").value};
   return `${location.href.split("#")[0]}#view?${encodeURIComponent(JSON.stringify(options))}`;
 }
 
 /** Restore the display options in the address. */
 function readLink() {
   if (!location.hash.startsWith("#view?")) return;
-  const {axis, smoothing, away, zoom: range, theme} = JSON.parse(decodeURIComponent(location.hash.slice(6)));
-  Object.assign(view, {axis, smoothing, away: new Set(away)});
+  const {axis, smoothing, hidden, zoom: range, theme} = JSON.parse(decodeURIComponent(location.hash.slice(6)));
+  Object.assign(view, {axis, smoothing, hidden: new Set(hidden)});
   for (const [id, value] of Object.entries({axis, smoothing, theme})) byId(id).value = value;
   setTheme(theme);
   refresh();
@@ -550,7 +550,7 @@ addEventListener("input", ({target}) => {
   else if (target.id === "smoothing") view.smoothing = Number(target.value);
   else if (target.id === "axis") [view.axis, groupOf("steps").zoom] = [target.value, null];
   else if (!target.dataset.run) return;
-  else if (!view.away.delete(target.dataset.run)) view.away.add(target.dataset.run);
+  else if (!view.hidden.delete(target.dataset.run)) view.hidden.add(target.dataset.run);
   refresh();
 });
 byId("controls").addEventListener("submit", (event) => event.preventDefault());

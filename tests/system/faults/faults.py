@@ -1,4 +1,4 @@
-"""Kills in the middle of writing and damage to files, for the tests and scripts/soak.py."""
+"""Kills in the middle of writing and damage to files, for the tests and scripts/dev/soak.py."""
 
 import builtins
 import importlib

@@ -140,7 +140,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(whole
     reader.read()
     data = reader.data(100)
     assert [each["reason"] for each in data["goodput"]["interruptions"]] == [f"{cause} (restarted by the launcher)"]
-    assert "1 interruption" in data["verdict"][-1][1] and "restarted by the launcher" in data["verdict"][-1][1]
+    assert "1 interruption" in data["health"][-1][1] and "restarted by the launcher" in data["health"][-1][1]
 
 
 @pytest.mark.slow

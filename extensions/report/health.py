@@ -12,7 +12,7 @@ from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
 from run.paired import SIGNIFICANT, Trend, difference_text, sign_test
 
-Verdict = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
+Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 # By outcome, for a run that ended and for one that is running.
 WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learning"),
@@ -54,7 +54,7 @@ def value_text(value: float, percent: bool = False) -> str:
 
 
 def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hellaswag: str,
-             main: Headline = LOSS, trends: Mapping[str, Trend] = {}) -> Iterator[Verdict]:
+             main: Headline = LOSS, trends: Mapping[str, Trend] = {}) -> Iterator[Finding]:
     """Yield whether the result `main` improved from its first to its last value, with the accuracies.
 
     A paired test of the item scores in `trends` decides. Without them, two standard errors do.
@@ -115,14 +115,14 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."
 
 
-def health(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]], learned: bool = True
-           ) -> Verdict:
+def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],
+                        learned: bool = True) -> Finding:
     """Return the number of alarms of each kind and the time lost to interruptions."""
-    away = time_text(sum(each["away_seconds"] or 0.0 for each in interruptions))
+    downtime = time_text(sum(each["downtime_seconds"] or 0.0 for each in interruptions))
     number = len(interruptions)
     restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
     restarted = f", {restarts} {RESTARTED}" * bool(restarts)
-    lost = (f"{counted(number, 'interruption')} ({away} away{restarted})" if number
+    lost = (f"{counted(number, 'interruption')} ({downtime} downtime{restarted})" if number
             else "no interruptions")
     counts = ", ".join(f"{count} × {kind}" if count > 1 else kind for kind, count in kinds.most_common())
     if state in ("failed", "unknown"):

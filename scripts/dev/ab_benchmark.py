@@ -40,7 +40,7 @@ DRAWN = 100_000  # arrangements for a p-value
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """Return the race's flags and train.py's flags."""
+    """Return the benchmark's flags and train.py's flags."""
     parser = CommandParser(__doc__, "./paddock train --help lists the settings.", allow_abbrev=False,
                            usage="%(prog)s [--seeds N] [--name NAME] [settings]")
     parser.add_argument("--seeds", metavar="N", default=0, help="number of seeds: SEED, SEED + 1, ...",
@@ -88,11 +88,11 @@ def exchange_p(a: Sequence[float], b: Sequence[float]) -> float:
 
     Source: Wilcoxon 1945 (rank sum); Phipson and Smyth 2010, doi:10.2202/1544-6115.1585, for drawn ones.
     """
-    values, dice = [*a, *b], random.Random(0)
+    values, rng = [*a, *b], random.Random(0)
     ranks = [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
     expected = fmean(ranks) * len(a)
     seen = abs(sum(ranks[:len(a)]) - expected) - 1e-9
-    extreme = sum(abs(sum(dice.sample(ranks, len(a))) - expected) >= seen for _ in range(DRAWN))
+    extreme = sum(abs(sum(rng.sample(ranks, len(a))) - expected) >= seen for _ in range(DRAWN))
     return (extreme + 1) / (DRAWN + 1)
 
 

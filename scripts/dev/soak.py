@@ -1,9 +1,9 @@
 """Kill, truncate and corrupt tiny runs, and check that each one ends like an undisturbed run.
 
-    python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
-    python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/soak.py --stage sft --kills 200          # or another stage
-    python scripts/soak.py --elastic --kills 0 --points 0 --flips 0 \\
+    python scripts/dev/soak.py --kills 20 --flips 20 --seed 1    # two minutes
+    python scripts/dev/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
+    python scripts/dev/soak.py --stage sft --kills 200          # or another stage
+    python scripts/dev/soak.py --elastic --kills 0 --points 0 --flips 0 \\
         --truncations 0                                      # only elastic
 
 Kills: `kill -9` of a single process, or of one or both of two ranks, at random times and, every second time,
@@ -29,7 +29,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":  # also for the server process that the runs are forked from
     folders = [str(ROOT / name) for name in ("", "tests", "tests/parallel", "tests/system/faults")]
     sys.path[:0] = folders
@@ -450,7 +450,7 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
                     is_check = isinstance(error, AssertionError)
                     reason = error if is_check else "".join(traceback.format_exception(error))
                     bar.write(f"FAILED: {futures[future].name}: {reason}\n"
-                              f"to repeat: {command('scripts/soak.py')} {flags} "
+                              f"to repeat: {command('scripts/dev/soak.py')} {flags} "
                               f"--only {futures[future].name!r}")
                 bar.update()
     finally:

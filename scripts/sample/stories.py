@@ -1,4 +1,4 @@
-"""The embedded sample: a small world, with stories, items, questions and preference pairs about it.
+"""The embedded sample: story templates, and stories, items, questions and preference pairs made from them.
 
 A story combines *facts* (hero, colour, thing, place ...) with a *plot*. A hash splits the facts: held-out
 items, questions and pairs use facts that no training text contains. A seed gives the same bytes on every
@@ -93,7 +93,7 @@ PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
             False: {"she": "he", "She": "He", "her": "his", "them": "him"}}
 
 
-class Dice:
+class StableRandom:
     """Random choices that are stable across Python versions, which guarantee only `random()`."""
 
     def __init__(self, seed: int):
@@ -115,61 +115,61 @@ def tell(template: str, facts: Facts) -> str:
     return template.format_map(vars(facts) | PRONOUNS[facts.hero in WORDS["girls"]])
 
 
-def draw_facts(dice: Dice, held_out: bool) -> Facts:
+def draw_facts(rng: StableRandom, held_out: bool) -> Facts:
     while True:
-        hero, friend = dice.several(PEOPLE, 2)
-        colour, other_colour = dice.several(POOLS["colour"], 2)
-        thing, other_thing = dice.several(POOLS["thing"], 2)
-        place, other_place = dice.several(POOLS["place"], 2)
+        hero, friend = rng.several(PEOPLE, 2)
+        colour, other_colour = rng.several(POOLS["colour"], 2)
+        thing, other_thing = rng.several(POOLS["thing"], 2)
+        place, other_place = rng.several(POOLS["place"], 2)
         facts = Facts(hero, friend, colour, thing, place, other_colour, other_thing, other_place,
-                      *(dice.choose(POOLS[name]) for name in ("animal", "weather", "time")))
+                      *(rng.choose(POOLS[name]) for name in ("animal", "weather", "time")))
         if facts.held_out == held_out:
             return facts
 
 
-def draw_story(dice: Dice, held_out: bool) -> Story:
-    facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
-    title = tell(dice.choose(plot.titles), facts)
-    templates = [dice.choose(beat) for beat in plot.beats]
-    scene = dice.choose(TEXTS["scenes"])
+def draw_story(rng: StableRandom, held_out: bool) -> Story:
+    facts, plot = draw_facts(rng, held_out), rng.choose(PLOTS)
+    title = tell(rng.choose(plot.titles), facts)
+    templates = [rng.choose(beat) for beat in plot.beats]
+    scene = rng.choose(TEXTS["scenes"])
     first_place = next((index for index, template in enumerate(templates) if "{place}" in template), None)
     if first_place is not None:
         templates.insert(first_place + 1, scene)
     sentences = tuple(tell(template, facts) for template in templates)
-    return Story(plot, facts, title, sentences, dice.choose(plot.endings))
+    return Story(plot, facts, title, sentences, rng.choose(plot.endings))
 
 
-def draw_epilogue(dice: Dice, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
+def draw_epilogue(rng: StableRandom, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
     """Draw an epilogue of the story; each entry of `kinds` is equally probable."""
-    return tell(dice.choose(dice.choose(kinds)), facts)
+    return tell(rng.choose(rng.choose(kinds)), facts)
 
 
 def documents(count: int, seed: int) -> Iterator[str]:
     """Yield training texts: title, colon, story, and in half of them an epilogue."""
-    dice = Dice(seed)
+    rng = StableRandom(seed)
     for _ in range(count):
-        story = draw_story(dice, held_out=False)
-        yield story.text + (" " + draw_epilogue(dice, story.facts) if dice.random() < 0.5 else "")
+        story = draw_story(rng, held_out=False)
+        yield story.text + (" " + draw_epilogue(rng, story.facts) if rng.random() < 0.5 else "")
 
 
-def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
+def wrong_endings(rng: StableRandom, story: Story, slot: str) -> list[str]:
     """Return three endings, each with another wrong value of one slot, if possible the rival's."""
     mentioned = {getattr(story.facts, other) for other in slots_of(story.ending_template)
              if POOLS[other] is POOLS[slot]}
     others = [value for value in POOLS[slot] if value not in mentioned]
     rival = getattr(story.facts, RIVALS[slot])
     values = [rival] if rival in others and re.search(rf"\b{rival}\b", story.body) else []
-    values += dice.several([value for value in others if value not in values], 3 - len(values))
+    values += rng.several([value for value in others if value not in values], 3 - len(values))
     return [tell(story.ending_template, replace(story.facts, **{slot: value})) for value in values]
 
 
 def items(count: int, seed: int) -> Iterator[dict]:
     """Yield items in HellaSwag's schema, whose endings differ in a person, colour, thing or place."""
-    dice = Dice(seed)
+    rng = StableRandom(seed)
     for index in range(count):
-        story = draw_story(dice, held_out=True)
-        slot = dice.choose([slot for slot in slots_of(story.ending_template) if slot in RIVALS])
-        endings, label = wrong_endings(dice, story, slot), dice.choose(range(4))
+        story = draw_story(rng, held_out=True)
+        slot = rng.choose([slot for slot in slots_of(story.ending_template) if slot in RIVALS])
+        endings, label = wrong_endings(rng, story, slot), rng.choose(range(4))
         endings.insert(label, story.ending)
         yield {"ind": index, "activity_label": story.title, "ctx": story.body, "endings": endings,
                "label": label, "source_id": f"sample~{slot.removeprefix('other_')}"}
@@ -181,10 +181,10 @@ def chat(prompt: str, answer: str) -> dict:
 
 def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
     """Yield chats: a story with a question, and the only correct answer."""
-    dice = Dice(seed)
+    rng = StableRandom(seed)
     for _ in range(count):
-        story = draw_story(dice, held_out)
-        question, answer = dice.choose((*story.plot.questions, *QUESTIONS))
+        story = draw_story(rng, held_out)
+        question, answer = rng.choose((*story.plot.questions, *QUESTIONS))
         yield chat(f"{story.text}\n\n{tell(question, story.facts)}", tell(answer, story.facts))
 
 
@@ -197,18 +197,18 @@ def prompts(count: int, seed: int) -> Iterator[dict]:
 
 def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
     """Yield chats: a story, and a kind or unkind epilogue, so that a model learns both."""
-    dice = Dice(seed)
+    rng = StableRandom(seed)
     for _ in range(count):
-        story = draw_story(dice, held_out=False)
-        yield chat(f"{story.text}\n\n{WHAT_THEN}", draw_epilogue(dice, story.facts, kinds))
+        story = draw_story(rng, held_out=False)
+        yield chat(f"{story.text}\n\n{WHAT_THEN}", draw_epilogue(rng, story.facts, kinds))
 
 
 def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
     """Yield preference pairs: a story, the kind epilogue (chosen) and the unkind one (rejected)."""
-    dice = Dice(seed)
+    rng = StableRandom(seed)
     for _ in range(count):
-        story = draw_story(dice, held_out)
-        chosen, rejected = (tell(dice.choose(epilogue), story.facts) for epilogue in (KIND, UNKIND))
+        story = draw_story(rng, held_out)
+        chosen, rejected = (tell(rng.choose(epilogue), story.facts) for epilogue in (KIND, UNKIND))
         yield {"prompt": f"{story.text}\n\n{WHAT_THEN}", "chosen": chosen, "rejected": rejected}
 
 

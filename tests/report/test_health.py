@@ -8,7 +8,7 @@ import pytest
 from checkpoint.item_scores import REWARD, VALIDATION, ItemScores
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
-from extensions.report.verdict import HEADLINES, LOSS, health, learning, time_text
+from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
 from run.paired import trends
 
 
@@ -70,7 +70,7 @@ def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     given, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
     (is_good, text), = learning(given, "finished", (), "", LOSS, followed)
     assert not is_good and text.startswith(word) and text.endswith("paired over 24 chats).")
-    assert health("finished", Counter(), [], is_good) == (None, "No alarms, no interruptions."), "not healthy"
+    assert alarms_and_downtime("finished", Counter(), [], is_good) == (None, "No alarms, no interruptions."), "not healthy"
     small = measured(*losses[:-1], losses[-2] + 0.03, noise=0.001)
     assert small[1]["val_loss"].rise() is None, "a rise of less than 1 % is trivial, however certain"
 
@@ -124,13 +124,13 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
 
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
-    assert health("finished", Counter(), []) == (True, "Healthy: no alarms, no interruptions.")
-    away = [{"away_seconds": 50.0, "reason": "killed"}, {"away_seconds": None, "reason": "killed"}]
-    assert health("running", Counter({"loss spike": 2}), away) == (False, "Alarms: 2 × loss spike; 2 interruptions (50 s away).")
-    away[1]["reason"] = f"killed ({RESTARTED})"
-    assert health("finished", Counter(), away)[1].endswith("2 interruptions (50 s away, 1 restarted by the launcher).")
-    assert health("finished", Counter(), away[:1]) == (True, "Healthy: no alarms, 1 interruption (50 s away).")
-    assert health("failed", Counter(), []) == (False, "Failed. No alarms; no interruptions.")
+    assert alarms_and_downtime("finished", Counter(), []) == (True, "Healthy: no alarms, no interruptions.")
+    downtime = [{"downtime_seconds": 50.0, "reason": "killed"}, {"downtime_seconds": None, "reason": "killed"}]
+    assert alarms_and_downtime("running", Counter({"loss spike": 2}), downtime) == (False, "Alarms: 2 × loss spike; 2 interruptions (50 s downtime).")
+    downtime[1]["reason"] = f"killed ({RESTARTED})"
+    assert alarms_and_downtime("finished", Counter(), downtime)[1].endswith("2 interruptions (50 s downtime, 1 restarted by the launcher).")
+    assert alarms_and_downtime("finished", Counter(), downtime[:1]) == (True, "Healthy: no alarms, 1 interruption (50 s downtime).")
+    assert alarms_and_downtime("failed", Counter(), []) == (False, "Failed. No alarms; no interruptions.")
 
 
 def test_times_have_two_units():
