@@ -155,7 +155,7 @@ class FlagParser(CommandParser):
 
     def refuse_unused(self, argv: Sequence[str], *used: str) -> None:
         """Raise SettingsError for flags of settings other than those `used` here."""
-        layer = read_flags(self.split(argv)[1], ()).layer
+        layer = read_flags(self.split(argv)[1])
         unused = layer.values.keys() - {"preset", *used}
         if unused and not layer.problems:  # which `parse` raises
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))

@@ -21,7 +21,7 @@ from parallel.process import (
     open_missing_streams,
     write_error_file,
 )
-from settings.load import Loaded, exit_with, load_or_exit
+from settings.load import Settings, exit_with, load_or_exit
 
 USAGE = ("./paddock train [--preset NAME] [--config FILE] [--env-file FILE] [--any-setting VALUE ...] "
          "[--check]")
@@ -67,7 +67,7 @@ from run.start import open_run
 from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
 
 
-def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
+def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
     """Run with these flags, or with settings that are already loaded; return the exit code."""
     loaded = loaded or load_or_exit(argv, USAGE)
     try:
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
 
 
 @collective
-def train(loaded: Loaded) -> int:
+def train(loaded: Settings) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
         with status_line(lambda: f"step {HEARTBEAT.step}: {HEARTBEAT.phase}"), open_run(loaded) as run:

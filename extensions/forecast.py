@@ -41,7 +41,7 @@ from run.life import Inputs, trained_bytes
 from run.overview import describe_adapters, describe_batch, describe_data, describe_hardware, describe_model
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
-from settings.load import PRESETS_DIR, Loaded
+from settings.load import PRESETS_DIR, Settings
 from tokenizer import load_tokenizer
 
 GIB = 2**30
@@ -145,7 +145,7 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 # ----------------------------------------------------------------------------------------------- --check
 
 
-def check(loaded: Loaded) -> int:
+def check(loaded: Settings) -> int:
     """Print everything that can be checked before the run; return 0, or the first problem's exit code."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
@@ -182,7 +182,7 @@ class StepPlan(NamedTuple):
 class Check:
     """The list that --check prints. The optional attributes stay None if their check fails."""
 
-    def __init__(self, loaded: Loaded):
+    def __init__(self, loaded: Settings):
         self.loaded, self.config = loaded, loaded.config
         self.exit_codes: list[int] = []  # of the failed checks
         self.device: Optional[torch.device] = None
@@ -197,7 +197,7 @@ class Check:
         for each in text.splitlines():
             show(f"  {mark:<4}  {name}: {each}", wraps=True)
 
-    def messages(self, name: str, source: Loaded | Start) -> None:
+    def messages(self, name: str, source: Settings | Start) -> None:
         for mark, texts in (("ok", source.notes), ("warn", source.warnings)):
             for text in texts:
                 self.line(name, text, mark)

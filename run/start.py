@@ -37,7 +37,7 @@ from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes
 from run.log import RunLog
 from settings.derived import RECIPE_WIDTH, SMALL_MODEL, settings_of_data
-from settings.load import Loaded, assigned
+from settings.load import Settings, assigned
 from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 
 MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
@@ -66,7 +66,7 @@ class Start(NamedTuple):
 
 @contextmanager
 @collective
-def open_run(loaded: Loaded) -> Iterator[Run]:
+def open_run(loaded: Settings) -> Iterator[Run]:
     """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal."""
     device = prepare_device(loaded.config)
     with ExitStack() as stack:
@@ -118,12 +118,12 @@ def prepare_device(config: Config) -> torch.device:
 # -------------------------------------------------------------------------------------------- inputs
 
 
-def decide_by_data(loaded: Loaded) -> Loaded:
+def decide_by_data(loaded: Settings) -> Settings:
     """Return the settings, completed by those that depend on the hardware and the size of the data."""
-    config, undecided, notes = loaded.config, {*loaded.undecided} - {"compile", "learning_rate"}, []
-    if undecided and config.data_path and config.tokenizer_path:
+    config, deferred, notes = loaded.config, {*loaded.deferred} - {"compile", "learning_rate"}, []
+    if deferred and config.data_path and config.tokenizer_path:
         rows = dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
-        chosen = settings_of_data(config, rows, undecided)
+        chosen = settings_of_data(config, rows, deferred)
         config = config.model_copy(update=chosen)
         if conflicts := [*numeric_rules(config)]:
             raise SettingsError(*conflicts)
@@ -135,11 +135,11 @@ def decide_by_data(loaded: Loaded) -> Loaded:
     return replace(loaded, config=config, notes=(*loaded.notes, *notes))
 
 
-def decide_compile(config: Config, loaded: Loaded) -> Config:
+def decide_compile(config: Config, loaded: Settings) -> Config:
     """Return the settings with COMPILE off for a small model on a CPU, unless COMPILE is set."""
     on_cpu = not config.device_memory and model_utils.choose_device(config) == "cpu"
     is_small = config.matrix_count < SMALL_MODEL and config.activation_checkpointing != "selective"
-    if "compile" in loaded.undecided and on_cpu and is_small:
+    if "compile" in loaded.deferred and on_cpu and is_small:
         return config.model_copy(update={"compile": False})
     return config
 
@@ -188,7 +188,7 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 
 
 @collective
-def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
+def find_start(loaded: Settings, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
                located: Optional[Located] = None) -> Start:
     """Return the start that the settings ask for, from `located` if the checkpoint is known.
 
@@ -291,7 +291,7 @@ def locate(config: Config, run_dir: Path,
     return Located(str(folder), is_own, warnings)
 
 
-def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path) -> Start:
+def adopt(located: Located, loaded: Settings, inputs: Optional[Inputs], run_dir: Path) -> Start:
     """Return the start from this checkpoint, whose model supplies settings that are not set explicitly."""
     folder, is_own, warnings = located
     state = store.read_state(folder)
@@ -317,7 +317,7 @@ def adopt(located: Located, loaded: Loaded, inputs: Optional[Inputs], run_dir: P
         identity = inputs.identity(config, state["identity"])
         changes = check_changes(state, config, identity, folder, is_own, loaded.sources)
         notes, warnings = notes + changes.notes, warnings + changes.warnings
-    if not resumed and "learning_rate" in loaded.undecided:
+    if not resumed and "learning_rate" in loaded.deferred:
         rate = float(f"{config.learning_rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
         config = config.model_copy(update={"learning_rate": rate})
         notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")

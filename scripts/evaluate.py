@@ -52,15 +52,15 @@ def parse_args():
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
         raise SettingsError("command line: only settings that should differ from the run's can be given here")
-    if flags.layer.problems:
-        raise SettingsError(*flags.layer.problems)
+    if flags.problems:
+        raise SettingsError(*flags.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
         parser.error("--include-path, --num-fewshot and --limit require --tasks")
     if len(args.model) > 2 or args.tasks and len(args.model) > 1:
         parser.error("--tasks evaluates one model" if args.tasks else "at most two models can be compared")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: the folder {args.json.parent} does not exist")
-    return args, flags.layer
+    return args, flags
 
 
 def table(rows) -> list[str]:

@@ -34,7 +34,7 @@ def parse_args() -> list[str]:
     """Return the settings for every training run."""
     parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
     _, flags = parser.parse_known_args()
-    if problems := read_flags(flags).layer.problems:
+    if problems := read_flags(flags).problems:
         raise SettingsError(*problems)
     return flags
 

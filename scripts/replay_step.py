@@ -34,7 +34,7 @@ def main() -> None:
     from parallel.ranks import classify_exception
 
     try:
-        replay(find_run(args.run), args.step, flags.layer, args.rows, args.at_checkpoint)
+        replay(find_run(args.run), args.step, flags, args.rows, args.at_checkpoint)
     except (MemoryError, RuntimeError) as error:
         report = classify_exception(error)
         if report is None:

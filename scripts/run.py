@@ -59,7 +59,7 @@ def with_sample(argv: list[str], names_source: bool) -> list[str]:
     flags, values = read_flags(argv), peek(argv)[0]
     presets = values.get("preset", "").split(",")
     run = Path(values.get("output_dir", "runs"), values.get("run_name", ""), "checkpoints")
-    data = [name for name, _ in KINDS.values() if name.lower() in flags.layer.values or os.environ.get(name)]
+    data = [name for name, _ in KINDS.values() if name.lower() in flags.values or os.environ.get(name)]
     has_own = data or names_source or flags.config_files or flags.env_file or os.path.exists(".env")
     if has_own or "sample" in presets or values.get("run_name") and run.exists():
         return argv
@@ -94,7 +94,7 @@ def main() -> None:
     setting, parser = KINDS[kind][0], flag_parser(kind, "")
     preparing, own = parser.split(argv)
     flags, given = with_sample(own, bool(preparing.source or preparing.mix)), read_flags(own)
-    if flags != own and given.check and "device_memory" in given.layer.values:  # a plan needs no data
+    if flags != own and given.check and "device_memory" in given.values:  # a plan needs no data
         interrupts.become(str(ROOT / "train.py"), *own)
     launching, settings = make_parser().parse_known_args(flags)
     values, environ = peek(settings)

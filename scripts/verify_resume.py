@@ -39,7 +39,7 @@ from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
 from run.log import CLOCKS  # noqa: E402
-from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
+from settings.load import Settings, exit_with, export, load_config  # noqa: E402
 
 STOP_SECONDS = 60  # time for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
     text: str
 
 
-def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
+def find_first_step(config: Config, load: Callable[[list[str]], Settings]) -> tuple[dict[str, Any], int]:
     """Return the settings that start a new run from the given checkpoint, and that checkpoint's step."""
     from checkpoint import store
     from parallel.ranks import Ranks
@@ -359,7 +359,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, flags = parse_args()
 
-    def load(more: list[str], ranks: int = args.nproc_per_node) -> Loaded:
+    def load(more: list[str], ranks: int = args.nproc_per_node) -> Settings:
         environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
         return load_config([*flags, *more], environ)
 

@@ -249,24 +249,24 @@ def settings_of_stage(config: Config, decided: Container[str]) -> tuple[dict[str
         config.random_init or config.distillation_enabled and config.training_stage != "grpo")
     rates = LORA_RATES if config.lora_enabled else RATES
     chosen = {"learning_rate": rates[config.training_stage if is_tuning else "pretrain"]}
-    undecided = ["compile"]
+    deferred = ["compile"]
     if is_tuning or config.depth is None:
-        undecided += ["total_batch_size", "micro_batch_size"]
+        deferred += ["total_batch_size", "micro_batch_size"]
     if is_tuning or config.epochs:
-        undecided += ["warmup_steps"]
-    undecided += ["learning_rate"] * is_tuning  # narrow models get a higher rate once the shape is known
+        deferred += ["warmup_steps"]
+    deferred += ["learning_rate"] * is_tuning  # narrow models get a higher rate once the shape is known
     if is_tuning and "max_steps" not in decided:
         chosen["epochs"] = EPOCHS[config.training_stage]
     has_epochs = config.epochs or "epochs" in chosen
-    undecided += [*settings_of_length(0, Config.model_fields)] if has_epochs else []
-    undecided = [name for name in undecided if name not in decided] + ["max_steps"] * bool(has_epochs)
-    if is_tuning and "total_batch_size" in undecided:
+    deferred += [*settings_of_length(0, Config.model_fields)] if has_epochs else []
+    deferred = [name for name in deferred if name not in decided] + ["max_steps"] * bool(has_epochs)
+    if is_tuning and "total_batch_size" in deferred:
         rows = config.micro_batch_size
-        if "micro_batch_size" in undecided or not rows:
+        if "micro_batch_size" in deferred or not rows:
             rows = config.answers_per_prompt
         chosen["micro_batch_size"] = rows
         chosen["total_batch_size"] = rows * config.world_size * config.max_seq_len
-    return {name: value for name, value in chosen.items() if name not in decided}, undecided
+    return {name: value for name, value in chosen.items() if name not in decided}, deferred
 
 
 def with_all_rows(config: Config) -> Config:

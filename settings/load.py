@@ -40,12 +40,16 @@ Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
 
 class Layer(NamedTuple):
-    """Settings from one source, and the libraries' variables in `.env`."""
+    """Settings from one source."""
 
     values: Values
     problems: list[str]
-    exports: Mapping[str, str] = {}
+    exports: Mapping[str, str] = {}  # the libraries' variables in `.env`
     is_env: bool = False  # `.env`, or a preset that it names
+    # Of the command line only:
+    env_file: Optional[str] = None
+    config_files: Sequence[str] = ()
+    check: bool = False
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -140,16 +144,7 @@ def read_config_file(path: Path) -> Layer:
     return Layer(values, problems)
 
 
-class Flags(NamedTuple):
-    """The command line."""
-
-    layer: Layer
-    env_file: Optional[str]
-    config_files: list[str]
-    check: bool
-
-
-def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Flags:
+def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
     """Return the settings among the flags. `script_flags` are also suggested for unknown flags."""
     # argparse would stop at the first error, print the values of secrets, and read -1e-3 as a flag.
     values, problems, config_files = {}, [], []
@@ -186,7 +181,7 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Flags:
             config_files.append(value)
         else:
             values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
-    return Flags(Layer(values, problems), env_file, config_files, check)
+    return Layer(values, problems, env_file=env_file, config_files=config_files, check=check)
 
 
 def read_preset(names: str, where: str) -> Layer:
@@ -205,7 +200,7 @@ def read_preset(names: str, where: str) -> Layer:
     return Layer(values, problems)
 
 
-def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
+def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
     """Return all layers, from lowest to highest priority."""
     env_path = Path(flags.env_file or ".env")
     exists = flags.env_file or env_path.is_file()
@@ -213,7 +208,7 @@ def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
                    for name in Config.model_fields if environ.get(name.upper(), "") != ""}
     env = read_env_file(env_path, environ) if exists else Layer({}, [])
     layers = [env._replace(is_env=True), *map(read_config_file, map(Path, flags.config_files)),
-              Layer(environment, []), flags.layer]
+              Layer(environment, []), flags]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
         names, where = layers[naming].values["preset"]
@@ -249,7 +244,7 @@ def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Settings:
     """A valid configuration, the location of each explicit setting, and messages to print."""
 
     config: Config
@@ -258,17 +253,17 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     check: bool = False
     is_plan: bool = False  # for other hardware: data and tokenizer may be missing
-    undecided: tuple[str, ...] = ()  # settings to be derived from data or hardware
+    deferred: tuple[str, ...] = ()  # settings to be derived from data or hardware
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may contain secrets
 
-    def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
+    def with_defaults(self, values: Mapping[str, Any]) -> "Settings":
         """Return a copy with values for settings that no layer sets, without checking the rules again."""
         unset = {name: value for name, value in values.items() if name not in self.sources}
         return replace(self, config=self.config.model_copy(update=unset))
 
 
 def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *,
-                own_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
+                own_flags: Sequence[str] = (), complete: bool = True) -> Settings:
     """Read all layers, choose values for unset settings, and return the configuration.
 
     A script's `own_flags` are suggested for unknown flags. Without `complete`, the rules between settings are
@@ -292,9 +287,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     config = config.model_copy(update=by_depth)
     by_start = derived.settings_of_start(config, decided)  # its row length limits DEPTH's
     config = config.model_copy(update=by_start)
-    by_stage, undecided = derived.settings_of_stage(config, decided | by_depth.keys())
+    by_stage, deferred = derived.settings_of_stage(config, decided | by_depth.keys())
     config = config.model_copy(update=by_stage)
-    unset = Config.model_fields.keys() - decided - {*undecided}
+    unset = Config.model_fields.keys() - decided - {*deferred}
     by_length = derived.settings_of_length(config.max_steps, unset)
     config = derived.with_all_rows(config.model_copy(update=by_length))
 
@@ -313,7 +308,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
 
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
-    by_stage = {name: value for name, value in by_stage.items() if name not in undecided}
+    by_stage = {name: value for name, value in by_stage.items() if name not in deferred}
     notes = [f"Kept from {checkpoint}: {text}"] if (text := assigned(recorded)) else []
     if ignored:
         files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())
@@ -326,8 +321,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     notes += [f"MAX_STEPS={config.max_steps} sets {text}"] if (text := assigned(by_length)) else []
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                      for key in environ if (guess := misspelt(key)) is not None]
-    return Loaded(config, sources, (*notes, *surprises(layers, given, environ)), (*misspelt_keys, *missing),
-                  flags.check, is_plan, tuple(undecided), exported(layers))
+    notes += notes_on_layers(layers, given, environ)
+    return Settings(config, sources, (*notes,), (*misspelt_keys, *missing),
+                  flags.check, is_plan, tuple(deferred), exported(layers))
 
 
 def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, Any],
@@ -364,7 +360,7 @@ def conflicts(config: Config, given: Mapping[str, Any], by_depth: Mapping[str, A
         yield f"DEPTH={config.depth} chose a batch that the ranks cannot share: " * depth_chose + message
 
 
-def surprises(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
+def notes_on_layers(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
               environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the settings that a preset overrides or the environment sets, and the libraries' variables."""
     overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
@@ -467,7 +463,7 @@ def find_run(name: str) -> Path:
     return path.parent if path.name == "checkpoints" else path
 
 
-def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
+def load_or_exit(argv: Sequence[str], usage: str) -> Settings:
     """Return the configuration and export `.env`'s variables; exits after --help, --version and errors."""
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
@@ -492,7 +488,7 @@ def exit_with(error: SettingsError) -> NoReturn:
     raise SystemExit(error.exit_code)
 
 
-def export(loaded: Loaded) -> None:
+def export(loaded: Settings) -> None:
     """Export `.env`'s secrets and library variables, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)

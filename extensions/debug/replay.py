@@ -38,7 +38,7 @@ from run.folder import RunFolder
 from run.life import Run, StepResult
 from run.start import Located, build_run, find_base, find_start, prepare_device, read_inputs
 from run.step_log import median_and_deviation, rows_crc32
-from settings.load import Layer, Loaded, read_config_file, validate
+from settings.load import Layer, Settings, read_config_file, validate
 from train import train_step
 
 CONTEXT_TOKENS = 24  # to show before and after a token
@@ -253,7 +253,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
             folder = find_base(config, progress, run_dir, messages.append)
         else:
             folder = store.locate(named, run_dir, messages.append, store.verify)
-    loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
+    loaded = Settings(config, dict.fromkeys(Config.model_fields, str(run_dir)))
     start = find_start(loaded, inputs, run_dir, ranks, Located(folder, is_own, messages))
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     for message in (*start.warnings, *start.notes):

@@ -32,7 +32,7 @@ ROW_TOKENS = 32
 def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
     """What a replay reports, by the run's folder."""
     lines = []
-    replay(run.folder, step, read_flags(flags).layer, **options, info=lines.append)
+    replay(run.folder, step, read_flags(flags), **options, info=lines.append)
     return "\n".join(lines)
 
 

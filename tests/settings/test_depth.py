@@ -205,4 +205,4 @@ def test_what_reproducible_does_not_cover_is_refused(flags, words):
 
 def test_the_data_decides_the_warm_up_of_epochs():
     loaded = load("--depth", "2", "--epochs", "4", "--total-batch-size", "4096")
-    assert settings_of_data(loaded.config, 1088, {*loaded.undecided}).items() >= {"max_steps": 272, "warmup_steps": 27}.items()
+    assert settings_of_data(loaded.config, 1088, {*loaded.deferred}).items() >= {"max_steps": 272, "warmup_steps": 27}.items()

@@ -42,7 +42,7 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
     config = loaded.config
     assert (config.training_stage, config.learning_rate, config.total_batch_size, config.max_steps) == ("sft", 0.25, 8192, 9)
     assert (config.pretrain_checkpoint, config.compile, config.device, config.epochs) == ("base", False, "auto", None)
-    assert not loaded.undecided and {*loaded.sources} == {"run_name", "max_steps"}
+    assert not loaded.deferred and {*loaded.sources} == {"run_name", "max_steps"}
     assert any("LEARNING_RATE=0.25" in note and "step-00000020" in note for note in loaded.notes)
     assert config.model_fields_set & {"power_hz", "extensions", "learning_rate"} == {"learning_rate"}, "nobody chose a default"
     by_path = load("--resume", "runs/first/checkpoints/step-00000003").config
@@ -162,14 +162,14 @@ def test_a_damaged_state_gives_nothing(state):
 def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
     loaded = load(*flags)
     assert (loaded.config.learning_rate, loaded.config.epochs) == (rate, epochs)
-    assert {"total_batch_size", "warmup_steps", "compile"} <= {*loaded.undecided}
-    assert ("max_steps" in loaded.undecided) == (epochs is not None)
+    assert {"total_batch_size", "warmup_steps", "compile"} <= {*loaded.deferred}
+    assert ("max_steps" in loaded.deferred) == (epochs is not None)
 
 
 def test_pretraining_keeps_its_defaults():
     loaded = load("--pretrain-data-path", "set", "--tokenizer-path", "t")
     assert loaded.config == Config(pretrain_data_path="set", tokenizer_path="t", **settings_of_length(1000, Config.model_fields))
-    assert "max_steps" not in loaded.undecided
+    assert "max_steps" not in loaded.deferred
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [
@@ -226,7 +226,7 @@ def test_what_is_kept_is_recorded_again_without_a_change():
 def test_epochs_of_a_resumed_run_decide_its_steps_again():
     save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", TOKENIZER_PATH="t", PRETRAIN_CHECKPOINT="base", MAX_STEPS=7)
     longer = load("--run-name", "first", "--epochs", 6)
-    assert longer.undecided == ("max_steps",) and not any("MAX_STEPS" in note for note in longer.notes)
+    assert longer.deferred == ("max_steps",) and not any("MAX_STEPS" in note for note in longer.notes)
 
 
 PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
@@ -270,7 +270,7 @@ def test_the_intervals_of_a_resumed_run_change_only_with_its_steps(saved, flags,
 
 def test_epochs_decide_the_intervals_once_the_data_is_read():
     loaded = load(*SFT, "--sample-every", 7)
-    config = loaded.config.model_copy(update=settings_of_data(loaded.config, 6400, {*loaded.undecided}))
+    config = loaded.config.model_copy(update=settings_of_data(loaded.config, 6400, {*loaded.deferred}))
     assert config.max_steps == 300 and every(config) == (20, 7, 100, 10)
     assert not any("VALIDATE_EVERY" in note for note in loaded.notes)
 
@@ -296,7 +296,7 @@ def test_the_data_gives_grpo_micro_batches_of_whole_groups(group, rows, ranks):
     """An epoch reads each prompt once; a prompt is `group` training rows."""
     loaded = load(*GRPO, "--grpo-group", group, "--max-seq-len", 64)
     before = loaded.config.model_copy(update={"world_size": ranks})
-    config = before.model_copy(update=settings_of_data(before, rows, {*loaded.undecided}))
+    config = before.model_copy(update=settings_of_data(before, rows, {*loaded.deferred}))
     assert (config.training_stage, config.epochs) == ("grpo", 1) and config.micro_batch_size % group == 0
     assert config.rows_per_step % (config.micro_batch_size * ranks) == 0
     assert rows <= config.max_steps * config.rows_read < rows + config.rows_read

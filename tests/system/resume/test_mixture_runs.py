@@ -81,7 +81,7 @@ def test_the_check_shows_the_table_and_a_step_is_replayed(whole, capsys):
     assert train.main([*whole.argv(), "--check"]) == 0
     assert "ok    data:   source  documents" in capsys.readouterr().out
     lines = []
-    replay(whole.folder, 6, read_flags([]).layer, rows_shown=8, info=lines.append)
+    replay(whole.folder, 6, read_flags([]), rows_shown=8, info=lines.append)
     text = "\n".join(lines)
     assert "as in the ledger" in text and "losses equal to the ledger" in text and text.count("train-00000.bin, token") == 8
 
