@@ -3,21 +3,19 @@
     ./paddock export first --to gguf --type q8_0 --output first.gguf
 
 This needs the package gguf. It writes first.gguf, first.Modelfile for Ollama (ollama create first -f
-first.Modelfile) and first.md, a model card with the comparison: tensors, KL divergence of the logits and
-perplexity. If llama-cpp-python is installed, llama.cpp runs the file, and its tokens and prompts are compared
-too; q4_k_m requires it. Nothing is written if the file differs more than its type explains.
+first.Modelfile) and first.md, a model card. Nothing is written unless every tensor in the file, read again,
+is that of the model, or within the rounding of q8_0. For smaller types, run llama.cpp's llama-quantize on a
+file of f16.
 
-llama.cpp rotates neighbouring pairs of a head in Llama, Mistral and SmolLM 3, as Paddock does, and its halves
+llama.cpp rotates neighboring pairs of a head in Llama, Mistral and SmolLM 3, as Paddock does, and its halves
 in Qwen, as Hugging Face does.
 """
 
 import json
 import os
-import random
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +31,11 @@ from checkpoint import huggingface
 from checkpoint.huggingface import permuted
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
-from common.errors import CheckpointError, DataError, local_path, requires_package, run_script, unreadable
-from common.files import read_text
-from common.text import ROOT, show, status_line
+from common.errors import CheckpointError, local_path, requires_package, run_script
+from common.text import show, status_line
 from config import ModelConfig
-from data_pipeline.templates import load_chat_format
 from extensions.card import read_card
 from fused.rotary import precompute_freqs
-from model import Transformer
 from model_utils import find_model
 from run.adapters import load_model
 from tokenizer import CHAT_TEMPLATE, PATTERN
@@ -58,13 +53,7 @@ PRE_TOKENIZERS = {
     (PATTERN, True): "llama-bpe", (PATTERN, False): "smaug-bpe",
     (PATTERN.replace("{1,3}", ""), False): "qwen2", ("digits gpt2", False): "smollm",
     ("gpt2", False): "gpt-2"}
-# The largest mean KL divergence from the model, in nats a token, by type.
-MAX_KL = {"f32": 1e-4, "f16": 1e-3, "bf16": 0.01, "q8_0": 0.02, "q4_k_m": 0.5}
-ROWS, ROW_TOKENS, STRINGS, CHATS = 4, 256, 1000, 20
-# Code points of several scripts.
-SCRIPTS = ((32, 127), (0xA1, 0x180), (0x391, 0x3CA), (0x410, 0x450), (0x5D0, 0x5EB), (0x905, 0x93A),
-           (0x4E00, 0x4E80), (0xAC00, 0xAC40), (0x1F600, 0x1F640))
-ENDINGS = ("'LL we've", " 12345", "\n\n  x", "\t \t")
+TYPES = ("f32", "f16", "bf16", "q8_0")
 # Chat formats in Ollama's template language, by a token of the format.
 OLLAMA = {"<|start_header_id|>": """{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>
 
@@ -208,25 +197,10 @@ def write_gguf(path: Path, source: Source, kind: str) -> None:
     writer.close()
 
 
-def differs(what: str) -> CheckpointError:
-    return CheckpointError(f"the GGUF file differs from the model, so it was not exported: {what}")
-
-
-def quantize(source: Path, output: Path) -> None:
-    """Quantize an f32 file to q4_k_m with llama.cpp."""
-    with requires_package("llama-cpp-python", "--type q4_k_m"):
-        llama_cpp = import_module("llama_cpp")
-    settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
-    if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(output), settings):
-        raise CheckpointError("llama.cpp could not quantize the model; its messages are above")
-
-
-def read_tensors(path: Path, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the values of each tensor in a GGUF file, after comparing it with its source."""
+def compare(path: Path, source: Source) -> None:
+    """Raise CheckpointError unless the tensors in a GGUF file are those that it was made from."""
     gguf = import_gguf()
-    stored_tensors = gguf.GGUFReader(path).tensors
-    for stored in tqdm(stored_tensors, "Comparing", disable=None, leave=False, unit="tensor"):
+    for stored in tqdm(gguf.GGUFReader(path).tensors, "Comparing", disable=None, leave=False, unit="tensor"):
         tensor, kind = source.tensors[stored.name], stored.tensor_type
         read = torch.from_numpy(gguf.quants.dequantize(stored.data, kind).reshape(tensor.shape).copy())
         expected = tensor.whole().float()
@@ -238,93 +212,7 @@ def read_tensors(path: Path, source: Source) -> Iterator[tuple[str, torch.Tensor
             dtype = {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind.name, torch.float32)
             is_equal = torch.equal(read, expected.to(dtype).float())
         if not is_equal:
-            raise differs(f"tensor {stored.name}")
-        yield stored.name, read
-
-
-def strings(text: str, tokenizer: Any) -> Iterator[str]:
-    """Yield lines of a text, random tokens, and random characters of several scripts."""
-    rng = random.Random(0)
-    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    alphabet = [chr(code) for script in SCRIPTS for code in range(*script)]
-    for number in range(STRINGS):
-        if number % 3 == 0:
-            yield rng.choice(lines)
-        elif number % 3 == 1:
-            yield tokenizer.decode(rng.choices(range(tokenizer.vocab_size), k=8)).replace("\ufffd", "")
-        else:
-            yield "".join(rng.choices(alphabet, k=12)) + rng.choice(ENDINGS)
-
-
-def compare_text(llama: Any, tokenizer: Any, text: str) -> dict[str, str]:
-    """Compare tokens, and prompts of chats, with llama.cpp's; return the results."""
-    for string in strings(text, tokenizer):
-        ours, theirs = tokenizer.encode(string), llama.tokenize(string.encode(), add_bos=False, special=False)
-        if ours != theirs:
-            raise differs(f"the tokens of {string!r} are {theirs} instead of {ours}")
-    results = {"tokenizer": f"equal on {STRINGS:,} strings"}
-    if template := llama.metadata.get("tokenizer.chat_template"):
-        formatter = import_module("llama_cpp.llama_chat_format").Jinja2ChatFormatter
-        ids = (tokenizer.eos_id, tokenizer.bos_id)
-        render = formatter(template, *("" if id is None else tokenizer.decode([id]) for id in ids))
-        chat_format, words = load_chat_format(tokenizer), text.split()
-        for chat in range(CHATS):
-            messages = [{"role": "system", "content": "Answer briefly."}] * (chat % 2)
-            messages += [{"role": role, "content": " ".join(words[chat + turn:][:9])}
-                         for turn, role in enumerate(("user", "assistant", "user")[:1 + 2 * (chat % 3 > 0)])]
-            prompt = render(messages=messages).prompt
-            if chat_format.encode_prompt(messages) != llama.tokenize(prompt.encode(), False, True):
-                raise differs(f"the prompt of {messages} is {prompt!r}")
-        results["chat template"] = f"equal on {CHATS} chats"
-    return results
-
-
-def compare(path: Path, source: Source, model: Transformer, kind: str, text: str,
-            max_kl: float) -> dict[str, str]:
-    """Compare a GGUF file with the model that it was made from, which is changed; return the results.
-
-    Raises CheckpointError if tensors, tokens or prompts differ, or if the KL divergence is above `max_kl`.
-    """
-    tokenizer, config = source.tokenizer, model.config
-    ids = tokenizer.encode(text)[:ROWS * ROW_TOKENS]
-    length = min(ROW_TOKENS, source.context, len(ids))
-    if length < 2:
-        raise CheckpointError("the text of --text is too short to compare models; use a longer one")
-    rows = torch.tensor(ids[:len(ids) // length * length]).unflatten(0, (-1, length))
-    rows[:, 0] = tokenizer.document_start_id
-    expected = torch.stack([model.logits(row[None])[0].log_softmax(-1) for row in rows])
-    results, llama = {"tensors": "not compared"}, None
-    if kind != "q4_k_m":
-        read = dict(read_tensors(path, source))
-        results["tensors"] = "within the error of q8_0" if kind == "q8_0" else "equal"
-    try:
-        llama = import_module("llama_cpp").Llama(str(path), n_ctx=length, n_batch=length, logits_all=True,
-                                                 type_k=0, type_v=0, verbose=False)  # a cache of f32
-    except ImportError:
-        results["run by"] = "Paddock, because llama-cpp-python is not installed"
-        for name, parameter in model.named_parameters():
-            weight = lazy(read[gguf_name(name)])
-            if config.model_type in HALVES:
-                weight = permuted(name, weight, config, to_huggingface=False)
-            parameter.copy_(weight.padded(len(parameter)).whole())
-        logits = [model.logits(row[None])[0] for row in rows]
-    else:
-        results |= {"run by": "llama.cpp"} | compare_text(llama, tokenizer, text)
-        logits = []
-        for row in rows.tolist():
-            llama.reset()
-            llama.eval(row)
-            logits.append(torch.from_numpy(llama.scores[:length].copy()).float())
-    found = torch.stack(logits).log_softmax(-1)
-    kl = float((expected.exp() * (expected - found)).sum(-1).mean())
-    theirs, ours = (float(each[:, :-1].gather(2, rows[:, 1:, None]).mean().neg().exp())
-                    for each in (found, expected))
-    results |= {"KL divergence": f"{kl:.2g} nats a token, over {rows.numel():,} tokens",
-                "perplexity": f"{theirs:.4f}; of the original {ours:.4f} (on --text, by default README.md)"}
-    if not kl <= max_kl:
-        raise differs(f"the KL divergence of {kind} is {kl:.2g} nats a token, above {max_kl:g}; choose a "
-                      "larger type, or raise --max-kl")
-    return results
+            raise CheckpointError(f"the model was not exported: tensor {stored.name} of the file differs")
 
 
 def modelfile(output: Path, source: Source) -> str:
@@ -339,31 +227,26 @@ def modelfile(output: Path, source: Source) -> str:
 
 
 @torch.no_grad()
-def convert(folder: Path, output: Path, kind: str, text: str, max_kl: float) -> dict[str, str]:
-    """Write the GGUF file, a Modelfile and a card, unless the comparison fails; return its results."""
+def convert(folder: Path, output: Path, kind: str) -> None:
+    """Write the GGUF file, a Modelfile and a card, unless the comparison fails."""
     modelfile_, card = output.with_suffix(".Modelfile"), output.with_suffix(".md")
     for file in (output, modelfile_, card):
         if os.path.lexists(file):
             raise CheckpointError(f"{file} already exists; choose a new file")
-    model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
-    model.float()
+    model, tokenizer = load_model(folder, torch.device("cpu"))
     source = read_source(folder, output.stem, model.config, tokenizer)
-    temporary, whole = (output.with_name(f".{output.name}.{name}") for name in ("tmp", "f32"))
+    temporary = output.with_name(f".{output.name}.tmp")
     try:
-        write_gguf(whole if kind == "q4_k_m" else temporary, source, "f32" if kind == "q4_k_m" else kind)
-        if kind == "q4_k_m":
-            quantize(whole, temporary)
-        results = compare(temporary, source, model, kind, text, max_kl)
+        write_gguf(temporary, source, kind)
+        compare(temporary, source)
         os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)
-        whole.unlink(missing_ok=True)
     modelfile_.write_text(modelfile(output, source), encoding="utf-8")
-    table = "\n".join(f"| {name} | {value} |" for name, value in results.items())
     before = read_card(folder).rstrip() or f"# {output.stem}"
-    card.write_text(f"{before}\n\n## GGUF\n\n`{output.name}` ({kind}), compared with the model:\n\n"
-                    f"| compared | result |\n|---|---|\n{table}\n", encoding="utf-8")
-    return results
+    tensors = "within the rounding of q8_0" if kind == "q8_0" else "equal"
+    described = f"`{output.name}` ({kind}), its tensors compared with the model's: {tensors}."
+    card.write_text(f"{before}\n\n## GGUF\n\n{described}\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -371,26 +254,15 @@ def main() -> None:
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE",
                         help=".gguf file to write")
-    parser.add_argument("--type", "--dtype", choices=MAX_KL, default="f16",
+    parser.add_argument("--type", "--dtype", choices=TYPES, default="f16",
                         help="type of the matrices (default: %(default)s)")
-    parser.add_argument("--text", type=local_path, metavar="FILE", default=ROOT / "README.md",
-                        help="text for KL divergence and perplexity (default: README.md)")
-    parser.add_argument("--max-kl", type=float, metavar="NATS",
-                        help="limit of the KL divergence (default: by type)")
-    parser.add_argument("--llama-cpp", metavar="FOLDER", help="no longer used")
     args = parser.parse_args()
     output = args.output.expanduser()
-    try:
-        text = read_text(args.text.expanduser())
-    except (OSError, ValueError) as error:
-        raise DataError(f"--text {args.text} {unreadable(error, 'name a text in UTF-8')}") from error
-    limit = MAX_KL[args.type] if args.max_kl is None else args.max_kl
     with status_line(lambda: f"exporting {output.name} ({args.type})"):
-        results = convert(find_model(args.model), output, args.type, text, limit)
+        convert(find_model(args.model), output, args.type)
     file, name, described = (shlex.quote(str(each)) for each in
                              (output, output.stem, output.with_suffix(".Modelfile")))
-    show(*(f"{name}: {value}" for name, value in results.items()),
-         f"{output} is ready. In llama.cpp: llama-cli -m {file}",
+    show(f"{output} is ready. In llama.cpp: llama-cli -m {file}",
          f"For a model that was only pretrained: llama-completion -m {file} -no-cnv -p Once",
          f"In Ollama: ollama create {name} -f {described}")
 

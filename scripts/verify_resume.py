@@ -2,12 +2,10 @@
 
     python scripts/verify_resume.py --preset sample
     python scripts/verify_resume.py --nproc-per-node 2 --steps 20
-    python scripts/verify_resume.py --layouts 1x4,1x2,2x2
 
 Settings are read as by train.py (.env, environment, flags), except for the number of steps and how often
-checkpoints are saved. Both runs must end bit-identical. --layouts takes one step on the same batch with each
-RANKSxMICRO_BATCH_SIZE and compares the gradients; add --steps 0 to do only that. All files are in a folder
-created in OUTPUT_DIR, which is deleted at the end unless something differs.
+checkpoints are saved. Both runs must end bit-identical. All files are in a folder created in OUTPUT_DIR,
+which is deleted at the end unless something differs.
 
 The exit code is 0 if everything is the same, 1 if something differs, 2 if a setting is invalid.
 """
@@ -22,10 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import chain, filterfalse
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,22 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402, F401  # isort: skip (reports a package that is missing)
 
+from checkpoint import store  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
-from common.command_line import CommandParser  # noqa: E402
+from common.command_line import CommandParser, number  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from common.text import last_line, show  # noqa: E402
+from common.text import command, last_line, show  # noqa: E402
 from config import Config  # noqa: E402
 from run.log import CLOCKS  # noqa: E402
 from settings.load import Settings, exit_with, export, load_config  # noqa: E402
 
 STOP_SECONDS = 60  # time for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
-# Allowed differences between layouts, relative to the largest gradient. The order of summation differs, and
-# bf16 and fp16 round the gradient of each micro-batch.
-ALLOWED = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 4e-3}
 
 
-class Verdict(NamedTuple):
+class Comparison(NamedTuple):
     name: str
     same: bool
     text: str
@@ -56,7 +51,6 @@ class Verdict(NamedTuple):
 
 def find_first_step(config: Config, load: Callable[[list[str]], Settings]) -> tuple[dict[str, Any], int]:
     """Return the settings that start a new run from the given checkpoint, and that checkpoint's step."""
-    from checkpoint import store
     from parallel.ranks import Ranks
     from run.start import find_start
 
@@ -82,7 +76,7 @@ class TrialRun(NamedTuple):
     ranks: int
 
     @property
-    def ledger(self) -> list[dict[str, Any]]:
+    def step_log(self) -> list[dict[str, Any]]:
         return list(read_entries(self.folder / "ledger.jsonl"))
 
     @property
@@ -123,11 +117,11 @@ class Verification(NamedTuple):
 @contextmanager
 def started(run: TrialRun) -> Iterator[subprocess.Popen]:
     """Start a run in a new session, so that Ctrl-C does not reach it, and stop it when the block ends."""
-    command = [ROOT / "train.py"]
+    script = [ROOT / "train.py"]
     if run.ranks > 1:
-        command = [ROOT / "scripts" / "launch.py", f"--nproc-per-node={run.ranks}"]
+        script = [ROOT / "scripts" / "launch.py", f"--nproc-per-node={run.ranks}"]
     with open(run.output, "a") as output:
-        process = subprocess.Popen([sys.executable, *map(str, command), *run.flags], stdin=subprocess.DEVNULL,
+        process = subprocess.Popen([sys.executable, *map(str, script), *run.flags], stdin=subprocess.DEVNULL,
                                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
@@ -149,7 +143,7 @@ def follow(process: subprocess.Popen, run: TrialRun, title: str, steps: int,
     seen: list[float] = []
     with tqdm(desc=title, total=steps, unit="step", leave=False, disable=None) as bar:
         while process.poll() is None and not until():
-            new = len(run.ledger) - len(seen)
+            new = len(run.step_log) - len(seen)
             seen += [time.monotonic()] * new
             bar.update(new)
             time.sleep(0.005)
@@ -186,7 +180,7 @@ def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: r
             process.wait()
         if process.returncode and not run.saved:
             finish(run, "killed", steps)  # it failed before the kill: raise its error
-        done = len(run.ledger)
+        done = len(run.step_log)
         if process.returncode and done < steps:
             saving = any((run.folder / "checkpoints").glob("tmp-*"))
             return (f"kill -9 of rank 0 after step {first + done}{', during a save' * saving}; the last "
@@ -199,64 +193,43 @@ def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: r
 # ----------------------------------------------------------------------------------------------- comparison
 
 
-def tensors_in(checkpoint: Path, optimizer: bool) -> dict[str, Callable]:
-    """Return functions that read the tensors of the optimizer, or of the weights or adapters, by name."""
-    from safetensors import safe_open
-
-    tensors: dict[str, Callable] = {}
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        if (path.name == "optimizer.safetensors") == optimizer:
-            file = safe_open(path, framework="pt")
-            tensors |= {name: partial(file.get_tensor, name) for name in file.keys()}
-    return tensors
+def compare_files(title: str, is_optimizer: bool, folders: Sequence[Path]) -> Comparison:
+    """Compare the files of two checkpoints that have the optimizer's state, or the weights or adapters."""
+    one, other = ({name: file for name, file in store.read_manifest(folder)["files"].items()
+                   if name.endswith(".safetensors") and (name == store.OPTIMIZER) == is_optimizer}
+                  for folder in folders)
+    differing = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    return Comparison(title, not differing, f"{' and '.join(differing or one)}"
+                      f"{'' if differing else ', bit-identical'}")
 
 
-def compare_tensors(title: str, one: Mapping[str, Callable], other: Mapping[str, Callable]) -> Verdict:
-    import torch
-
-    if alone := sorted(one.keys() ^ other.keys()):
-        return Verdict(title, False, f"only in one run: {', '.join(alone[:3])}")
-    differing = []
-    for name in one:
-        a, b = one[name](), other[name]()
-        if a.shape != b.shape:
-            differing.append(f"the shape of {name}")
-        elif not torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)):
-            differing.append(f"{name} by {float((a.double() - b.double()).abs().max()):.2g}")
-    if differing:
-        return Verdict(title, False, f"{len(differing)} of {len(one)} tensors, the first is {differing[0]}")
-    return Verdict(title, True, f"{len(one)} tensors are bit-identical")
-
-
-def compare_lines(title: str, one: list[dict], other: list[dict], names: tuple[str, ...] = ()) -> Verdict:
+def compare_lines(title: str, one: list[dict], other: list[dict], names: tuple[str, ...] = ()) -> Comparison:
     """Compare two lists of entries by these keys, or by all keys except CLOCKS."""
     for a, b in zip(one, other):
         if a["step"] != b["step"]:
-            return Verdict(title, False, f"step {a['step']} in one run, step {b['step']} in the other")
+            return Comparison(title, False, f"step {a['step']} in one run, step {b['step']} in the other")
         for name in names or sorted(filterfalse(CLOCKS.fullmatch, a.keys() | b.keys())):
             if a.get(name) != b.get(name):
                 values = f"{a.get(name)} in one run, {b.get(name)} in the other"
-                return Verdict(title, False, f"step {a['step']}: {name} is {values}")
+                return Comparison(title, False, f"step {a['step']}: {name} is {values}")
     if len(one) != len(other):
-        return Verdict(title, False, f"{len(one)} lines in one run, {len(other)} in the other")
-    return Verdict(title, bool(one), f"{len(one)} lines" if one else "there are no lines to compare")
+        return Comparison(title, False, f"{len(one)} lines in one run, {len(other)} in the other")
+    return Comparison(title, bool(one), f"{len(one)} lines" if one else "there are no lines to compare")
 
 
-def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Verdict]:
-    from checkpoint import store
-
+def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Comparison]:
     folders = [run.folder / "checkpoints" / f"step-{last:08d}" for run in (one, other)]
     metrics = [list(read_entries(run.folder / "metrics.jsonl")) for run in (one, other)]
     states = [store.read_state(folder)["progress"] | {"wandb_run_id": None} for folder in folders]
     differing = [name for name in states[0] if states[0][name] != states[1].get(name)]
-    return [*(compare_tensors(title, *(tensors_in(folder, title != "weights") for folder in folders))
-              for title in ("weights", "optimizer state")),
-            compare_lines("rows", one.ledger, other.ledger, ("rows_crc32",)),
-            compare_lines("losses and norms", one.ledger, other.ledger), compare_lines("metrics", *metrics),
-            Verdict("progress", not differing, ", ".join(differing) or f"{len(states[0])} entries")]
+    return [compare_files("weights", False, folders), compare_files("optimizer state", True, folders),
+            compare_lines("rows", one.step_log, other.step_log, ("rows_crc32",)),
+            compare_lines("losses and norms", one.step_log, other.step_log),
+            compare_lines("metrics", *metrics),
+            Comparison("progress", not differing, ", ".join(differing) or f"{len(states[0])} entries")]
 
 
-def check_resume(check: Verification, steps: int, info: Callable[[str, str], None]) -> list[Verdict]:
+def check_resume(check: Verification, steps: int, info: Callable[[str, str], None]) -> list[Comparison]:
     """Train without interruption, and with a kill in the middle, and compare the two runs."""
     config, first, last = check.config, check.first, check.first + steps
     straight, killed = (check.run(name, steps, config.world_size) for name in ("straight", "killed"))
@@ -271,103 +244,45 @@ def check_resume(check: Verification, steps: int, info: Callable[[str, str], Non
     info("killed", kill_once(killed, first, steps, step_seconds, random.Random(config.seed)))
     finish(killed, "resumed", steps)
     resumed = re.findall(r"resuming after step (\d+)", killed.output.read_text(errors="replace"))
-    verdicts = [Verdict("resumed", bool(resumed) and int(resumed[-1]) > first,
+    comparisons = [Comparison("resumed", bool(resumed) and int(resumed[-1]) > first,
                         f"from step {resumed[-1]} to {last}" if resumed else "it restarted from step 0"),
                 *compare_runs(straight, killed, last)]
-    if all(verdict.same for verdict in verdicts):
-        return verdicts
+    if all(each.same for each in comparisons):
+        return comparisons
 
     # Did the resume differ, or do two uninterrupted runs differ too?
     again = check.run("straight-again", steps, config.world_size)
     finish(again, "straight again", steps)
-    same = all(verdict.same for verdict in compare_runs(straight, again, last))
+    same = all(each.same for each in compare_runs(straight, again, last))
     text = "two uninterrupted runs are the same, so the resume differs"
     if not same:
         text = ("two uninterrupted runs differ too: with these settings, training is not deterministic on "
                 "this machine, so no resume can be compared")
         if not (config.deterministic or hardware.startswith("CPU")):
             text += "; set DETERMINISTIC=true and verify again"
-    return [*verdicts, Verdict("straight again", same, text)]
-
-
-# -------------------------------------------------------------------------------------------------- layouts
-
-
-def parse_layouts(text: str) -> list[tuple[int, int]]:
-    matches = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", layout.strip()) for layout in text.split(",")]
-    if not all(matches) or len(matches) < 2:
-        raise argparse.ArgumentTypeError(f"expected two or more, such as 1x4,1x2,2x2, not {text}")
-    return [(int(match[1]), int(match[2])) for match in matches]
-
-
-def compare_gradients(name: str, one: Mapping[str, Callable], other: Mapping[str, Callable],
-                      dtype: str) -> Verdict:
-    """Compare the gradients of one step by the optimizers' first moments, which are proportional to them."""
-    largest_difference, where, has_moments = 0.0, "", False
-    for kind in (".exp_avg", ".momentum_buffer"):  # of AdamW and of Muon, which scale them differently
-        names = [key for key in one if key.endswith(kind)]
-        has_moments |= bool(names)
-        largest = max((float(one[key]().abs().max()) for key in names), default=0.0)
-        for key in names:
-            a, b = one[key]().double(), other[key]().double()
-            difference = float((a - b).abs().max()) / largest if largest else 0.0
-            if not difference <= largest_difference:  # also for NaN
-                largest_difference, where = difference, f", most in {key.removesuffix(kind)}"
-    if not has_moments:
-        return Verdict(name, False, "fp16 skipped the step; set PRECISION=bf16 or fp32")
-    return Verdict(name, largest_difference <= ALLOWED[dtype],
-                   f"gradients differ by {largest_difference:.1e} of the largest{where} "
-                   f"({ALLOWED[dtype]:.0e} is allowed in {dtype})")
-
-
-def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterator[Verdict]:
-    """Take one step on the same batch with each layout, and compare the gradients with the first layout's."""
-    from model_utils import choose_device, choose_dtype
-
-    dtype = str(choose_dtype(check.config, choose_device(check.config))).removeprefix("torch.")
-    # No dropout, which differs by rank, and no TF32, whose rounding differs.
-    changes = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "LORA_DROPOUT": 0,
-               "TF32": "false"}
-    runs: list[TrialRun] = []
-    for ranks, rows in layouts:
-        name = f"layout {ranks}x{rows}"
-        runs.append(check.run(name.replace(" ", "-"), 1, ranks, **changes, MICRO_BATCH_SIZE=rows))
-        finish(runs[-1], name, 1)
-        if len(runs) == 1:
-            yield Verdict(name, True, f"loss {runs[0].ledger[0]['loss']:.6f}; the others are compared to it")
-            continue
-        same_rows = compare_lines(name, runs[0].ledger, runs[-1].ledger, ("rows_crc32",))
-        folders = (run.folder / "checkpoints" / f"step-{check.first + 1:08d}" for run in (runs[0], runs[-1]))
-        moments = [tensors_in(folder, optimizer=True) for folder in folders]
-        yield compare_gradients(name, *moments, dtype) if same_rows.same else same_rows
+    return [*comparisons, Comparison("straight again", same, text)]
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=8, metavar="N",
-                        help="number of steps; 0 = only --layouts (default: %(default)s)")
-    parser.add_argument("--layouts", metavar="RxM,...", type=parse_layouts, default=[],
-                        help="numbers of ranks and MICRO_BATCH_SIZE to compare, such as 1x4,1x2,2x2")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N",
+    parser.add_argument("--steps", default=8, metavar="N", help="number of steps (default: %(default)s)",
+                        type=number(int, "of at least 4", lambda value: value >= 4))
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", default=1, metavar="N",
+                        type=number(int, "of at least 1", lambda value: value >= 1),
                         help="number of ranks (default: %(default)s)")
-    args, flags = parser.parse_known_args()
-    if args.nproc_per_node < 1 or not (args.steps >= 4 or (args.steps == 0 and args.layouts)):
-        parser.error("--steps must be 4 or more, or 0 with --layouts; --nproc-per-node must be 1 or more")
-    return args, flags
+    return parser.parse_known_args()
 
 
 def main() -> None:
     args, flags = parse_args()
 
-    def load(more: list[str], ranks: int = args.nproc_per_node) -> Settings:
-        environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+    def load(more: list[str]) -> Settings:
+        environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(args.nproc_per_node)}
         return load_config([*flags, *more], environ)
 
     try:
         loaded = load([])
         config = loaded.config
-        for ranks, rows in args.layouts:  # check all of them before starting any
-            load([f"--micro-batch-size={rows}"], ranks)
     except SettingsError as error:
         exit_with(error)
     export(loaded)
@@ -379,15 +294,12 @@ def main() -> None:
     def info(name: str, text: str) -> None:
         show(f"  {name:<18}{text}")
 
-    def report(verdict: Verdict) -> bool:
-        info(verdict.name, f"{'ok' if verdict.same else 'DIFFERS'}: {verdict.text}")
-        return verdict.same
-
     try:
         show(f"Training ({config.training_stage}, ranks: {args.nproc_per_node}) in {folder}")
-        verdicts = check_resume(check, args.steps, info) if args.steps else []
-        same = [report(verdict) for verdict in chain(verdicts, check_layouts(check, args.layouts))]
-        keep = not all(same)
+        compared = check_resume(check, args.steps, info)
+        for each in compared:
+            info(each.name, f"{'ok' if each.same else 'DIFFERS'}: {each.text}")
+        keep = not all(each.same for each in compared)
     except (KeyboardInterrupt, SystemExit):
         keep = False
         raise
@@ -397,6 +309,7 @@ def main() -> None:
         else:
             shutil.rmtree(folder)
     if keep:
+        show(f"To find the step: {command('scripts/diff_runs.py', folder / 'straight', folder / 'killed')}")
         raise SystemExit(1)
     print("All runs are the same.")
 

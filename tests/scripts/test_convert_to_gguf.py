@@ -1,4 +1,4 @@
-"""convert_to_gguf.py: what a GGUF file contains is the model, as transformers and, if it is installed, llama.cpp read it."""
+"""convert_to_gguf.py: what a GGUF file contains is the model, as transformers reads it."""
 
 import json
 import math
@@ -24,7 +24,6 @@ MODELS = {"llama": {"tie_embeddings": False}, "llama3 scaling": {"rope_scaling_f
           "yarn": {"model_type": "qwen2", "rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "rope_high_freq_factor": 32.0,
                    "rope_original_max_len": 64}, "mistral": {"model_type": "mistral", "sliding_window": 100},
           "smollm3": {"model_type": "smollm3", "n_layers": 4, "no_rope_every": 4}}
-TEXT = "The cat saw the dog, and I'll say 12345 times: Straße 你好 🚀.\n" * 20
 
 
 @pytest.fixture
@@ -70,9 +69,7 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle of this test: pip install -r requirements-dev.txt")
     folder = save(tmp_path / "model", **MODELS[name])
     for kind in ("f32", "bf16", "q8_0"):
-        results = script.convert(folder, tmp_path / f"{kind}.gguf", kind, TEXT, script.MAX_KL[kind])
-        assert results["tensors"] == ("within the error of q8_0" if kind == "q8_0" else "equal")
-        assert float(results["KL divergence"].split()[0]) <= (1e-6 if kind == "f32" else 1e-3)
+        script.convert(folder, tmp_path / f"{kind}.gguf", kind)
     reader = gguf.GGUFReader(tmp_path / "f32.gguf")
     if name == "narrow":
         kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "q8_0.gguf").tensors}
@@ -80,7 +77,7 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
     assert reader.fields["tokenizer.ggml.pre"].contents() == "llama-bpe" and reader.fields["tokenizer.ggml.add_bos_token"].contents() is True
     context = reader.fields[f"{reader.fields['general.architecture'].contents()}.context_length"].contents()
     assert context == (100 if name == "mistral" else 512 if name == "llama3 scaling" else 256)
-    assert f"| KL divergence | {results['KL divergence']} |" in (tmp_path / "q8_0.md").read_text()
+    assert "compared with the model's: within the rounding of q8_0" in (tmp_path / "q8_0.md").read_text()
     assert "FROM ./q8_0.gguf" in (modelfile := (tmp_path / "q8_0.Modelfile").read_text()) and 'PARAMETER stop "<|eot_id|>"' in modelfile
     if name in ("llama", "narrow", "qwen2"):
         ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder, **file) for file in ({}, {"gguf_file": str(tmp_path / "f32.gguf")}))
@@ -88,14 +85,12 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
         assert (ours(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("damage", ("a tensor", "a type"))
-def test_a_file_that_differs_is_not_exported(damage, gguf, tmp_path, monkeypatch):
-    folder, output = save(tmp_path / "model"), tmp_path / "out.gguf"
-    if damage == "a tensor":
-        quantize = gguf.quants.quantize
-        monkeypatch.setattr(gguf.quants, "quantize", lambda data, kind: quantize(data * (1 + 1e-3 * (data.ndim == 2)), kind))
-    with pytest.raises(CheckpointError, match="not exported: (tensor .*|the KL divergence of q8_0 is .*above 1e-09)"):
-        script.convert(folder, output, "f32" if damage == "a tensor" else "q8_0", TEXT, 1e-9)
+@pytest.mark.parametrize("kind, error", [("f32", 1e-3), ("q8_0", 1e-2)])
+def test_a_file_that_differs_is_not_exported(kind, error, gguf, tmp_path, monkeypatch):
+    folder, output, quantize = save(tmp_path / "model"), tmp_path / "out.gguf", gguf.quants.quantize
+    monkeypatch.setattr(gguf.quants, "quantize", lambda data, kind: quantize(data * (1 + error * (data.ndim == 2)), kind))
+    with pytest.raises(CheckpointError, match="not exported: tensor .* differs"):
+        script.convert(folder, output, kind)
     assert [*tmp_path.iterdir()] == [folder]
 
 
@@ -173,7 +168,7 @@ def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path):
             content["model"]["merges"] = []
         (folder / "tokenizer.json").write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=message):
-            script.convert(folder, tmp_path / "out.gguf", "f32", TEXT, 1.0)
+            script.convert(folder, tmp_path / "out.gguf", "f32")
     (tmp_path / "out.gguf").touch()
     with pytest.raises(CheckpointError, match="already exists; choose a new file"):
-        script.convert(folder, tmp_path / "out.gguf", "f32", TEXT, 1.0)
+        script.convert(folder, tmp_path / "out.gguf", "f32")
