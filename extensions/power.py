@@ -7,7 +7,6 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ RAPL = Path("/sys/class/powercap")
 NO_COUNTER = f"no RAPL counter can be read ({RAPL}; most systems allow it only for root)"
 STOP_SECONDS = 2  # time for the thread to end before it is abandoned
 WRITE_SECONDS = 1  # between writes, and between readings of slowly changing values
-MOST_BYTES, KEPT_FILES = 2**26, 8  # size of a file, and number of earlier files kept
 PAUSE_SHARE = 0.1  # an interval with a larger share of pauses does not count as training
 IDLE = 1  # nvmlClocksEventReasonGpuIdle; the other bits are reasons for a lower clock
 # The nvmlClocksEventReason bits that slow down a busy GPU.
@@ -146,49 +144,6 @@ def packages() -> Iterator[tuple[Path, int]]:
                 yield folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
 
 
-class RotatedFile:
-    """A CSV file for appending. At MOST_BYTES it is renamed to number 1, number 1 to number 2, and so on.
-
-    Lines that cannot be written are dropped with a single warning. `folder()` may be renamed.
-    """
-
-    def __init__(self, folder: Callable[[], Path], name: str, warn: Callable[[str], None]):
-        self.folder, self.name, self.warn, self.file = folder, name, once(warn), None
-
-    def append(self, lines: str) -> None:
-        try:
-            if self.file is None:
-                self._open()
-            size, content = os.fstat(self.file.fileno()).st_size, lines.encode()
-            if self.file.write(content) < len(content):
-                os.ftruncate(self.file.fileno(), size)
-                raise OSError("not enough space")
-            if size + len(content) >= MOST_BYTES:
-                self.close()
-                stem, _, suffix = self.name.rpartition(".")
-                names = [self.name, *(f"{stem}.{number}.{suffix}" for number in range(1, KEPT_FILES + 1))]
-                for number in range(KEPT_FILES, 0, -1):
-                    with suppress(FileNotFoundError):
-                        (self.folder() / names[number - 1]).replace(self.folder() / names[number])
-        except OSError as error:
-            self.warn(f"{self.name} cannot be written: {error.strerror or error}; the run continues, and "
-                      "these measurements are lost")
-
-    def _open(self) -> None:
-        self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)
-        size = self.file.seek(0, os.SEEK_END)
-        self.file.seek(max(0, size - 4096))
-        cut = len(self.file.read().rpartition(b"\n")[2])  # an incomplete line of a killed process
-        os.ftruncate(self.file.fileno(), size - cut)
-        if size == cut:
-            self.file.write(f"{HEADER}\n".encode())
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-
-
 class Reading(NamedTuple):
     """A device since the last reading; NaN if a value is unknown."""
 
@@ -242,17 +197,18 @@ class Moment(NamedTuple):
 
 
 class PowerSampler:
-    """A thread that samples a meter into a file `hz` times per second.
+    """A thread that samples a meter into a file `hz` times per second; the file's folder may be renamed.
 
-    The thread calls `open_meter`, and `note` if that fails.
+    The thread calls `open_meter`, `note` if that fails, and `warn` if lines cannot be written.
     """
 
-    def __init__(self, open_meter: Callable[[], Any], gpu: str, hz: float, file: RotatedFile,
-                 note: Callable[[str], None]):
-        self.open_meter, self.gpu, self.hz, self.file, self.note = open_meter, gpu, hz, file, note
+    def __init__(self, open_meter: Callable[[], Any], gpu: str, hz: float, path: Callable[[], Path],
+                 note: Callable[[str], None], warn: Callable[[str], None]):
+        self.open_meter, self.gpu, self.hz, self.path, self.note = open_meter, gpu, hz, path, note
+        self.warn = once(warn)
         self.stopping, self.lock = threading.Event(), threading.Lock()
         self.pauses, self.paused_at = 0.0, time.monotonic()  # finished pauses, and the start of a current one
-        self.lines: deque[str] = deque()
+        self.lines: list[str] = []  # not written yet
         self.samples: list[Sample] = []  # during steps since the last `read`
         self.joules = self.seconds = 0.0  # of these samples
         self.last = Reading()
@@ -294,7 +250,6 @@ class PowerSampler:
         finally:
             meter.close()
             self._write()
-            self.file.close()
 
     def _sample(self, meter: Any) -> None:
         before, due, written = None, time.monotonic(), time.monotonic()
@@ -333,8 +288,20 @@ class PowerSampler:
             self.joules, self.seconds = self.joules + joules, self.seconds + seconds
 
     def _write(self) -> None:
-        if lines := [self.lines.popleft() for _ in range(len(self.lines))]:
-            self.file.append("".join(lines))
+        """Append the lines to the file; lines that cannot be written are dropped."""
+        lines, self.lines = self.lines, []
+        try:
+            with open(self.path(), "a+b", buffering=0, opener=plain) as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 4096))
+                cut = len(file.read().rpartition(b"\n")[2])  # of a killed process, or from a full disk
+                file.truncate(size - cut)
+                content = "".join([f"{HEADER}\n"] * (size == cut) + lines).encode()
+                if file.write(content) < len(content):
+                    raise OSError("not enough space")
+        except OSError as error:
+            self.warn(f"{self.path().name} cannot be written: {error.strerror or error}; the run continues, "
+                      "and these measurements are lost")
 
 
 def start_sampler(run: Run) -> Optional[PowerSampler]:
@@ -351,6 +318,6 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
     if on_gpu:
         uuid, name = str(torch.cuda.get_device_properties(ranks.device).uuid), str(number_of(ranks.rank))
         open_meter = lambda: GpuMeter(uuid)
-    file = RotatedFile(lambda: run.folder, f"power-rank-{ranks.rank}.csv" if ranks.rank else "power.csv",
-                       run.log.warn)
-    return PowerSampler(open_meter, name, config.power_hz, file, run.log.info)
+    file = f"power-rank-{ranks.rank}.csv" if ranks.rank else "power.csv"
+    return PowerSampler(open_meter, name, config.power_hz, lambda: run.folder / file, run.log.info,
+                        run.log.warn)

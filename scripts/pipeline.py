@@ -5,7 +5,7 @@
 
 This takes 10 to 25 minutes on two CPU cores, on which two stages train at the same time. All flags are
 passed to every training run. If interrupted, the same command resumes. The results are in
-runs/pipeline/summary.json and, as a table with plots, in runs/pipeline/pipeline.md.
+runs/pipeline/summary.json and, as a table, in runs/pipeline/pipeline.md.
 """
 
 import json
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
+from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import CALLED_FROM, command, counted  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
@@ -52,7 +52,6 @@ from data_pipeline.shards import TokenizerInfo  # noqa: E402
 from data_pipeline.templates import load_chat_format  # noqa: E402
 from dataloaders import ExampleRows, open_example_set  # noqa: E402
 from extensions.inference.generate import generate  # noqa: E402
-from extensions.report.page import ASSETS  # noqa: E402
 from learn.objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
 from run.adapters import load_for_use  # noqa: E402
 
@@ -235,47 +234,9 @@ def table(summary: dict) -> str:
                       *(f"| {name} | {values} |" for name, values in rows.items())])
 
 
-def plot(summary: dict, output: Path) -> None:
-    """Plot each stage before and after, and the students of all seeds as dots."""
-    with requires_package("matplotlib", "a plot"):
-        from matplotlib import style
-        from matplotlib.figure import Figure
-
-    style.use(ASSETS / "figure.mplstyle")
-    figure = Figure(figsize=(5.5, 2.4), layout="constrained")
-    stages, students = figure.subplots(1, 2, width_ratios=(3, 2))
-    shares = {"pretraining: right ending": summary["pretrain"]["item_accuracy"],
-              "SFT: exact answer": summary["sft"]["exact_answers"],
-              "LoRA SFT: exact answer": summary["lora"]["exact_answers"],
-              "DPO: right preference": summary["dpo"]["preference_accuracy"],
-              "GRPO: exact answer": summary["grpo"]["exact_answers"],
-              "on-policy: exact answer": summary["on-policy"]["exact_answers"]}
-    for place, (before, after) in enumerate(shares.values()):
-        stages.plot([100 * before, 100 * after], [place, place], color="C0")
-        stages.plot(100 * before, place, "o", color="C0", markerfacecolor="white", label="before")
-        stages.plot(100 * after, place, "o", color="C0", label="after")
-    stages.set(xlabel="held-out items (%)", yticks=range(len(shares)), yticklabels=shares, ylim=(5.6, -0.6))
-    handles, labels = stages.get_legend_handles_labels()
-    figure.legend(handles[:2], labels[:2], loc="outside upper left", ncols=2)
-
-    losses = summary["distill"]["val_loss"]
-    for place, values in enumerate(losses):
-        students.plot([place] * len(values), values, "o", color=f"C{place}", alpha=0.7)
-        students.plot(place, mean(values), "_", color=f"C{place}", markersize=24)
-    students.set(ylabel="loss (nats per token)", xticks=range(len(losses)), xlim=(-0.6, 1.6),
-                 xticklabels=["without\nteacher", "with\nteacher"])
-    figure.savefig(output)
-
-
 def report(summary: dict, pipeline: Pipeline) -> None:
-    """Print the table, and write it with plots into RUNS."""
+    """Print the table, and write it into RUNS."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    picture = "\n![Each stage before and after](pipeline.png)\n"
-    try:
-        plot(summary, RUNS / "pipeline.png")
-    except SettingsError as error:
-        print(f"No plots: {error}", file=sys.stderr)
-        picture = ""
     seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items()
                         if name != "total")
     on_gpu, ranks = torch.cuda.is_available(), counted(pipeline.ranks, 'rank')
@@ -287,9 +248,9 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 that no training text contains.
 
 {table(summary)}
-{picture}""", encoding="utf-8")
+""", encoding="utf-8")
     print(f"\n{table(summary)}\n\nFinished in {minutes}.\nResults: {RUNS / 'summary.json'}\n"
-          f"{'Table and plots' if picture else 'Table'}: {RUNS / 'pipeline.md'}\n"
+          f"Table: {RUNS / 'pipeline.md'}\n"
           f"Chat with the model: {command('scripts/chat.py', last_checkpoint('dpo'))}\n"
           "Try a question such as: A story ... What colour is the kite?")
 

@@ -1,5 +1,6 @@
 """Power is read, counted in the steps only, written beside the phases, and never stands in a run's way."""
 
+import contextlib
 import csv
 import errno
 import inspect
@@ -24,7 +25,6 @@ from extensions.power import (
     Moment,
     PowerSampler,
     Reading,
-    RotatedFile,
     Sample,
     UnreadableError,
     packages,
@@ -133,57 +133,6 @@ def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
     assert [*packages()] == []
 
 
-def test_a_file_continues_after_a_kill_and_is_rotated(tmp_path, monkeypatch):
-    warnings: list[str] = []
-    folder = [tmp_path]
-    path = tmp_path / "power.csv"
-    path.write_text(f"{HEADER}\nfirst\ncut of")  # by kill -9
-    file = RotatedFile(lambda: folder[0], "power.csv", warnings.append)
-    file.append("second\n")
-    assert path.read_text() == f"{HEADER}\nfirst\nsecond\n"
-    monkeypatch.setattr(power, "MOST_BYTES", 150)
-    monkeypatch.setattr(power, "KEPT_FILES", 2)
-    folder[0] = tmp_path.rename(tmp_path.with_name("renamed"))  # as a run's folder may be
-    for number in range(12):
-        file.append(f"line {number:>20}\n")
-    file.close()
-    assert sorted(path.name for path in folder[0].glob("*.csv")) == ["power.1.csv", "power.2.csv", "power.csv"]
-    texts = [(folder[0] / name).read_text() for name in ("power.2.csv", "power.1.csv", "power.csv")]
-    assert all(text.startswith(f"{HEADER}\n") for text in texts)
-    numbers = [line.split()[1] for text in texts for line in text.splitlines()[1:]]
-    assert numbers == [str(number) for number in range(12 - len(numbers), 12)] and warnings == []
-
-
-def test_what_a_full_disk_refuses_is_dropped_with_one_warning_and_no_half_line(tmp_path):
-    warnings: list[str] = []
-    file = RotatedFile(lambda: tmp_path, "power.csv", warnings.append)
-    file.append("first\n")
-    room = SimpleNamespace(bytes=3)
-
-    class Full:
-        def __init__(self, file):
-            self.real = file
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-        def write(self, content: bytes) -> int:
-            if not room.bytes:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            written = self.real.write(content[:room.bytes])
-            room.bytes -= written
-            return written
-
-    file.file = Full(file.file)
-    file.append("second\n")
-    file.append("third\n")
-    room.bytes = 100
-    file.append("fourth\n")
-    file.close()
-    assert (tmp_path / "power.csv").read_text() == f"{HEADER}\nfirst\nfourth\n"
-    assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "measurements are lost" in warnings[0]
-
-
 class Meter:
     """Measures 200 W; its counter says so, or there is none. The first reading may hang."""
 
@@ -206,7 +155,33 @@ def sampler_of(meter, folder: Path, hz=1.0, notes=None) -> PowerSampler:
         return meter
 
     notes = [] if notes is None else notes
-    return PowerSampler(open_meter, "3", hz, RotatedFile(lambda: folder, "power.csv", notes.append), notes.append)
+    return PowerSampler(open_meter, "3", hz, lambda: folder / "power.csv", notes.append, notes.append)
+
+
+def test_a_file_continues_after_its_last_whole_line_and_what_a_full_disk_refuses_is_dropped(tmp_path, monkeypatch):
+    notes: list[str] = []
+    sampler, path = sampler_of(UnreadableError("no driver"), tmp_path, notes=notes), tmp_path / "power.csv"
+    sampler.stop()
+    path.write_text(f"{HEADER}\nfirst\ncut of")  # by kill -9
+    room = [100, 0, 3, 100]
+
+    def opened(*arguments, **options):
+        file, bytes_left = open(*arguments, **options), room.pop(0)
+
+        def write(content: bytes) -> int:
+            if not bytes_left:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return file.write(content[:bytes_left])
+
+        limited = SimpleNamespace(seek=file.seek, read=file.read, truncate=file.truncate, write=write, close=file.close)
+        return contextlib.closing(limited)
+
+    monkeypatch.setattr(power, "open", opened, raising=False)
+    for line in ("second", "third", "fourth", "fifth"):
+        sampler.lines.append(f"{line}\n")
+        sampler._write()
+    assert path.read_text() == f"{HEADER}\nfirst\nsecond\nfifth\n"
+    assert len(notes) == 2 and "power.csv cannot be written" in notes[1] and "measurements are lost" in notes[1]
 
 
 @pytest.mark.parametrize("has_counter", [True, False])
