@@ -59,24 +59,31 @@ def exit_codes() -> list[tuple[int, str]]:
     return [(code, " ".join(sentences)) for code, sentences in sorted(meanings.items())]
 
 
-CHAPTERS = ("train", "model", "dataloaders", "tokenizer", "data_preparation_utils", "model_utils", "lora",
-            "hellaswag_utils", "config")
+# In reading order: a training step, then the rest of the core by package.
+STEP = ("train.py", "model.py", "dataloaders.py", "learn/objectives.py", "learn/optim.py", "parallel/fsdp.py",
+        "checkpoint/store.py", "config.py")
+NOT_CORE = ("data_pipeline", "extensions", "scripts")
 
 
 def reading_order() -> list[tuple[str, str]]:
     """The files in reading order, with their lines rounded to 50."""
-    def lines_of(*files: Path) -> str:
-        return f"{50 * round(sum(len(file.read_text('utf-8').splitlines()) for file in files) / 50):,}"
+    def row_of(title: str, files: list[Path]) -> tuple[str, str]:
+        return title, f"{50 * round(sum(len(file.read_text('utf-8').splitlines()) for file in files) / 50):,}"
 
-    chapters, all_files = [ROOT / f"{name}.py" for name in CHAPTERS], []
-    rows = [(f"{number}. `{path.name}`", lines_of(path)) for number, path in enumerate(chapters, 1)]
-    rows += [("**chapters**", lines_of(*chapters))]
-    for folder in sorted({path.parent for path in ROOT.glob("*/__init__.py")} - {ROOT / "scripts"}):
-        files = sorted(folder.rglob("*.py") if folder.name == "extensions" else folder.glob("*.py"))
-        names = [str(file.relative_to(folder).with_suffix("")) for file in files if file.stem[0] != "_"]
-        row = f"`{folder.name}/`: {', '.join(f'`{name}`' for name in names)}", lines_of(*files)
-        rows, all_files = [*rows, row], [*all_files, *files]
-    return [*rows, ("**packages**", lines_of(*all_files))]
+    step = [ROOT / name for name in STEP]
+    core, other = [file for file in sorted(ROOT.glob("*.py")) if file not in step], []
+    rows = [row_of(f"{number}. `{name}`", [ROOT / name]) for number, name in enumerate(STEP, 1)]
+    rows += [row_of("**a training step**", step), *(row_of(f"`{file.name}`", [file]) for file in core)]
+    packages = {path.parent for path in ROOT.glob("*/__init__.py")}
+    for folder in sorted(packages, key=lambda path: (path.name in NOT_CORE, path)):
+        files = [file for file in sorted(folder.rglob("*.py")) if file not in step and file.stem[0] != "_"]
+        names = ", ".join(f"`{file.relative_to(folder).with_suffix('')}`" for file in files)
+        if folder.name not in NOT_CORE:
+            core += files
+            rows.append(row_of(f"`{folder.name}/`: {names}", files))
+        elif folder.name != "scripts":
+            other.append(row_of(f"`{folder.name}/`: {names}", files))
+    return [*rows, row_of("**the core**", step + core), *other]
 
 
 def generated() -> dict[str, str]:

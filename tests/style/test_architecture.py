@@ -52,7 +52,7 @@ def calls(path: Path):
     return [(ast.unparse(node.func), node) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
 
 
-def room_of(name: str) -> str:
+def unit_of(name: str) -> str:
     path = Path(name)
     if path.parts[0] == "extensions":
         return "extensions"
@@ -60,47 +60,48 @@ def room_of(name: str) -> str:
 
 
 @cache
-def floors() -> dict[str, int]:
-    """The floor of each chapter and package, as in docs/architecture.md."""
+def layers() -> dict[str, int]:
+    """The layer of each top-level module and package, as in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^floor (\d+) +(.+)$", text, re.MULTILINE)
-    rooms = [(room, int(floor)) for floor, row in rows for room in row.split()]
-    assert len(dict(rooms)) == len(rooms), "a room stands on two floors"
-    return dict(rooms)
+    rows = re.findall(r"^layer (\d+) +(.+)$", text, re.MULTILINE)
+    units = [(unit, int(layer)) for layer, row in rows for unit in row.split()]
+    assert len(dict(units)) == len(units), "a module is in two layers"
+    return dict(units)
 
 
 def own_imports(name: str) -> set[str]:
     return {MODULES[module] for module in imports(CODE[name]) & MODULES.keys()} - {name}
 
 
-def test_every_room_stands_in_the_picture_and_in_the_table():
-    rooms = {room_of(name) for name in CODE}
-    assert set(floors()) == rooms
-    table = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(table) == sorted(rooms)
+def test_every_module_is_in_the_picture_and_in_the_table():
+    units = {unit_of(name) for name in CODE}
+    assert set(layers()) == units
+    modules = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Modules\n")[2]
+    table = re.findall(r"^\| `([\w/]+?)(?:\.py|/)` \|", modules, re.MULTILINE)
+    assert sorted(table) == sorted(units)
 
 
 def test_imports_go_down_only():
-    wrong = [f"{name} imports {other}, which does not lie below" for name in CODE
-             for other in sorted({room_of(file) for file in own_imports(name)} - {room_of(name)})
-             if floors()[other] >= floors()[room_of(name)]]
+    wrong = [f"{name} imports {other}, which is not in a lower layer" for name in CODE
+             for other in sorted({unit_of(file) for file in own_imports(name)} - {unit_of(name)})
+             if layers()[other] >= layers()[unit_of(name)]]
     assert wrong == []
 
 
 def test_the_modules_of_a_package_import_each_other_in_no_circle():
     for package in PACKAGES:
-        inside = {name: {other for other in own_imports(name) if room_of(other) == package}
-                  for name in CODE if room_of(name) == package}
+        inside = {name: {other for other in own_imports(name) if unit_of(other) == package}
+                  for name in CODE if unit_of(name) == package}
         list(TopologicalSorter(inside).static_order())
 
 
-def test_no_room_has_the_name_of_a_module_that_our_libraries_import():
+def test_no_package_has_the_name_of_a_module_that_our_libraries_import():
     """A package called `kernels` breaks transformers, one called `distributed` breaks joblib where dask is installed."""
-    names = {room.split("/")[0] for room in floors()}
+    names = {unit.split("/")[0] for unit in layers()}
     assert not names & ({*sys.stdlib_module_names, "kernels", "distributed"} | packages_distributions().keys())
 
 
-def test_only_the_rooms_of_communication_import_torch_distributed():
+def test_only_four_modules_import_torch_distributed():
     speaking = {name for name, path in LIBRARY.items() if any(found.startswith("torch.distributed") for found in imports(path))}
     naming = {name for name, path in LIBRARY.items() for node in ast.walk(tree(path))
               if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"}
@@ -110,7 +111,7 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
 def test_settings_data_and_report_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
             "from checkpoint import item_scores; "
-            "from settings import load; from scripts.sample import world; "
+            "from settings import load; from scripts.sample import stories; "
             "from data_pipeline import (chats, prepare, shards, sources, templates); from extensions.report import page; "
             "assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -126,17 +127,17 @@ UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\
 def test_nothing_is_unpickled_and_no_foreign_code_runs():
     expected = {"scripts/import_checkpoint.py": {"pickle"}, "extensions/card.py": {"yaml"},
                 "settings/load.py": {"yaml"}}  # compose, which makes no objects
-    for room, path in CODE.items():
-        assert {name for name in imports(path) if re.match(UNSAFE, name)} == expected.get(room, set()), room
-        assert "trust_remote_code" not in path.read_text(encoding="utf-8"), room
+    for unit, path in CODE.items():
+        assert {name for name in imports(path) if re.match(UNSAFE, name)} == expected.get(unit, set()), unit
+        assert "trust_remote_code" not in path.read_text(encoding="utf-8"), unit
         for name, call in calls(path):
-            where, keywords = f"{room}:{call.lineno}", {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            users_own = (room, name) in {("extensions/rewards.py", "importlib.import_module"),  # what REWARD names
+            where, keywords = f"{unit}:{call.lineno}", {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            users_own = (unit, name) in {("extensions/rewards.py", "importlib.import_module"),  # what REWARD names
                                          ("run/extensions.py", "import_module")}
             assert users_own or not re.fullmatch(UNSAFE_CALLS, name) and not name.startswith("pickle."), where
             assert not name.startswith("yaml.") or name.startswith(("yaml.safe_", "yaml.compose")), where
             if name == "torch.load":
-                assert room == "scripts/import_checkpoint.py" and keywords["weights_only"] == "True", where
+                assert unit == "scripts/import_checkpoint.py" and keywords["weights_only"] == "True", where
             if re.fullmatch(r"(np|numpy)\.load", name):
                 assert keywords["allow_pickle"] == "False", where
             if name.endswith("Model.from_pretrained") or name.endswith("CausalLM.from_pretrained"):
@@ -146,19 +147,19 @@ def test_nothing_is_unpickled_and_no_foreign_code_runs():
 
 def test_what_is_printed_has_its_control_characters_escaped():
     """By print_safely, show and the run's log."""
-    assert [f"{room}:{call.lineno}" for room, path in LIBRARY.items() if room != "common/text.py"
+    assert [f"{unit}:{call.lineno}" for unit, path in LIBRARY.items() if unit != "common/text.py"
             for name, call in calls(path) if re.match(r"print$|sys\.std(out|err)\.write", name)] == []
 
 
 def test_no_exception_is_swallowed_unnamed():
-    assert [f"{room}:{node.lineno}" for room, path in CODE.items() for node in ast.walk(tree(path))
+    assert [f"{unit}:{node.lineno}" for unit, path in CODE.items() for node in ast.walk(tree(path))
             if isinstance(node, ast.ExceptHandler)
             and (node.type is None or (ast.unparse(node.type) == "Exception" and isinstance(node.body[0], ast.Pass)))] == []
 
 
 def test_every_public_name_has_a_docstring():
     """But functions of at most four lines, whose name may say it all."""
-    assert [f"{room}: {getattr(node, 'name', 'module')}" for room, path in LIBRARY.items() for node in (tree(path), *tree(path).body)
+    assert [f"{unit}: {getattr(node, 'name', 'module')}" for unit, path in LIBRARY.items() for node in (tree(path), *tree(path).body)
             if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(node)
             and not getattr(node, "name", "").startswith("_")
             and not (isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno < 4)] == []
@@ -166,15 +167,15 @@ def test_every_public_name_has_a_docstring():
 
 def test_every_script_is_run_by_run_script():
     """run_script handles user errors, Ctrl-C and `| head`."""
-    for room, path in SCRIPTS.items():
+    for unit, path in SCRIPTS.items():
         last = tree(path).body[-1]
         if isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
-            assert re.match(r"run_(script|preparation)\(", ast.unparse(last.body[-1])), room
+            assert re.match(r"run_(script|preparation)\(", ast.unparse(last.body[-1])), unit
 
 
 def test_every_function_can_be_read_at_a_glance():
     """ruff counts its branches."""
-    assert [f"{room}:{node.lineno} {node.name}" for room, path in CODE.items() for node in ast.walk(tree(path))
+    assert [f"{unit}:{node.lineno} {node.name}" for unit, path in CODE.items() for node in ast.walk(tree(path))
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_LINES] == []
 
 
@@ -186,11 +187,11 @@ def test_ruff_finds_nothing():
 
 
 def test_secrets_are_opened_in_one_place_only():
-    functions = [(room, node) for room, path in CODE.items() for node in ast.walk(tree(path))
+    functions = [(unit, node) for unit, path in CODE.items() for node in ast.walk(tree(path))
                  if isinstance(node, ast.FunctionDef)]
-    opened = {(room, node.name) for room, node in functions if "get_secret_value" in ast.unparse(node)}
+    opened = {(unit, node.name) for unit, node in functions if "get_secret_value" in ast.unparse(node)}
     assert opened == {("settings/load.py", "export")}
-    read = {room for room, path in CODE.items() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)
+    read = {unit for unit, path in CODE.items() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)
             and node.attr in SECRETS}
     assert read == set()
 
