@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from factories import TinyRun, assert_same_run, prepare_stages, without_clocks
+from factories import TinyRun, assert_same_run, without_clocks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,20 +115,11 @@ def test_what_is_measured_of_each_row_depends_on_no_batch_and_no_rank(measured):
 
     expected = by_row(1, 1)
     assert len(expected["loss"]) == ROWS
-    for size, ranks_ in ((2, 1), (5, 1), (8, 1), (1, 2), (2, 3)):
+    for size, ranks_ in ((8, 1), (1, 2), (2, 3)):
         found = by_row(size, ranks_)
         assert found["count"].tolist() == expected["count"].tolist()
         np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
         assert ratio_error(found["loss"], found["count"]) == pytest.approx(ratio_error(expected["loss"], expected["count"]), rel=1e-4)
-
-
-def test_the_error_of_a_mean_over_unequal_items_is_that_of_resampled_items():
-    dice = np.random.default_rng(0)
-    counts = dice.integers(1, 200, 60).astype(float)
-    losses = 3 + dice.normal(size=60)
-    drawn = dice.integers(0, 60, (4000, 60))
-    means = (losses * counts)[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
-    assert ratio_error(losses, counts) == pytest.approx(means.std(), rel=0.05), "numpy's bootstrap"
 
 
 def test_the_error_of_a_ratio_is_cochrans():
@@ -213,16 +204,6 @@ def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run
         assert_same_run(resumed, whole, 6)
 
 
-def test_a_set_that_cannot_be_read_is_named_by_check_too(tiny_run, tmp_path, capsys):
-    run = tiny_run(EVAL_TASKS=f"arc:{tmp_path / 'arc.jsonl'}")
-    for flags in ({}, {"CHECK": "true"}):
-        assert run.train(**flags) == 3
-        told = capsys.readouterr()
-        assert f"EVAL_TASKS=arc:{tmp_path / 'arc.jsonl'} cannot be read" in told.err + told.out
-        assert "name a file in HellaSwag's schema" in told.err + told.out
-    assert not run.folder.exists()
-
-
 def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
     told, clock = [], iter(range(0, 1000, 40))
     monkeypatch.setattr(ranks.time, "perf_counter", lambda: next(clock))
@@ -244,16 +225,12 @@ class AsCuda(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["pretrain", "sft"])
-def test_a_deterministic_run_evaluates_by_what_cuda_can_do(mode, tiny_run, prepared, tmp_path, monkeypatch):
+def test_a_deterministic_run_evaluates_by_what_cuda_can_do(stages, tmp_path, monkeypatch):
     """Validation, HellaSwag, samples that are drawn, and generated answers."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     original, every = model_utils.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
     monkeypatch.setattr(model_utils, "make_deterministic", lambda config, _: original(config, "cuda"))
-    if mode == "pretrain":
-        run = tiny_run(**every)
-    else:
-        run = prepare_stages(prepared, tmp_path).run("sft", tmp_path / "runs", GENERATION_EVAL_EVERY=2, **every)
+    run = stages.run("sft", tmp_path, GENERATION_EVAL_EVERY=2, **every)
     cudnn = torch.backends.cudnn.deterministic
     try:
         with AsCuda():
@@ -265,4 +242,4 @@ def test_a_deterministic_run_evaluates_by_what_cuda_can_do(mode, tiny_run, prepa
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic = True, cudnn
     assert {line["step"] for line in run.lines("samples")} == {2, 4}
-    assert mode == "pretrain" or [*run.column("generation_n")] == [0, 2, 4]
+    assert [*run.column("generation_n")] == [0, 2, 4]

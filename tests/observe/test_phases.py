@@ -1,7 +1,6 @@
 """Where the time of the steps goes, phase by phase, and which rank is named as slow."""
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import train
 from common.heartbeat import HEARTBEAT
 from extensions import phases
-from extensions.phases import COMPARED, Phases, SlowRanks, percentages
+from extensions.phases import Phases, SlowRanks, percentages
 from learn.objectives import NextToken
 from run import life
 
@@ -132,30 +131,11 @@ def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
     assert HEARTBEAT.on_mark.__name__ == "<lambda>"
 
 
-def test_the_percentages_of_a_short_run_add_up_to_100_with_what_is_outside_all_phases(clock, monkeypatch):
-    for others in ({"evaluation": 2.0, "save": 0.1}, {}):
-        phases = Phases(fake_run())
-        phases.totals.update({"data": 1 / 3, "forward": 1 / 3, "backward": 1 / 3, **others})
-        clock.now += 4.0
-        told = phases.describe()
-        steps, *pauses = map(float, re.findall(r"([\d.]+) %", told))
-        assert steps + sum(pauses) == pytest.approx(100, abs=1e-9) and ", other " in told
-        assert sum(map(float, re.findall(r"(?:data|forward|backward) ([\d.]+)", told))) == pytest.approx(steps, abs=1e-9)
-
-
 @given(st.dictionaries(st.text(), st.floats(0, 1e6), min_size=1).filter(lambda values: sum(values.values()) > 1e-3))
 def test_percentages_are_within_a_tenth_and_add_up(values):
     found = percentages(values)
     assert sum(round(10 * each) for each in found.values()) == 1000
     assert all(abs(found[name] - 100 * value / sum(values.values())) <= 0.1 + 1e-9 for name, value in values.items())
-
-
-def test_a_single_rank_waits_for_nobody(clock):
-    with marking(Phases(fake_run())) as measured:
-        take_step(clock, 1)
-        assert measured.read_steps() == {"step_seconds": 51, "data_seconds": 1, "forward_seconds": 15, "backward_seconds": 9,
-                                         "optimizer_seconds": 26}
-    assert SlowRanks().compare(*(np.ones((1, len(COMPARED))) for _ in range(3))) == [], "and is slower than nobody"
 
 
 def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):

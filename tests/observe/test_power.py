@@ -24,11 +24,9 @@ from extensions.power import (
     GpuMeter,
     Moment,
     PowerSampler,
-    Reading,
     Sample,
     UnreadableError,
     packages,
-    summarize,
 )
 
 # NVML
@@ -124,25 +122,16 @@ def test_all_packages_are_counted_once_also_when_their_counters_wrap(rapl, tmp_p
     assert meter.read().joules == pytest.approx(0.600001)
 
 
-def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
-    with pytest.raises(UnreadableError):
-        CpuMeter()
-    rapl("intel-rapl:0", 1, "package-0")
-    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
-    (tmp_path / "intel-rapl:0" / "energy_uj").mkdir()  # as unreadable as root's is to others
-    assert [*packages()] == []
-
-
 class Meter:
-    """Measures 200 W; its counter says so, or there is none. The first reading may hang."""
+    """Measures 200 W, as its counter says. The first reading may hang."""
 
-    def __init__(self, has_counter: bool = True, hangs=None):
-        self.has_counter, self.hangs, self.started, self.closed = has_counter, hangs, time.monotonic(), False
+    def __init__(self, hangs=None):
+        self.hangs, self.started, self.closed = hangs, time.monotonic(), False
 
     def read(self) -> Sample:
         if self.hangs:
             self.hangs.wait(PATIENCE)
-        return Sample(200.0, 200 * (time.monotonic() - self.started) if self.has_counter else None, 80, 2**30, 60, 1000, 0)
+        return Sample(200.0, 200 * (time.monotonic() - self.started), 80, 2**30, 60, 1000, 0)
 
     def close(self) -> None:
         self.closed = True
@@ -184,9 +173,8 @@ def test_a_file_continues_after_its_last_whole_line_and_what_a_full_disk_refuses
     assert len(notes) == 2 and "power.csv cannot be written" in notes[1] and "measurements are lost" in notes[1]
 
 
-@pytest.mark.parametrize("has_counter", [True, False])
-def test_each_sample_has_the_phase_and_the_step_of_its_time(has_counter, tmp_path):
-    meter, notes = Meter(has_counter), []
+def test_each_sample_has_the_phase_and_the_step_of_its_time(tmp_path):
+    meter, notes = Meter(), []
     sampler = sampler_of(meter, tmp_path, 500, notes)
     for step in (1, 2):
         HEARTBEAT.enter("data", step)
@@ -198,7 +186,7 @@ def test_each_sample_has_the_phase_and_the_step_of_its_time(has_counter, tmp_pat
     sampler.stop()
     assert not sampler.thread.is_alive() and meter.closed and notes == []
     assert reading[1:] == (80, 0, 0, 2**30, 60, 1000)
-    assert reading.watts > 0 if has_counter else reading.watts == pytest.approx(200)
+    assert reading.watts > 0
     with open(tmp_path / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
     assert [*rows[0]] == HEADER.split(",") and len(rows) >= 40
@@ -221,15 +209,6 @@ def test_energy_is_the_counters_and_pauses_are_left_out(tmp_path):
     # Without a counter the power is integrated; a reading that failed is left out.
     count(Moment(Sample(100), 0, 0), Moment(Sample(300), 1, 0), Moment(Sample(), 2, 0), Moment(Sample(500), 3, 0), Moment(Sample(500), 5, 0))
     assert sampler.read().watts == pytest.approx((200 * 1 + 500 * 2) / 3)
-
-
-def test_a_reading_has_means_and_extremes():
-    samples = [Sample(1, 1, 50, 10, 60, 2000, 0x1), Sample(1, 1, 100, 30, 80, 1000, 0x4), Sample(1, 1, None, 20, 70, 1500, 0x24),
-               Sample(1, 1, 90, 20, 70, 1500, None)]
-    found = summarize(samples, 250)
-    assert found == Reading(250, 80, pytest.approx(2 / 3), 0x4, 30, 80, 1000)
-    nothing = summarize([Sample(1)], 1)
-    assert nothing.watts == 1 and all(map(math.isnan, nothing[1:]))
 
 
 def test_a_driver_that_hangs_does_not_hang_the_run(tmp_path, monkeypatch, no_hang):

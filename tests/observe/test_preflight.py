@@ -3,12 +3,10 @@ import os
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import (
-    MODES,
     UNMEASURED,
     TinyRun,
     contents,
@@ -21,7 +19,6 @@ import train
 from checkpoint import huggingface
 from common.errors import SettingsError
 from extensions import forecast as check
-from run.start import read_inputs
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
@@ -77,18 +74,16 @@ def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypa
     assert str(run.folder) in told["start"] and "2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"DEVICE_MEMORY": 80}])
-def test_a_model_that_could_not_be_saved_fails(changes, prepared, tmp_path, capsys, monkeypatch):
+def test_a_model_that_could_not_be_saved_fails(prepared, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(model.Attention, "__init__", lambda self, config, before=model.Attention.__init__: (
         before(self, config), self.register_module("q_norm", model.RMSNorm(config.head_dim, config.norm_eps)))[0])
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys)
     assert checked.code == 5 and "layers.0.attention.q_norm.weight" in checked.text("FAIL")
 
 
 def test_a_model_that_its_config_json_does_not_describe_fails_before_training(prepared, tmp_path, capsys, monkeypatch):
     run, write = TinyRun(prepared, tmp_path, NORM_EPS=1e-3), huggingface.huggingface_config
-    for changes, words in (({"rms_norm_eps": None}, "NORM_EPS=1e-06 instead of 0.001"), ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-                           ({"head_dim": 16}, "attention.wq=(64, 32) instead of (32, 32)")):
+    for changes, words in (({"rms_norm_eps": None}, "NORM_EPS=1e-06 instead of 0.001"), ({"head_dim": 16}, "attention.wq=(64, 32) instead of (32, 32)")):
         monkeypatch.setattr(huggingface, "huggingface_config", lambda *facts, changes=changes: {
             key: value for key, value in (write(*facts) | changes).items() if value is not None})
         checked = Checked(run, capsys)
@@ -97,7 +92,7 @@ def test_a_model_that_its_config_json_does_not_describe_fails_before_training(pr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"ATTENTION_BACKEND": "flash"}, {"DEVICE": "auto", "PRECISION": "fp16"}])
+@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"DEVICE": "auto", "PRECISION": "fp16"}])
 def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tmp_path, capsys):
     checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
     assert checked.code == 2 and checked.marks()["hardware"] == "FAIL"
@@ -114,7 +109,7 @@ def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_pa
     assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["dpo-live", "distilled", "lora-sft"])
 def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, capsys, monkeypatch):
     optimizer = "muon" if mode in ("distilled", "lora-sft") else "adamw"
     run = stages.run(mode, tmp_path, MAX_STEPS=1, PEAK_TFLOPS=1, OPTIMIZER=optimizer, **UNMEASURED)
@@ -171,42 +166,6 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
 
 
-def test_a_plan_with_ranks_that_are_not_here_still_refuses_damaged_data(prepared, tmp_path, capsys):
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=tmp_path / "gone")
-    assert checked.code == 0 and "gone" in checked.text("warn") and "Ready" not in checked.out
-    shards = shutil.copytree(prepared.shards, tmp_path / "shards")
-    flip_bit(next(shards.glob("train-*.bin")))
-    assert Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=shards).code == 3
-
-
-def test_the_hours_follow_from_the_seconds_of_a_step(prepared, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "seconds_per_step", lambda *_: 3000.0)
-    run = TinyRun(prepared, tmp_path)
-    assert "speed: 0 tokens/s: about 5 h 00 min for 6 steps, not counting evaluation and saving\n" in Checked(run, capsys).out
-    monkeypatch.setattr(check, "seconds_per_step", lambda *_: 0.5)
-    assert "speed: 512 tokens/s if 4 ranks scale linearly: about 3 s for 6 steps" in Checked(run, capsys, WORLD_SIZE=4).out
-
-
-def test_nothing_is_measured_where_it_would_not_fit_or_take_minutes(prepared, tmp_path, capsys, monkeypatch):
-    run = TinyRun(prepared, tmp_path)
-    monkeypatch.setattr(check, "seconds_per_step", pytest.fail)
-    monkeypatch.setattr(check, "matmul_flops", lambda *_: 1e4)
-    checked = Checked(run, capsys)
-    assert checked.code == 0 and "a micro-batch takes about " in checked.text("warn") and "at least about" in checked.text("warn")
-    monkeypatch.setattr(check, "free_memory", lambda _: 1000)
-    assert "but only 0.0 GiB is free" in Checked(run, capsys).text("warn")
-
-
-def test_the_speed_is_that_of_real_micro_batches_and_an_update(prepared, tmp_path, monkeypatch):
-    config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
-    inputs, work = read_inputs(config, verify=False), []
-    for seconds, expected in ((0.25, ["micro_batch", "update", *["micro_batch"] * 8, "update"]), (5.0, ["micro_batch", "update"])):
-        work.clear()
-        monkeypatch.setattr(check, "timed", lambda device, do: [do(), work.append(do.__name__)] and seconds)  # noqa: B023
-        found = check.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
-        assert found == (config.accumulation_steps + 1) * seconds and work == expected
-
-
 def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
     before = contents(trained.output_dir)
     checked = Checked(trained, capsys)
@@ -230,17 +189,6 @@ def test_weights_of_another_run_start_anew(trained, tmp_path, capsys):
     unset = trained.copy(tmp_path / "copy")
     del unset.settings["COMPILE"]
     assert "COMPILE=false" in Checked(unset, capsys, **changes).text("ok"), "as for the small model that it starts from"
-
-
-def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
-    assert Checked(trained, capsys, PRETRAIN_CHECKPOINT="step-00000099").code == 5
-    copy = TinyRun(prepared, tmp_path, HELLASWAG_EVERY=0)
-    shutil.copytree(trained.folder, copy.folder)
-    for step in copy.steps_saved():
-        with open(copy.checkpoint(step) / "model.safetensors", "r+b") as file:
-            file.truncate(100)
-    checked = Checked(copy, capsys)
-    assert checked.code == 5 and "model.safetensors" in checked.out
 
 
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
@@ -269,7 +217,6 @@ def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp
 
 @pytest.mark.parametrize("changes, peak, assumed", [
     ({}, 989, "45 % of 989 TFLOP/s (an H100; set PEAK_TFLOPS for another GPU)"), ({"PEAK_TFLOPS": 1e-3}, 1e-3, "of 0.001 TFLOP/s (PEAK_TFLOPS)"),
-    ({"PEAK_TFLOPS": 1e-3, "PRECISION": "fp32"}, 5e-4, "of 0.0005 TFLOP/s (PEAK_TFLOPS)"),
     ({"PEAK_TFLOPS": 1e-3, "PRECISION": "fp32", "TF32": "false"}, 1e-3 / 16, "of 6.25e-05 TFLOP/s")])
 def test_the_time_of_a_plan_follows_from_the_flops_of_a_step(changes, peak, assumed, prepared, tmp_path, capsys, monkeypatch):
     plans, plan_steps = [], check.plan_steps
@@ -306,28 +253,6 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     earlier.mkdir(parents=True)
     (earlier / "model.safetensors").write_bytes(bytes(3 * size))
     assert "keeping 6 checkpoints" in check.describe_disk(config, size), "what this run has saved is not needed again"
-    monkeypatch.undo()
-    (tmp_path / "file").write_text("")
-    assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
-    (tmp_path / "runs").symlink_to(tmp_path / "gone")
-    assert Checked(TinyRun(prepared, tmp_path / "runs"), capsys).code == 5, "or a link to nothing"
-
-
-def test_weights_that_do_not_fit_into_the_hosts_memory_end_with_2(prepared, tmp_path, monkeypatch):
-    config = load_config(TinyRun(prepared, tmp_path).argv(SHARDING="full", CPU_OFFLOAD="true"), {}).config
-    told = []
-    checked = SimpleNamespace(config=config, device=torch.device("cuda"), dtype=torch.float32, teacher=None, line=lambda *facts: told.append(facts))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**40))
-    check.Check.report_memory(checked, config, 300)
-    assert told
-    monkeypatch.setattr(check.os, "sysconf", lambda name: 10)
-    with pytest.raises(SettingsError, match="CPU_OFFLOAD=true: .* this machine has 0.0 GiB of host memory"):
-        check.Check.report_memory(checked, config, 300)
-
-
-def test_a_reward_that_cannot_be_imported_fails(stages, tmp_path, capsys):
-    checked = Checked(stages.run("grpo", tmp_path, REWARD="nowhere:reward", **UNMEASURED), capsys)
-    assert checked.code == 2 and "REWARD=nowhere:reward: a function cannot be imported" in checked.text("FAIL")
 
 
 def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import UNMEASURED, assert_same_run, drift, new_model, spike_in, stop_at
+from factories import UNMEASURED, assert_same_run, drift, spike_in, stop_at
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,14 +17,13 @@ import train
 from checkpoint import store
 from common.errors import NonFiniteError
 from common.heartbeat import HEARTBEAT
-from config import Config, ModelConfig
+from config import Config
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
 from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
-from model import Transformer
 from run import life, step_log
 from run.log import Divergence
 from settings.load import load_config
@@ -108,25 +107,14 @@ def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsy
     assert run.train(LOSS_SPIKE_POLICY="skip") == 0
 
 
-@pytest.mark.parametrize("step", [15, 18])
-def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypatch):
+def test_a_stopped_and_resumed_run_sees_the_same_spikes(long_run, monkeypatch):
     run, other = long_run(LOSS_SPIKE_POLICY="skip"), long_run(LOSS_SPIKE_POLICY="skip", RUN_NAME="other")
     poison(monkeypatch, 15)
     assert run.train() == 0
-    with stop_at(step):
+    with stop_at(18):
         assert other.train() == train.EXIT_PREEMPTED
     assert other.train() == 0
     assert_same_run(other, run, 20)
-
-
-@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.data())
-def test_a_checksum_changes_with_any_bit(values, data):
-    tensor = torch.tensor(values)
-    bits = tensor.clone().view(torch.int32)
-    place = data.draw(st.integers(0, len(values) - 1))
-    bits[place] ^= 1 << data.draw(st.integers(0, 30))
-    before, same, after = (int(step_log.checksum(each)) for each in (tensor, tensor.clone(), bits.view(torch.float32)))
-    assert before == same != after
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
@@ -143,8 +131,8 @@ def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
     assert step_log.checksum(tensor[5]) == step_log.checksum(tensor[5:6])
 
 
-@pytest.mark.parametrize("name", ["layers.1.attention.wq.weight", "layers.0.feed_forward.w1.weight.exp_avg_sq"])
-def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(name, tiny_run):
+def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(tiny_run):
+    name = "layers.0.feed_forward.w1.weight.exp_avg_sq"
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3)
     job = run.start(2, partial(drift, 1, name))
     assert job.wait() == [1, 1], job.text()
@@ -152,11 +140,6 @@ def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(name, tiny_
     assert text.count("error: after step 3 the ranks no longer have the same model") == 1 and "Traceback" not in text
     assert f": {name} differs between rank 0 and rank 1." in text
     assert run.steps_saved() == [1, 2], "the drifted state is not saved"
-
-
-def test_healthy_replicas_are_equal_after_every_step(tiny_run):
-    job = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=1).start(2)
-    assert job.wait() == [0, 0], job.text()
 
 
 def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
@@ -177,14 +160,13 @@ def test_a_loss_far_above_the_initial_one_and_a_gradient_of_zero_are_reported_on
     assert alarms_of(*[(0.693, 1.0)] * 5, *[(math.nan, math.nan)] * 9, *[(1.05, 1.0)] * 5) == {19: ["divergence"]}
 
 
-@pytest.mark.parametrize("stops", [(), (3, 7)])
-def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_best_loss(stops, long_run, monkeypatch, capsys):
+def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_best_loss(long_run, monkeypatch, capsys):
     """Also where it is stopped and resumed in between: the ledger has all that decides."""
     run, by_item = long_run(MAX_STEPS=12, VALIDATE_EVERY=4), NextToken.by_item
     poison(monkeypatch, *range(2, 13))
     monkeypatch.setattr(NextToken, "by_item", lambda *arguments: (summed := by_item(*arguments))._replace(
         total=summed.total * (4 if HEARTBEAT.step >= 2 else 1)))
-    for step in stops:
+    for step in (3, 7):
         with stop_at(step):
             assert run.train() == train.EXIT_PREEMPTED
     assert run.train() == 0
@@ -198,32 +180,14 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
 
 
-def make_model() -> Transformer:
-    return new_model(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160), 256)
-
-
 @pytest.mark.parametrize("settings, advice", [
-    ({}, "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"), ({"debug": True}, "try a lower LEARNING_RATE, or --preset stable"),
-    ({"preset": "sample,debug", "debug": True}, "try a lower LEARNING_RATE, or --preset sample,debug,stable"),
-    ({"preset": "7b,stable"}, "try a lower LEARNING_RATE, or DEBUG=true for details"), ({"preset": "stable", "debug": True}, "try a lower LEARNING_RATE")])
+    ({}, "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"), ({"preset": "stable", "debug": True}, "try a lower LEARNING_RATE")])
 def test_after_nan_nothing_is_advised_that_was_already_on(settings, advice, tmp_path, monkeypatch):
     monkeypatch.setattr(guards, "dump_step", lambda *_: (tmp_path, [{**REPORT, "rank": 0}], "the state before it is saved"))
     run = SimpleNamespace(config=Config(**settings), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lambda text: None))
     with pytest.raises(NonFiniteError) as error:
         guards.stop_non_finite(run, [], None, None, None)
     assert str(error.value).endswith(f". To continue, {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
-
-
-def test_of_bad_gradients_those_with_the_smallest_share_of_bad_numbers_are_kept(monkeypatch):
-    model = make_model()
-    norms = {"norm.weight": 1, "layers.0.ffn_norm.weight": 64, "layers.1.ffn_norm.weight": 0}
-    for name, bad in norms.items():
-        parameter = model.get_parameter(name)
-        parameter.grad = torch.zeros_like(parameter)
-        parameter.grad[:bad] = torch.nan
-    for room, kept in ((256, ["norm.weight"]), (512, ["norm.weight", "layers.0.ffn_norm.weight"]), (255, [])):
-        monkeypatch.setattr(guards, "KEPT_BYTES", room)
-        assert [*guards.bad_gradients(model, "gradient")] == [f"gradient.{name}" for name in kept]
 
 
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],

@@ -66,11 +66,6 @@ def test_what_is_swapped_is_noticed(kind, model):
     weight.copy_(kept)
 
 
-def test_swapped_tensors_are_noticed_by_the_total(model):
-    one, *others = checksums(model)
-    assert step_log.total_checksum([one, *others]) != step_log.total_checksum([others[0], one, *others[1:]])
-
-
 def print_checksums(settings: dict) -> int:
     ranks = start_ranks("cpu", 60)
     model = build_model(load_config(argv_of(settings)).config, 200, ranks, torch.float32)
@@ -80,7 +75,7 @@ def print_checksums(settings: dict) -> int:
 
 
 @pytest.mark.parametrize("world_size, sharding", [
-    (2, {"SHARDING": "full"}), pytest.param(3, {"SHARDING": "full"}, marks=pytest.mark.slow),
+    (2, {"SHARDING": "full"}),
     pytest.param(4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}, marks=pytest.mark.slow)])
 def test_shards_add_up_to_the_checksum_of_the_whole(world_size, sharding, prepared, tmp_path):
     settings = prepared.settings() | {"OUTPUT_DIR": tmp_path, "TOTAL_BATCH_SIZE": 32 * 24, "WORLD_SIZE": world_size, **sharding}
@@ -102,22 +97,9 @@ def assert_ledger_knows(run, step: int) -> None:
     assert line["tensors"] == "".join(f"{checksum >> 32:08x}" for checksum in found)
 
 
-@pytest.mark.parametrize("changes", [{}, {"TIE_EMBEDDINGS": "false"}])
-def test_the_ledger_has_the_checksums_of_the_checkpoint(changes, tiny_run):
-    run = tiny_run(**UNMEASURED, **changes, MAX_STEPS=4, LEDGER_CHECKSUM="true")
+def test_the_ledger_has_the_checksums_of_the_checkpoint(tiny_run):
+    run = tiny_run(**UNMEASURED, TIE_EMBEDDINGS="false", MAX_STEPS=4, LEDGER_CHECKSUM="true")
     assert run.train(MAX_STEPS=2, LR_SCHEDULE="constant") == run.train(LR_SCHEDULE="constant") == 0
     for step in (2, 4):
         assert_ledger_knows(run, step)
     assert len({line["weights"] for line in run.lines("ledger")}) == 4
-
-
-def test_a_sharded_run_writes_the_checksums_of_its_checkpoint(tiny_run):
-    run = tiny_run(**UNMEASURED, MAX_STEPS=2, LEDGER_CHECKSUM="true")
-    run.ends([0, 0], SHARDING="full")
-    assert_ledger_knows(run, 2)
-
-
-def test_of_adapters_the_trained_tensors_count(stages, tmp_path):
-    run = stages.run("lora-sft", tmp_path, **UNMEASURED, LEDGER_CHECKSUM="true", MAX_STEPS=2)
-    assert run.train() == 0
-    assert [len(line["tensors"]) for line in run.lines("ledger")] == [8 * (2 * 7 * 2 + 1)] * 2, "A and B of seven layers in two blocks; rows of tokens"

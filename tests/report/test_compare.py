@@ -123,13 +123,6 @@ def test_p_is_corrected_as_by_holm(tmp_path, right):
     assert [*tests] == ["ab", "ac", "bc"] and f"p = {2 * ab:.2g}" in tests["ab"]["sentence"]
 
 
-def test_of_several_common_steps_the_last_is_compared(tmp_path, right):
-    a = write_run(tmp_path / "a", {}, [], [line for step in (10, 20, 30) for line in scored(step, right[0])])
-    b = write_run(tmp_path / "b", {}, [], scored(10, right[0]) + scored(20, right[1]))
-    accuracy = comparison([a, b])["tests"][0]
-    assert (accuracy["step"], accuracy["better"]) == (20, "b")
-
-
 def test_runs_that_differ_only_in_their_seeds_are_one_configuration(tmp_path):
     stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
     losses = {rate: 2.0 + shift + 0.05 * dice.normal(size=3) for rate, shift in ((0.1, 0), (0.2, 0.1), (0.3, -0.2), (0.4, 0.02))}

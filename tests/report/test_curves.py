@@ -51,12 +51,6 @@ def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
     assert curve.known()[0].tolist() == [1, 4] and (curve.at(4), curve.at(3), curve.at(5)) == (2 / 3, None, None)
 
 
-def test_json_has_the_range_where_points_are_means():
-    x, y = range(10), [0, 1, 3, 1, 3, 1, 3, 1, 3, 9]
-    found = as_json(curve_of(x, y).points(6))
-    assert found == {"x": [0, 2, 6, 8, 9], "y": [0, 1.66667, 2, 3, 9], "low": [0, 1, 1, 3, 9], "high": [0, 3, 3, 3, 9]}
-
-
 @pytest.mark.parametrize("lengths, budget, most", [([10, 10], 1000, 10), ([10, 5000], 1010, 1000),
                                                    ([10, 900, 5000, 5000], 3010, 1050), ([5000] * 100, 1000, 50)])
 def test_short_curves_are_whole_and_long_ones_share_what_is_left(lengths, budget, most):

@@ -77,16 +77,6 @@ def test_a_stop_by_a_signal_repeats_nothing_and_says_why(read):
     assert parts(found) == {"start-up": 8 + 10 + 3, "steps": 12 + 16 + 10, "saving": 5, "downtime": 60, "other": 1 + 5}
 
 
-def test_a_process_that_lost_all_it_did_counts_as_repeated(read):
-    """Twice from step 10: the second process died at step 15 without a save."""
-    run = read([start(0, 0), save(20, 10), start(40, 10, 12, 24), start(100, 10, 15, 60),
-                {"time": 130, "step": 20, "event": "end", "reason": "finished"}],
-               [line(15, 10, 1.0), line(130, 20, 3.0)])
-    found = run.data(100)["goodput"]
-    assert parts(found) == {"steps": 40, "saving": 5, "start-up": 5, "repeated steps": 4 + 20, "downtime": 16 + 40}
-    assert [each["repeated_steps"] for each in found["interruptions"]] == [2, 5]
-
-
 def test_the_time_before_a_finished_run_is_continued_is_not_counted(read):
     run = read([start(0, 0), {"time": 10, "step": 10, "event": "end", "reason": "finished"}, start(10_000, 10, 10, 10),
                 {"time": 10_010, "step": 20, "event": "end", "reason": "finished"}], [line(10, 10, 1.0), line(10_010, 20, 1.0)])
@@ -121,9 +111,3 @@ def test_a_clock_that_is_set_back_during_the_steps_is_reported_and_counts_what_w
     assert parts(data["goodput"]) == {"steps": 60, "saving": 10}
     assert [(alarm["step"], alarm["kind"]) for alarm in data["alarms"]] == [(20, "clock")]
     assert data["goodput"]["seconds"] == 70
-
-
-def test_lines_belong_to_the_last_process_that_began_before_their_step(read):
-    """The third process resumed from step 5, so that what is left of the second one is nothing."""
-    run = read([start(0, 0), start(100, 10, 12, 24), start(200, 5, 15, 130)], [line(10, 5, 2.0), line(230, 15, 3.0), line(260, 25, 3.0)])
-    assert [(each.last_step, each.steps_seconds) for each in run.processes] == [(5, 10), (0, 0), (25, 60)]

@@ -8,7 +8,7 @@ import pytest
 from checkpoint.item_scores import REWARD, VALIDATION, ItemScores
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
-from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
+from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
 from run.paired import trends
 
 
@@ -106,13 +106,6 @@ def test_a_loss_has_risen_by_two_percent_and_three_errors(last, error, has_risen
     assert [is_good for is_good, _ in verdicts] == [True, False][:1 + has_risen]
 
 
-def test_accuracies_have_their_error_and_their_chance():
-    given = curves(val_loss=[3, 1], hellaswag_acc=[0.2, 0.6], hellaswag_stderr=[0.02, 0.022], hellaswag_chance=[0.25, 0.25],
-                   hellaswag_acc_norm=[0.1, 0.1], arc_acc=[0.5, 0.5])
-    (_, text), = learning(given, "finished", (), "sample items")
-    assert text == "Learned: validation loss 3.00 → 1.00 (unpaired); accuracy on sample items 60.0 % ± 2.2 (chance 25 %); accuracy on arc 50.0 %."
-
-
 def test_without_validation_the_training_loss_decides_by_its_recent_median():
     noise = np.random.default_rng(0).normal(size=100)
     (is_good, text), = learning(curves(train_loss=[5.0, *(2 + 0.1 * noise)]), "finished", (), "")
@@ -131,7 +124,3 @@ def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
     assert alarms_and_downtime("finished", Counter(), downtime)[1].endswith("2 interruptions (50 s downtime, 1 restarted by the launcher).")
     assert alarms_and_downtime("finished", Counter(), downtime[:1]) == (True, "Healthy: no alarms, 1 interruption (50 s downtime).")
     assert alarms_and_downtime("failed", Counter(), []) == (False, "Failed. No alarms; no interruptions.")
-
-
-def test_times_have_two_units():
-    assert [time_text(each) for each in (0.4, 6.9, 59, 59.6, 60, 7500, 200_000)] == ["0 s", "7 s", "59 s", "1 min 00 s", "1 min 00 s", "2 h 05 min", "2 d 07 h"]

@@ -111,11 +111,6 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-def test_curves_have_the_same_colors_in_print():
-    colors = re.findall(r"--color-\d: light-dark\(#(\w{6}),", (ASSETS / "base.css").read_text())
-    assert len(colors) == 8 and re.findall(r"'(\w{6})'", (ASSETS / "figure.mplstyle").read_text()) == colors
-
-
 # The connection of a live page, which the tests speak through: fake.emit("data", {...}).
 FAKE_EVENTS = """
 window.EventSource = class extends EventTarget {
@@ -207,17 +202,6 @@ def test_a_failed_run_begins_with_its_failure(show):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_the_first_screen_of_a_phone_has_the_verdict_the_tiles_and_the_loss(show):
-    page = show(report(run()), 390)
-    tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".health", ".tiles", "#chart-loss .plot")]
-    assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the chart of a screen of 844 pixels"
-    assert page.title() == "▶ 50 % · first" and page.inner_text("#progress") == "step 1,000 / 2,000 · about 8 min 20 s left"
-    assert page.get_attribute("link[rel=icon]", "href").startswith("data:image/svg+xml,")
-    assert page.locator(".tiles svg").count() == 4, "sparklines of loss, accuracy and two speeds"
-    page = show(report(run("a" * 80)), 1440)
-    assert page.locator("header").bounding_box()["height"] == 44
-
-
 def test_a_logarithmic_axis_survives_zeros(show):
     data = report(run())
     data["runs"][0]["curves"]["grad_norm"] = curve(STEPS, lambda step: 10 ** (step / 250) if step < 600 else 0)
@@ -230,29 +214,6 @@ def test_a_logarithmic_axis_survives_zeros(show):
     low, high = page.evaluate("[charts.get('norm').plot.scales.y.min, charts.get('norm').plot.scales.y.max]")
     assert 0 < low < drawn[-1] and high > 200
     assert spoken(page, "norm") == "last: gradient norm 0.000", "what is said is the value itself"
-
-
-def test_smoothing_does_not_bend_the_ends_of_a_line(show):
-    page = show(report(run()))
-    smoothed = page.evaluate("smooth([...Array(100).keys()], [...Array(100).keys()].map((x) => 3 * x + 7), 20)")
-    assert smoothed == pytest.approx([3 * x + 7 for x in range(100)])
-    gaps = page.evaluate("smooth([0, 1, 2, 3], [null, 5, null, 5], 2)")
-    assert gaps == [None, pytest.approx(5), None, pytest.approx(5)]
-
-
-def test_the_vertical_axis_fits_the_last_values_and_names_what_lies_above(show):
-    data = report(run())
-    data["runs"][0]["curves"]["tokens_per_second"] = curve(STEPS, lambda step: 900 if step < 50 else 10 + step % 7)
-    page = show(data)
-    assert page.evaluate("charts.get('speed').plot.scales.y.max") < 30 and page.evaluate("charts.get('speed').above") == 900
-    data["runs"][0]["curves"]["tokens_per_second"] |= {"y": [5.0001] * 100, "low": [5.0] * 100, "high": [5.0] * 100}
-    assert show(data).evaluate("(({min, max}) => min < 4.95 && max > 5.05)(charts.get('speed').plot.scales.y)"), "roundings of a constant do not fill the chart"
-    data["charts"][0] |= {"log": False, "falling": True}
-    assert not show(data).evaluate("charts.get('loss').isLog")
-    data["runs"][0]["curves"]["train_loss"] = curve(STEPS, lambda step: 3 + 20 / step)
-    assert not show(data).evaluate("charts.get('loss').isLog"), "5 is less than three times 3.02"
-    data["runs"][0]["curves"]["train_loss"] = curve(STEPS, lambda step: 1 + 90 / step)
-    assert show(data).evaluate("charts.get('loss').isLog")
 
 
 def test_a_zoomed_end_shows_the_finer_points_and_a_live_page_fetches_more(show):
@@ -299,19 +260,6 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
     assert page.locator("#time .box").first.locator(".bar").count() == 3, "one bar of phases for each run that is shown"
 
 
-def test_a_failed_run_among_many_is_told_in_words_and_stages_names_and_data_have_their_place(show, four):
-    four["runs"][1] |= {"state": "failed", "failure": {"where": "in step 7", "reason": "killed.", "saved": "no checkpoint", "command": None}}
-    four["runs"][3]["sources"] = [{"label": "other text", "share": 1.0}]
-    page = show(four)
-    assert "[object" not in page.locator("main").inner_text() and "Failed in step 7" in page.locator("#overview").inner_text()
-    assert page.locator("#overview thead th").nth(1).inner_text() == "stage" and "sft, LoRA" in page.locator("#overview tbody").inner_text()
-    assert page.evaluate("charts.get('loss').lines.map(({label}) => label)")[:3] == ["A a1, training", "A a1, validation", "B a2, training"]
-    assert page.evaluate("charts.get('speed').lines[0].label") == "A a1", "one curve needs no other words"
-    assert page.locator("#sources table").count() == 1
-    rows = page.locator("#sources tbody tr").all_inner_texts()
-    assert len(rows) == 3 and rows[0].endswith("A a1, B a2, C b1") and rows[2].startswith("other text") and rows[2].endswith("D b2")
-
-
 def test_rare_values_are_never_interpolated(show, four):
     """The mean of two seeds is known where both were validated, and the cursor names the step of what it shows."""
     four["comparison"]["configurations"] = [{"name": "a=1", "runs": ["a1", "a2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}]
@@ -354,73 +302,6 @@ def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):
     assert saved["png"].startswith(b"\x89PNG") and len(saved["png"]) > 10_000
 
 
-def test_charts_are_found_by_name_and_pinned_first_also_at_the_next_visit(show):
-    page = show(report(run()))
-    seen = page.locator("#charts figure:visible h3")
-    page.fill("#find", "HellaSwag")
-    page.press("#find", "Enter")
-    assert seen.all_inner_texts() == ["Accuracy"]
-    page.fill("#find", "tokens_PER")
-    assert seen.all_inner_texts() == ["Tokens per second"], "by the name of a curve"
-    page.fill("#find", "")
-    page.locator("#chart-memory [data-do=pin]").click()
-    page.reload()
-    assert [text.split()[0] for text in seen.all_inner_texts()] == ["Peak", "Loss", "Accuracy", "Tokens", "Time"]
-    page.locator("#chart-memory [data-do=pin]").click()
-    assert seen.first.inner_text() == "Loss" and page.evaluate("localStorage.getItem('paddock-pins')") == "[]"
-
-
-def test_a_link_brings_back_the_view(show):
-    page = show(report(run(), run("second")))
-    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }; null")
-    page.locator("[data-run=first]").uncheck()
-    page.locator("#axis").select_option("tokens")
-    page.evaluate("zoom(groupOf('steps'), [500000, 900000])")
-    page.locator("#link").click()
-    address = page.evaluate("copied")
-    page.goto("about:blank")
-    page.goto(address)
-    assert page.locator("#axis").input_value() == "tokens" and not page.locator("[data-run=first]").is_checked()
-    assert page.evaluate("groupOf('steps').zoom") == [500000, 900000]
-
-
-def test_a_printed_page_has_drawings_instead_of_controls(show):
-    page = show(report(run()))
-    page.evaluate("dispatchEvent(new Event('beforeprint'))")
-    page.emulate_media(media="print")
-    assert not page.locator("#controls").is_visible() and not page.locator(".plot").first.is_visible()
-    assert page.locator("figure > svg").count() == page.locator("figure:not([hidden])").count() and page.locator("figure > svg").first.is_visible()
-    assert page.locator("#chart-loss > svg").get_attribute("width") == "720", "wider ones would shrink, with their text"
-    assert page.evaluate("document.querySelector('#settings details').open")
-    page.emulate_media(media="screen")
-    page.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert page.locator("figure > svg").count() == 0 and page.locator(".plot").first.is_visible()
-
-
-def test_marks_lie_within_the_axis(show):
-    data = report(run())
-    data["runs"][0]["alarms"] = [{"step": step, "kind": "update left out", "text": "x"} for step in (0, 500, 1001, 2**50)]
-    page = show(data)
-    assert page.evaluate("charts.get('loss').visibleMarks().map(({x}) => x)") == [400, 10, 500, 1001, 1001]
-    page.locator("#chart-loss .plot").focus()
-    page.keyboard.press("End")
-    assert "● step 1,001, update left out: x" in page.locator("#chart-loss .at").inner_text()
-
-
-def test_a_point_of_a_long_curve_shows_the_range_of_its_values(show):
-    data = report(run())
-    loss = data["runs"][0]["curves"]["train_loss"]
-    loss |= {"low": [value - 0.5 for value in loss["y"]], "high": [value + 1 for value in loss["y"]]}
-    loss["low"][-1] = loss["high"][-1] = loss["y"][-1]
-    page = show(data)
-    assert page.evaluate("charts.get('loss').slots.map(({role}) => role)")[:3] == ["high", "low", "main"]
-    page.locator("#chart-loss .plot").focus()
-    page.keyboard.press("End")
-    page.keyboard.press("ArrowLeft")
-    assert "(1.505 to 3.005)" in spoken(page, "loss")
-    assert page.evaluate("charts.get('loss').summary(charts.get('loss').lines[0])").split(", highest ")[1].startswith("3.")
-
-
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
 def test_axe_finds_nothing_on_a_report(show, four, violations, width, scheme):
     failed = {"state": "failed", "failure": {"where": "in step 9", "reason": "it was not finite", "saved": "step-00000008", "command": "./paddock replay x"}}
@@ -460,20 +341,6 @@ def test_the_keyboard_reaches_a_chart_and_moves_its_cursor(show):
     assert page.evaluate("charts.get('speed').plot.scales.x.min") > 10 and page.locator("#reset").is_enabled()
     page.keyboard.press("Escape")
     assert page.evaluate("charts.get('speed').plot.scales.x.min") == 10
-
-
-def test_dragging_zooms_all_charts_and_a_double_click_shows_everything(show):
-    page = show(report(run()))
-    page.locator("#chart-loss").scroll_into_view_if_needed()
-    box = page.locator("#chart-loss .u-over").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=3)
-    page.mouse.up()
-    low, high = page.evaluate("[charts.get('speed').plot.scales.x.min, charts.get('speed').plot.scales.x.max]")
-    assert low == pytest.approx(10 + 990 / 4, abs=5) and high == pytest.approx(10 + 990 / 2, abs=5)
-    page.locator("#chart-speed .u-over").dblclick()
-    assert page.evaluate("charts.get('loss').plot.scales.x.max") == 1000
 
 
 def test_a_run_can_be_left_out_and_a_series_too(show):

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -93,15 +92,6 @@ def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
     assert (run["state"], run["sentence"]) == (state, sentence)
 
 
-@pytest.mark.parametrize("device, label", [("CPU, 2 threads", "resident memory"), ("NVIDIA H200", "allocated by PyTorch"),
-                                           (None, "allocated by PyTorch")])
-def test_the_chart_of_memory_says_what_it_counts(folder, device, label):
-    (folder / "metrics.jsonl").write_text('{"step": 1, "train_loss": 1.0, "peak_memory_bytes": 2000}\n')
-    event = {"time": 1.0, "step": 0, "event": "start", **({"device": device} if device else {})}
-    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    assert [series["label"] for chart in read(folder).data()["charts"] if chart["id"] == "memory" for series in chart["series"]] == [label]
-
-
 def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
     (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
     with FileLock(folder / "run.lock") as lock:
@@ -111,12 +101,6 @@ def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder)
         assert (run["state"], run["sentence"], run["eta_seconds"]) == ("running", "running: 5 of 10 steps done", 15)
         assert (folder / "run.lock").stat() == before
     assert read(folder).data()["runs"][0]["state"] == "stopped"
-
-
-def test_the_number_of_a_killed_process_may_be_another_ones(folder):
-    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
-    started(folder)
-    assert read(folder).data()["runs"][0]["state"] == "failed", "this process does not hold the lock"
 
 
 def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
@@ -144,25 +128,7 @@ def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
         (6, "slow rank ended", "rank 5 is as fast as other ranks again in data")]
 
 
-def test_a_mixture_shows_its_sources(folder):
-    (folder / "data.json").write_text(json.dumps({"sources": [
-        {"source": "web", "set": "../somewhere", "documents": 3, "tokens": 70, "weights": [1], "share": 0.7, "passes": 1.5}]}))
-    assert read(folder).data()["runs"][0]["sources"] == [
-        {"label": "web", "share": 0.7, "tokens": 70, "documents": 3, "epochs": 1.5}]
-
-
-def test_a_run_of_an_older_version_shows_what_it_has(whole, tmp_path):
-    old = tmp_path / "old"
-    old.mkdir()
-    for name in ("config.json", "metrics.jsonl"):
-        shutil.copy(whole.folder / name, old)
-    data = read(old).data()
-    run, = data["runs"]
-    assert (run["goodput"], run["alarms"], run["segments"], run["samples"]) == (None, [], [], [])
-    assert run["state"] == "finished" and render(data)
-
-
-@pytest.mark.parametrize("value", ['"high"', "[1]", "{}", "true", "NaN", "1e999", "1" + "0" * 400])
+@pytest.mark.parametrize("value", ['"high"', "NaN", "1" + "0" * 400])
 def test_only_the_value_that_is_not_a_number_is_left_out_and_counted(folder, value):
     lines = [f'{{"step": {step}, "train_loss": {value if step == 500 else 1.5}, "grad_norm": 0.5}}\n' for step in range(1, 1501)]
     (folder / "metrics.jsonl").write_text("".join(lines) + '{"step": 1501, "train_loss": null}\n{"step": 1501, "train_loss": 2}\n{}\n')

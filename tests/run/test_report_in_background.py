@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import BARE
-from factories import PATIENCE, UNMEASURED, stop_at
+from factories import PATIENCE, UNMEASURED
 
 from extensions import report as writing
 from extensions.report import LOWEST_PRIORITY, BackgroundReport
@@ -68,21 +68,6 @@ def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkey
     subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True,
                    env={**BARE, "VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{BARE['PATH']}"})
     assert (run.folder / "report.html").exists()
-
-
-def test_an_interrupted_run_has_its_report(tiny_run):
-    run = tiny_run(REPORT="true", MAX_STEPS=50, SAVE_EVERY=0, **UNMEASURED)
-    with stop_at(3):
-        assert run.train() == 143
-    assert "3 of 50 steps" in (run.folder / "report.html").read_text()
-
-
-@pytest.mark.parametrize("changes", [{"REPORT": "false"}, {"REPORT": "true", "MAX_SEQ_LEN": 64}])
-def test_a_run_that_is_not_to_write_one_and_a_start_that_is_refused_write_none(tiny_run, changes):
-    run = tiny_run(MAX_STEPS=2, **UNMEASURED)
-    assert run.train() == 0
-    run.train(MAX_STEPS=3, **changes)
-    assert not (run.folder / "report.html").exists()
 
 
 def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):

@@ -64,7 +64,7 @@ def stale(*arguments):
 @pytest.mark.parametrize(("changes", "code", "resume"),
                          [(*case, "auto") for case in REFUSED]
                          + [({**changes, "RESUME": "never"}, code, "never") for changes, code in REFUSED
-                            if not {"SEED", "OPTIMIZER", "DIM", "RESUME"} & set(changes)]
+                            if {"HELLASWAG_PATH", "LORA_ENABLED", "stale reference", "in use"} & set(changes)]
                          + [({"PRETRAIN_CHECKPOINT": "step-00000004", "RESUME": "never"}, 5, "never")])
 def test_a_refused_start_changes_nothing(changes, code, resume, finished, others, monkeypatch):
     """Only a start that is accepted deletes the remains of a crash, and log lines after the checkpoint."""
@@ -140,15 +140,6 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
     assert sorted(os.listdir(aside or tmp_path)) == sorted(run_folder.RUN_FILES)
     assert os.listdir(tmp_path) == [aside.name] if fatal else aside is None
     assert run_folder.move_aside(tmp_path, asked=False) is None
-
-
-def test_everything_that_a_run_writes_is_moved_aside_and_nothing_else(tmp_path):
-    own = {"report.html", "power.csv", "power.12.csv", "power-rank-3.csv", "profile", "metrics.jsonl", "metrics.jsonl.bad", "configs"}
-    for name in own | {"notes.txt", "my-report.html", "checkpoints"}:
-        (tmp_path / name / "inside").mkdir(parents=True)
-    aside = run_folder.move_aside(tmp_path, asked=True)
-    assert {*os.listdir(aside)} == own | {"checkpoints"}
-    assert {*os.listdir(tmp_path)} == {aside.name, "notes.txt", "my-report.html"}
 
 
 def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
@@ -269,28 +260,23 @@ def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monk
             pass
 
 
-@pytest.mark.parametrize("where", ["new", "elsewhere/runs/new"])
-def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, whole, prepared, tmp_path, capsys):
+def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(tiny_run, whole, prepared, tmp_path, capsys):
     """Even if a second job has started under the old name in the meantime."""
-    run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / where
+    run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / "new"
 
     def rename():
-        new.parent.mkdir(parents=True, exist_ok=True)
         run.folder.rename(new)
-        if where == "new":
-            assert run.train(MAX_STEPS=1) == 0
+        assert run.train(MAX_STEPS=1) == 0
 
     with at_step(3, rename):
         assert run.train() == 0
     told = capsys.readouterr().err
     assert f"was renamed to {new} during the run" in told and "--run-name new" in told
-    assert ("--output-dir" in told) == (where != "new")
     moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
     assert moved.steps_saved() == [2, 4, 6]
     assert_same_run(moved, whole, 6)
-    assert run.steps_saved() == ([1] if where == "new" else [])
+    assert run.steps_saved() == [1]
     assert [event["event"] for event in moved.lines("events")] == ["start", *["save", "saved"] * 3, "end"]
-    assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
 
 

@@ -53,21 +53,6 @@ def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
     assert f"[CPU0] {console_line(200, 1000, unknown_peak, 330.9)}\n" == line.replace(" | MFU: 41.2%", "")
 
 
-def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    for rank in (0, 1):
-        log = make_log(tmp_path, rank, "cuda")
-        log.info("hello")
-        log.warn("careful")
-        log.step(METRICS)
-        log.sample(3, "Once", " upon")
-        log.close()
-    shown = capsys.readouterr()
-    assert shown.out == "[GPU0] hello\n[GPU0] Sample: Once upon\n" and shown.err == "[GPU0] warning: careful\n"
-    assert (tmp_path / "log" / "rank-1.txt").read_text() == "[GPU1] hello\n[GPU1] warning: careful\n[GPU1] Sample: Once upon\n"
-    assert len(written(tmp_path / "metrics.jsonl")) == len(written(tmp_path / "samples.jsonl")) == 1
-
-
 def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):
     prompt = "\x1b]0;owned\x07a"
     text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
@@ -84,15 +69,6 @@ def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tm
     print_traceback(ValueError, ValueError(prompt), None)
     show(prompt)
     assert capsys.readouterr() == ("\\x1b]0;owned\\x07a\n", "ValueError: \\x1b]0;owned\\x07a\n")
-
-
-def test_without_a_folder_there_is_only_the_console(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    log = make_log(None, wandb_enabled=True)
-    log.info("hello")
-    log.step(METRICS)
-    log.close()
-    assert capsys.readouterr().out == "[CPU0] hello\n" and list(tmp_path.iterdir()) == []
 
 
 # metrics.jsonl
@@ -242,8 +218,7 @@ def run_with(fake, tmp_path, monkeypatch, steps=3, finish_seconds=5.0) -> list:
 
 
 @pytest.mark.parametrize("environ, mode", [
-    ({"WANDB_API_KEY": "k"}, "online"), ({}, "offline"), ({"WANDB_MODE": "disabled"}, "disabled"),
-    ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline")])
+    ({"WANDB_API_KEY": "k"}, "online"), ({}, "offline")])
 def test_wandb_gets_every_step_and_is_offline_unless_there_is_a_key(tmp_path, monkeypatch, capsys, environ, mode):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
@@ -340,8 +315,7 @@ def fail():
     raise RuntimeError("the service process is dead")
 
 
-@pytest.mark.parametrize("bad", ["init", "log", "finish"])
-@pytest.mark.parametrize("misbehave", [lambda: sys.exit(1), fail])
+@pytest.mark.parametrize("bad, misbehave", [("init", lambda: sys.exit(1)), ("log", fail), ("finish", fail)])
 def test_a_tracker_that_raises_costs_one_warning(bad, misbehave, tmp_path, monkeypatch, capsys):
     run_with(None, tmp_path / "not installed", monkeypatch)
     assert "wandb is off" in capsys.readouterr().err
@@ -353,7 +327,7 @@ def test_a_tracker_that_raises_costs_one_warning(bad, misbehave, tmp_path, monke
     assert warnings[0] in (tmp_path / "log" / "rank-0.txt").read_text()
 
 
-@pytest.mark.parametrize("bad", ["init", "log", "finish"])
+@pytest.mark.parametrize("bad", ["log", "finish"])
 def test_a_tracker_that_hangs_stalls_neither_the_steps_nor_the_end(bad, tmp_path, monkeypatch, capsys):
     release = threading.Event()
     fake = FakeWandb(bad, release.wait)
@@ -466,21 +440,6 @@ def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wa
     assert done.stderr.count("warning: wandb") == 1 and "Traceback" not in done.stderr, done.stderr
     assert run.metrics()[-1]["step"] == 300 and run.steps_saved() == [300]
     assert "canary" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_crash_does_not_wait_for_wandb(tiny_run, tmp_path):
-    """A fake wandb that hangs in finish, and in its atexit handler."""
-    (tmp_path / "wandb.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n"
-                                       "def Settings(**_): pass\ndef Table(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
-                                       "    def finish(self): time.sleep(600)\ndef init(**_): return Run()\n")
-    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('PLANT'):\n    import factories\n    from learn import optim\n"
-                                               "    factories.do_in_step(3, lambda: 1 / 0, optim)\n")
-    run = tiny_run(WANDB_ENABLED="true")
-    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PLANT": "1", "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
-    assert "wandb did not finish in 10 s" in done.stderr
 
 
 @pytest.mark.slow

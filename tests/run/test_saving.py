@@ -223,9 +223,8 @@ def save_and_look(argv: list[str]) -> None:
     stop_ranks()
 
 
-@pytest.mark.parametrize("sharding", ["none", "full"])
-def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run, sharding):
-    run = tiny_run(**UNMEASURED, MAX_STEPS=2, TOTAL_BATCH_SIZE=384, SHARDING=sharding)
+def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=2, TOTAL_BATCH_SIZE=384, SHARDING="full")
     assert run.train(SHARDING="none") == 0
     before = run.hashes(2)
     run_ranks(save_and_look, run.argv(), world_size=3, folder=run.output_dir / "outputs")
@@ -261,17 +260,6 @@ def test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_doe
         thread.result(told.append)
 
 
-def test_a_wait_for_a_thread_that_moves_is_progress(monkeypatch):
-    monkeypatch.setattr("common.heartbeat.BACKGROUND_SECONDS", 0.01)
-    before = HEARTBEAT.last_beat
-
-    def work(warn) -> None:
-        wait_until(lambda: HEARTBEAT.beat() or HEARTBEAT.last_beat > before)
-
-    Background(work).result(print)
-    assert HEARTBEAT.last_beat > before
-
-
 def note_memory(folder: Path) -> None:
     """In a rank: write the largest resident memory of steps 3 and 4, and from the save of step 4 on, to a file."""
     def reset() -> None:
@@ -289,7 +277,7 @@ def note_memory(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, sharding", [(1, "none"), (2, "none"), (4, "none"), (2, "full")])
+@pytest.mark.parametrize("ranks, sharding", [(4, "none"), (2, "full")])
 def test_no_rank_s_resident_memory_grows_by_more_than_its_share_and_a_block(ranks, sharding, tiny_run, tmp_path):
     """Compared with the steps before the first save, of 26 million parameters."""
     run = tiny_run(**UNMEASURED, DIM=512, N_LAYERS=8, N_HEADS=8, N_KV_HEADS=8, MULTIPLE_OF=64, SHARDING=sharding,

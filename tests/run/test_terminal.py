@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from commands import ROOT, python
@@ -23,12 +22,10 @@ from common.text import (
     command,
     lay_out,
     paint,
-    pip_install,
     print_safely,
     printable,
 )
 from config import Config
-from extensions.trackers import Wandb
 from run.log import RunLog, console_line, evaluation_columns, step_columns
 
 COLOR = re.compile(r"\x1b\[\d+m")
@@ -62,9 +59,8 @@ def test_a_step_has_the_columns_that_the_documents_show(screen):
     assert lay_out(line, screen) == "  100/120   83%  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:37 left"
 
 
-@pytest.mark.parametrize("prefix", ["", "[GPU0] ", "[GPU127] "])
-@pytest.mark.parametrize("others", [{}, {"mfu": 0.4123}, PAIRS, {"cross_entropy": 1.5, "divergence": 0.25}, PAIRS | {"mfu": 1.0}])
-@pytest.mark.parametrize("max_steps", [6, 1200, 20_000, 1_000_000])
+@pytest.mark.parametrize("others", [{}, {"cross_entropy": 1.5, "divergence": 0.25}, PAIRS | {"mfu": 1.0}])
+@pytest.mark.parametrize("max_steps, prefix", [(6, "[GPU0] "), (1_000_000, "[GPU127] ")])
 def test_extreme_values_stay_in_their_columns(max_steps, others, prefix, screen):
     extremes = [USUAL, {"train_loss": 1e-9, "learning_rate": 0.0, "grad_norm": 1e-9, "tokens_per_second": 0.2},
                 {"train_loss": 12345.678, "learning_rate": 9.99e-10, "grad_norm": 98765.4, "tokens_per_second": 10e6},
@@ -81,8 +77,7 @@ def test_extreme_values_stay_in_their_columns(max_steps, others, prefix, screen)
     assert len(places) == 1, "a column moves"
 
 
-@pytest.mark.parametrize("value, shown", [(1e-9, "1.0e-09"), (12345.678, "1.2e+04"), (11.76214, "11.7621"), (0.0, "0.0000"),
-                                          (float("nan"), "nan"), (float("inf"), "inf"), (-0.5, "-0.5000")])
+@pytest.mark.parametrize("value, shown", [(1e-9, "1.0e-09"), (12345.678, "1.2e+04"), (0.0, "0.0000"), (float("nan"), "nan")])
 def test_a_loss_has_four_decimals_or_an_exponent(value, shown, screen):
     assert f"  loss {shown} " in lay_out(step_columns(1, 6, {**USUAL, "train_loss": value}, 5, WIDTH), screen)
 
@@ -110,10 +105,7 @@ def what_stays(shown: str) -> str:
     return re.sub(r"[^\n]*\r(?! *$)", "", without_bars, flags=re.M)
 
 
-@pytest.mark.parametrize("environ", [{}, {"LOCAL_RANK": "0"}])
-def test_a_status_line_follows_and_makes_room_for_other_text(environ, screen, monkeypatch):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, screen)
     monkeypatch.setattr(text, "STATUS_SECONDS", 0.001)
@@ -133,7 +125,7 @@ def test_a_status_line_follows_and_makes_room_for_other_text(environ, screen, mo
     assert what_stays(screen.getvalue()).strip() == "one\ntwo"
 
 
-@pytest.mark.parametrize(("environ", "is_terminal"), [({"LOCAL_RANK": "1"}, True), ({"TERM": "dumb"}, True), ({}, False)])
+@pytest.mark.parametrize(("environ", "is_terminal"), [({"LOCAL_RANK": "1"}, True), ({}, False)])
 def test_no_status_line_goes_elsewhere(environ, is_terminal, screen, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -171,25 +163,7 @@ def test_paths_and_commands_are_not_divided_and_wide_letters_count_twice(screen,
     assert all(columns(line) <= WIDTH for line in lines) and columns("漢a") == 3
 
 
-def test_commands_that_are_not_ours_are_not_divided_either(screen, tmp_path):
-    service = object.__new__(Wandb)
-    service.mode, service.run = "offline", SimpleNamespace(finish=lambda: None)
-    line, install = service.finish(tmp_path / "a long name of a run"), pip_install("a-package")
-    try:
-        assert line.partition(": ")[2] in lay_out(f"[CPU0] {line}", screen) and "offline-run-*" in line
-        assert install in lay_out(f"EVERYTHING=true needs a package that is not installed here: {install}", screen)
-    finally:
-        RECOMMENDED.clear()
-
-
-@pytest.mark.parametrize("encoding, shown", [("utf-8", "1 ± 2"), ("latin-1", "1 ± 2"), ("ascii", "1 +/- 2")])
-def test_plus_minus_is_spelt_where_a_terminal_lacks_it(encoding, shown, screen):
-    screen.encoding = encoding
-    assert lay_out("1 ± 2", screen) == shown
-
-
-@pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False),
-                                              ({"TERM": "xterm", "NO_COLOR": ""}, True), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
+@pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
 def test_colors_are_for_terminals_whose_user_wants_them(environ, colored, screen, monkeypatch):
     for name in ("TERM", "NO_COLOR"):
         monkeypatch.delenv(name)

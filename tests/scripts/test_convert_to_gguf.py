@@ -124,23 +124,7 @@ def test_the_fields_of_a_file_say_how_to_rotate_and_which_tokens_control(tmp_pat
     assert ids == {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "eot": "<|eot_id|>"}
 
 
-def test_three_ends_of_texts_are_stored_and_further_ones_are_said(tmp_path, monkeypatch, capsys):
-    folder = save(tmp_path / "model", **MODELS["llama3 scaling"])
-    model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
-    ends = [tokenizer.special_ids[name] for name in ("<|eom_id|>", "<|end_of_text|>", "<|step_id|>")]
-    tokenizer.generation = {"eos_token_id": ends}
-    source, stored, written = script.read_source(folder, "model", model.config, tokenizer), [], Written()
-    monkeypatch.setattr(script, "import_gguf", lambda: written)
-    for eot in (tokenizer.eot_id, tokenizer.eos_id):
-        tokenizer.eot_id = eot
-        script.write_gguf(tmp_path / "out.gguf", source, "f32")
-        stored.append([written["token_list"][written[f"{role}_token_id"]] for role in ("eos", "eot", "eom")])
-        assert ("leaves out <|eom_id|>" in capsys.readouterr().out) == (eot != tokenizer.eos_id)
-    assert stored == [["<|end_of_text|>", "<|eot_id|>", "<|step_id|>"], ["<|end_of_text|>", "<|step_id|>", "<|eom_id|>"]]
-    assert script.modelfile(tmp_path / "out.gguf", source).count("PARAMETER stop") == 3
-
-
-@pytest.mark.parametrize("version, refused", [("0.17.1", True), ("0.9", True), ("0.18.0", False), ("0.100.dev1", False), (None, False)])
+@pytest.mark.parametrize("version, refused", [("0.9", True), ("0.100.dev1", False), (None, False)])
 def test_a_gguf_that_is_too_old_is_refused_with_the_command_that_upgrades_it(version, refused, monkeypatch):
     """One that pip has not installed, such as that of a clone of llama.cpp, has no version."""
     def found(name: str) -> str:

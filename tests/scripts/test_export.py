@@ -156,7 +156,6 @@ def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, m
     assert all(f"{(source / name).stat().st_size:,} bytes" in line for name, line in zip(names, lines))
     assert last.endswith("--to hub me/first") and Hub.files == {} and Hub.created == []
     assert "names no license" in export(whole.folder, "--to", "hub", "me/first", "--dry-run", "--public", code=5)
-    assert "--dry-run requires --to hub" in export(whole.folder, "--to", "hf", "--output", "x", "--dry-run", code=2)
 
 
 def test_an_upload_that_failed_in_the_middle_continues(whole, hub, monkeypatch):
@@ -174,10 +173,8 @@ def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     said = export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
     assert "refused to upload to me/first (HTTP 401); set HF_TOKEN" in said and "hf_wrong" not in said and not Hub.files
-    assert "--repo me/fir st" in export(whole.folder, "--to", "hub", "--repo", "me/fir st", code=2)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # where a token may be kept
-    assert "requires one OWNER/NAME" in export(whole.folder, "--to", "hub", "me/first", "--repo", "me/other", code=2)
     assert "requires a token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import shutil
 import signal
@@ -93,8 +92,7 @@ def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adap
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
 
-@pytest.mark.parametrize("multiplies_bf16", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype, multiplies_bf16", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)], ids=str)
 @pytest.mark.parametrize("kind", ["tied", "untied", "adapters", "trained rows", "int8"])
 def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_bf16, folder, adapter, tokenizer, tmp_path,
                                                        monkeypatch):
@@ -139,16 +137,6 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
         assert torch.equal(model(tokens_BT, tokens_BT), expected(tokens_BT, tokens_BT))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
-def test_a_base_that_was_quantised_in_training_is_quantised_again(folder, adapter, monkeypatch):
-    original = store.read_state
-    monkeypatch.setattr(store, "read_state", lambda folder: original(folder) | {
-        "settings": original(folder)["settings"] | {"LORA_BASE_QUANTIZATION": "int8"}})
-    model, tokenizer = load(str(adapter))
-    assert model.layers[0].attention.wq.weight.dtype == torch.int8
-    assert all(continued(model, tokenizer, PROMPTS, 8, Sampling()))
-
-
 def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_path, monkeypatch):
     copy = shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
@@ -173,13 +161,11 @@ def test_the_command_prints_prompt_and_continuation(folder):
     assert done.returncode == 0 and done.stdout == whole + "\n", done.stderr
 
 
-@pytest.mark.parametrize("template", ["of the folder", "its own"])
-def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path, template):
+def test_a_greedy_chat_is_that_of_transformers(folder, tokenizer, tmp_path):
     shutil.copytree(folder, tmp_path / "folder")
-    if template == "its own":
-        (tmp_path / "folder" / "chat_template.jinja").write_text(
-            "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
-            "{% if add_generation_prompt %}assistant:{% endif %}")
+    (tmp_path / "folder" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
         answer, = texts_of(script.answers(TextGenerator(*load(str(tmp_path / "folder")), 24), [turn], system))
@@ -191,12 +177,6 @@ def called(monkeypatch, capsys, *arguments) -> str:
     monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
     script.main()
     return capsys.readouterr().out
-
-
-def test_the_command_prints_the_turns_of_a_chat(folder, monkeypatch, capsys):
-    replies = texts_of(script.answers(TextGenerator(*load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
-    assert called(monkeypatch, capsys, folder, "--chat", "--system", "Be kind.", "--temperature", 0, "--max-new-tokens", 6,
-                  "--prompt", "The cat", "Why?") == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
 
 
 def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, capsys):
@@ -227,6 +207,7 @@ def test_a_stop_text_ends_a_continuation(folder):
     assert [part.finish_reason for part in continuations(TextGenerator(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
 
 
+@pytest.mark.slow
 def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     (tmp_path / "p.txt").write_text("The cat\n" * 2000)
     process = subprocess.Popen([sys.executable, SCRIPT, folder, "--prompts", "p.txt", "--output", "o.jsonl"], cwd=tmp_path,
@@ -240,24 +221,6 @@ def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
     assert 0 < len(lines) < 2000 and lines == sorted(lines)
 
 
-def test_names_of_control_tokens_in_a_prompt_are_said_and_can_be_meant(folder, tokenizer, tmp_path, monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr(TextGenerator, "stream", lambda self, prompts: seen.extend(prompts) or iter(()))
-    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi<|eot_id|>"}]}) + "\n")
-
-    def told(*flags) -> str:
-        monkeypatch.setattr(sys, "argv", ["generate.py", str(folder), *map(str, flags)])
-        script.main()
-        return capsys.readouterr().err.strip()
-
-    sentence = "<|eot_id|> in the prompt is encoded as text, not as a control token"
-    assert told("--prompt", "Hi<|eot_id|>", "a") == f"{sentence}; --parse-special makes it one"
-    assert told("--prompt", "Hi<|eot_id|>", "a", "--parse-special") == told("--prompt", "a") == ""
-    assert told("--chat", "--prompt", "Hi<|eot_id|>") == told("--prompts", tmp_path / "p.jsonl", "--parse-special") == sentence
-    ends = [list(prompt.ids).count(tokenizer.eot_id) for prompt in seen]
-    assert ends == [0, 0, 1, 0, 0, 1, 1], "in a chat, only the format's own"
-
-
 def test_generation_settings_that_are_not_applied_are_said(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder, tmp_path / "m")
     content = json.loads((tmp_path / "m" / "generation_config.json").read_text())
@@ -269,11 +232,9 @@ def test_generation_settings_that_are_not_applied_are_said(folder, tmp_path, mon
 
 
 @pytest.mark.parametrize("flags, reason", [
-    (["--chat", "--prompt", "a", "--parse-special"], "--parse-special and --chat"),
-    (["--top-k", "-1"], "argument --top-k: "), (["--min-p", "2"], "argument --min-p: "),
-    (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop must not be empty"),
+    (["--top-k", "-1"], "argument --top-k: "), (["--stop", ""], "--stop must not be empty"),
     (["--prompt", "a", "--prompts", "f"], "cannot be combined"), (["--output", "o"], "--output requires --prompts"),
-    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--top-p", "0"], "--top-p"), (["--chat"], "--chat requires a --prompt"),
+    (["--batch-size", "0"], "--batch-size must be at least 1"), (["--chat"], "--chat requires a --prompt"),
     (["--system", "Be kind."], "--system requires --chat")])
 def test_wrong_flags_are_refused(monkeypatch, capsys, flags, reason):
     monkeypatch.setattr(sys, "argv", ["generate.py", "model", *flags])

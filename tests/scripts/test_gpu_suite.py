@@ -1,22 +1,19 @@
 """The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import venv
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, python
+from commands import ROOT
 from factories import wait_until
 
-from fused import attention
 from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
@@ -100,30 +97,6 @@ def test_only_a_missing_device_skips_the_other_parts(device, outcome, suite):
         assert found["good"]["error"] == found["absent"]["error"] == "skipped: torch finds no cuda device"
 
 
-def test_a_process_that_cannot_start_is_a_fault(suite, monkeypatch):
-    def no_process(*_, **__):
-        raise OSError(12, "Cannot allocate memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu_suite.subprocess, "Popen", no_process)
-        assert suite(part("good"))["good"]["error"] == "OSError: [Errno 12] Cannot allocate memory"
-    assert suite(part("good"), output="after")["good"]["ok"]
-
-
-def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
-    """SIGTERM: the parts that run are stopped and reported, the others are skipped."""
-    def stop() -> None:
-        figures = tmp_path / "out" / "figures.jsonl"
-        wait_until(lambda: figures.exists() and "child" in figures.read_text())
-        suite.suite.stop()
-
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(stop)
-        found = suite(part("hangs"), part("good", needs=("hangs",)), part("faulty", alone=True))
-    assert found["hangs"]["error"].startswith("exit code -15") and found["hangs"]["figures"]["speed"] == 1.5
-    assert found["good"]["error"].startswith("skipped: ") and found["faulty"]["error"] == "skipped: no time left"
-
-
 @pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
 def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
     """The sum of limits over jobs, and the schedule itself, in which a thread takes the parts in order and waits for those needed."""
@@ -168,20 +141,6 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
 
-@pytest.mark.slow
-def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
-    """In forked processes; those of the first group have their test below."""
-    def run(task, script, *arguments, env=None, stdin=""):
-        done = python(script, *arguments, env=os.environ | (env or {}), stdin=stdin)
-        return done.returncode, done.stderr + done.stdout
-
-    monkeypatch.setattr(parts.Task, "run", run)
-    for part in gpu_suite.select_parts("stage-sft,stage-distil,stage-muon,stage-windows")[1:]:
-        task = parts.Task(part.name, "cpu", True, tmp_path, part.seconds, tmp_path / "figures.jsonl")
-        parts.PARTS[part.name](task)
-        assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
-
-
 def test_every_part_has_its_code():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
     assert all(part.name in done.stdout for part in gpu_suite.PARTS)
@@ -208,17 +167,6 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
     assert gpu_suite.read_figures(task.notes, "parity", task.notes.stat().st_size) == ({}, [], None)  # of a later call
-
-
-def test_a_machine_without_git_and_nvidia_smi_is_recorded_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    for commit in ("", "abc"):
-        monkeypatch.setenv("PADDOCK_COMMIT", commit)
-        task = parts.Task("header", "cpu", True, tmp_path, 60, tmp_path / f"figures{commit}")
-        parts.header(task)
-        assert task.figures()["commit"] == (commit or "unknown") and "CPU" in task.figures()["device"]
-        kernels = " ".join(name for name, value in task.figures().items() if value == "chosen")
-        assert all(f" for {purpose} in " in kernels for purpose in attention.ORDERS)
 
 
 # What torch, numpy and safetensors need, and what can be carried to a machine without a network.

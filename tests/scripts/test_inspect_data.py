@@ -19,7 +19,7 @@ from common.errors import DataError, SettingsError
 from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug import inspect as statistics
-from extensions.debug.inspect import RepeatCounter, measure
+from extensions.debug.inspect import measure
 from scripts import inspect_data
 from tokenizer import load_tokenizer
 
@@ -46,16 +46,6 @@ def test_documents_are_measured_as_by_hand_however_they_lie_in_the_blocks(docume
         assert facts["repeated"] == len(documents) - len(set(map(tuple, documents)))
         assert facts["median"] == lengths[(len(lengths) - 1) // 2]
         assert (facts["longer"], facts["tokens_in_longer"]) == pytest.approx((len(longer) / len(lengths), sum(longer) / len(ids)))
-
-
-def test_repeats_of_more_documents_than_are_kept_are_estimated(monkeypatch):
-    monkeypatch.setattr(statistics, "MOST_HASHES", 1000)
-    counter, dice = RepeatCounter(), Random(0)
-    originals = [dice.randbytes(8) for _ in range(15_000)]
-    for digest in originals + originals[:5000]:
-        counter.add(digest)
-        assert len(counter.hashes) <= 1000
-    assert counter.halvings == 5 and abs(counter.share - 0.25) < 0.05
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +139,6 @@ def test_all_sets_are_listed(sets, inspect):
     assert sorted(line.split()[1] for line in lines) == ["chats", "documents", "mixture", "pairs"]
     listed = json.loads(inspect("--list", folder, "--json"))
     assert {Path(entry["folder"]) for entry in listed} == set(sets.values())
-
-
-def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, monkeypatch):
-    monkeypatch.setattr("extensions.debug.inspect.find_tokenizer", lambda manifest, config: None)
-    said = inspect(sets["chats"])
-    assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes per token" not in said
 
 
 @pytest.mark.parametrize("flags, reason", [

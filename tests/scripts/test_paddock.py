@@ -258,27 +258,6 @@ def test_a_set_up_that_failed_is_repeated(clone):
         assert "error: python3 could not create the environment" in clone.paddock("train", code=1)
 
 
-def test_an_interrupted_installation_is_repaired_at_the_next_start(clone):
-    if os.path.exists("/proc/driver/nvidia"):
-        pytest.skip("a GPU is here")
-    environment = clone.with_environment()
-    clone.paddock("runs")
-    assert clone.paddock("runs") == ""
-    next(environment.glob("lib/python*/site-packages/torch.dist-info/INSTALLER")).unlink()
-    said = clone.paddock("runs")
-    assert "torch.dist-info/INSTALLER is missing" in said and [call[0] for call in clone.calls()] == ["pip", "pip", "runs.py"]
-    assert clone.calls("pip")[0][1][-1] == "torch==2.13.0+cpu" and clone.paddock("runs") == ""
-
-
-def test_ctrl_c_during_the_set_up_ends_it(clone):
-    stop = '#!/bin/sh\nkill -INT $PPID\nexit 1\n'  # as pip and uv do, it ends with an exit code
-    clone.add("uv", stop)
-    said = clone.paddock("train", code=130, PADDOCK_UV="1")
-    assert said.count("Interrupted") == 1 and "error" not in said and not (clone.root / ".venv").exists()
-    clone.add("uv", '#!/bin/sh\nkill -TERM $PPID\nexec sleep 600\n')  # which is ended with it
-    assert clone.paddock("train", code=143, PADDOCK_UV="1") == "Creating the environment .venv (only once) ...\nInterrupted. Run the same command to try again.\n"
-
-
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     # In an active environment: into it. Beside the machine's: an environment that sees it.
     active = clone.elsewhere / "active"
@@ -314,16 +293,6 @@ def test_help_needs_no_environment_and_makes_none(clone):
     clone.paddock("doctor")
     assert [call[0] for call in clone.calls()] == ["doctor.py"]
     assert {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)} == before
-
-
-def test_without_any_python_it_says_so(clone):
-    tools = ("bash", "env", "sed", "awk", "dirname", "readlink", "uname", "grep", "cksum", "tr")
-    for name in tools:
-        (clone.elsewhere / "tools" / name).parent.mkdir(exist_ok=True)
-        (clone.elsewhere / "tools" / name).symlink_to(shutil.which(name))
-    for words in (["train"], ["doctor"], ["train", "--help"]):
-        said = clone.paddock(*words, code=1, PATH=str(clone.elsewhere / "tools"))
-        assert "error: Paddock needs Python 3.10 or newer" in said and not (clone.root / ".venv").exists()
 
 
 def test_the_older_scripts_start_the_same(clone):

@@ -1,12 +1,9 @@
 """The A/B benchmark: a run is stopped at its goal, results are kept, and p is that of the rank-sum test."""
 
-import json
 from itertools import combinations
 from math import inf
 
 import pytest
-from commands import python
-from factories import TinyRun
 
 from scripts.dev.ab_benchmark import exchange_p, table
 
@@ -25,19 +22,3 @@ def test_p_is_the_share_of_arrangements_that_differ_at_least_as_much(a, b):
 def test_a_seed_that_misses_the_goal_is_counted_and_not_averaged():
     results = [{"name": name, "steps": steps, "cpu_seconds": 2.0} for name, steps in (("a", 10), ("a", 20), ("b", None), ("b", 30))]
     assert [line.split()[:5] for line in table(results)[1:]] == [["a", "2/2", "15.0", "±", "7.1"], ["b", "1/2", "30", "0.33", "2.0"]]
-
-
-@pytest.mark.slow
-def test_a_benchmark_stops_at_its_goal_and_runs_only_the_seeds_that_are_missing(prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=4000)
-    benchmark = ("scripts/dev/ab_benchmark.py", "--name", "a", "--goal", "0.01", "--every", "2", *run.argv())
-    for seeds in (1, 2):
-        done = python(*benchmark, "--seeds", seeds)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count(", seed ") == 1 and f"a       {seeds}/{seeds}" in done.stdout
-    results = [json.loads(line) for line in (run.output_dir / "race" / "results.jsonl").read_text().splitlines()]
-    assert [result["seed"] for result in results] == [1337, 1338]
-    assert all(result["steps"] % 2 == 0 and result["steps"] < 4000 and result["cpu_seconds"] > 0 for result in results)
-    assert [path.name for path in (run.output_dir / "race").iterdir()] == ["results.jsonl"]
-    done = python(*benchmark, "--seeds", 1, "--learning-rate", 0.5)
-    assert done.returncode == 2 and "--name" in done.stderr

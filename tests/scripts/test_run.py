@@ -15,7 +15,6 @@ from commands import ROOT
 from factories import argv_of
 
 from common.errors import PaddockError
-from data_pipeline.shards import MANIFEST
 from data_preparation_utils import is_source, prepare_from_flags
 from settings.load import load_config
 
@@ -85,27 +84,12 @@ def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
     assert Path(folder) == again
 
 
-def test_chats_are_prepared_for_their_stage(project):
-    Path("chats.jsonl").write_text('{"prompt": "cat?", "completion": "hen"}\n' * 9)
-    command = project.command("--training-stage", "sft", "--random-init", "--sft-data-path", "*.jsonl", "--validation-fraction=0")
-    assert command[-2] == "--sft-data-path" and (Path(command[-1]) / MANIFEST).is_file() and command[-1].startswith("data/sft/")
-
-
 @pytest.mark.parametrize(("flags", "reason"), [
-    (["--lerning-rate", "1"], "did you mean --learning-rate"), (["--total-batch-size", "7"], "must be a multiple"),
-    (["--nproc-per-node", "3"], "must be a multiple"), (["--training-stage", "pre"], "TRAINING_STAGE=pre")])
-@pytest.mark.parametrize("data", [["--pretrain-data-path", "corpus/*.jsonl"], ["--preset", "sample"]])
-def test_mistakes_are_told_before_hours_of_preparation(flags, reason, data, project, capsys):
+    (["--lerning-rate", "1"], "did you mean --learning-rate"), (["--nproc-per-node", "3"], "must be a multiple")])
+def test_mistakes_are_told_before_hours_of_preparation(flags, reason, project, capsys):
     with pytest.raises(SystemExit, match="2"):
-        project.command(*data, *flags)
+        project.command("--pretrain-data-path", "corpus/*.jsonl", *flags)
     assert reason in capsys.readouterr().err and not Path("data").exists() and not project.made
-
-
-def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
-    monkeypatch.setattr(project.script.process, "read_gpus", lambda: [])
-    with pytest.raises(PaddockError, match="idle GPUs: 0 of 0"):
-        project.command("--source", "corpus", "--gpus", "idle:2")
-    assert not Path("data").exists()
 
 
 @pytest.mark.parametrize(("flags", "reason"), [

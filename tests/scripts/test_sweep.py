@@ -49,10 +49,3 @@ def test_a_start_is_named_as_in_a_single_run_and_a_missing_one_is_reported(prepa
         assert locate(config.pretrain_checkpoint, Path(config.output_dir) / config.run_name) == run.checkpoint(whole.steps_saved()[-1])
     _, trials = list_trials(Namespace(vary=[], seeds=2, name="missing"), run.argv(PRETRAIN_CHECKPOINT="missing"))
     assert [train.main(trial.flags) for trial in trials] == [5, 5]
-
-
-def test_text_is_prepared_before_the_first_run(prepared, tmp_path):
-    (tmp_path / "text.jsonl").write_bytes((prepared.shards.parents[1] / "text.jsonl").read_bytes())
-    run = TinyRun(prepared, tmp_path / "runs", PRETRAIN_DATA_PATH="text.jsonl", MAX_STEPS=1, VALIDATION_FRACTION=0.1)
-    done = python("scripts/sweep.py", "--seeds", 2, "--name", "seeds", *run.argv(), cwd=tmp_path)
-    assert done.returncode == 0 and (tmp_path / "data/pretrain/text/manifest.json").is_file(), done.stderr

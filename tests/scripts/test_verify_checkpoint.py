@@ -38,13 +38,6 @@ def test_a_run_is_verified_with_all_of_its_checkpoints_and_its_ledger(whole, tmp
     assert "ledger.jsonl of the run, which differs" in verify(run.checkpoint(6), code=5)
 
 
-def test_a_run_is_found_by_its_name(whole, tmp_path, monkeypatch):
-    shutil.copytree(whole.folder, tmp_path / "first")
-    monkeypatch.setenv("OUTPUT_DIR", str(tmp_path))
-    assert verify("first").count("is intact.") == 3
-    assert "is not a folder" in verify("step-00000002", code=5), "not another one in its place"
-
-
 def test_a_copy_needs_no_run_and_nothing_but_the_standard_library(copy):
     (copy / "README.md").write_text("edited")
     (copy / ".gitattributes").write_text("of the hub")

@@ -11,7 +11,7 @@ from typing import Optional
 
 import pytest
 from commands import Command
-from factories import PATIENCE, UNMEASURED, TinyRun, main_with, start
+from factories import PATIENCE, TinyRun, main_with, start
 
 import train
 from checkpoint import store
@@ -162,18 +162,6 @@ def test_what_is_not_restored_is_found(plant, differing, words, verify):
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize(("settings", "first"), [
-    pytest.param({"RESUME": "step-00000002"}, 2, marks=pytest.mark.slow),
-    pytest.param({"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}, 0, marks=pytest.mark.slow)])
-def test_it_starts_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
-    """The name is that of a step of the user's own run."""
-    base = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, **UNMEASURED)
-    assert base.train() == 0
-    code, text, left = verify("--steps", "12", **settings)
-    assert code == 0 and left == [base.folder], text
-    assert int(table(text)["resumed"].split()[-1]) == 12 + first
-
-
 @pytest.mark.parametrize(("flags", "settings", "words"), [
     (["--steps", "3"], {}, "of at least 4"),
     (["--nproc-per-node", "3"], {}, "WORLD_SIZE = "), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
@@ -189,8 +177,8 @@ def test_the_cause_is_reported_if_a_run_fails_by_itself(verify, prepared, tmp_pa
         verify(PRETRAIN_DATA_PATH=tmp_path / "shards")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
     with Command(run, SCRIPT, "--steps", "100000", "--nproc-per-node", ranks, *run.argv()) as command:

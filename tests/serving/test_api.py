@@ -17,7 +17,7 @@ from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source
 from data_pipeline.templates import load_chat_format
 from extensions.inference import engine
-from extensions.inference.text import LanguageModel, TextStream
+from extensions.inference.text import LanguageModel
 from extensions.serving.api import Api
 from extensions.serving.app import ServeOptions, model_ids
 from extensions.serving.models import prompts_to_try
@@ -111,45 +111,25 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(client, server,
     assert cancelled.count("cancelled") == 2
 
 
-def test_content_in_parts_and_neutral_fields_are_accepted(client):
+def test_content_in_parts_is_accepted(client):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
     together = [{"role": "user", "content": "Hello"}]
     assert chat(client, messages=parts).choices[0].message.content == chat(client, messages=together).choices[0].message.content
-    neutral = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "logit_bias": {}, "user": "me", "tools": [], "seed": None}
-    assert chat(client, **neutral).choices[0].message.content == chat(client).choices[0].message.content
     assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
 
 
-NEUTRAL = [{"top_k": -1}, {"stop": ""}, {"stop": None}, {"stop": []}, {"stop": [""]}, {"max_completion_tokens": -1}, {"best_of": 1},
-           {"stream_options": None}, {"stream_options": {"include_usage": False, "include_obfuscation": False}}, {"parallel_tool_calls": False},
-           {"tools": [], "tool_choice": "none", "response_format": None}, {"tools": None, "tool_choice": "auto", "parallel_tool_calls": True},
-           {"response_format": {"type": "text"}}, {"service_tier": "auto"}, {"reasoning_effort": "medium"}, {"reasoning_effort": None},
-           {"repetition_penalty": 1.0, "min_p": 0, "typical_p": 1.0, "mirostat": 0, "n_predict": -1, "cache_prompt": True},
-           {"metadata": {"a": "b"}, "store": False, "functions": [], "function_call": "auto", "logit_bias": {}, "tool_choice": None},
-           {"temperature": 1.0, "top_p": 0, "seed": -1}, {"temperature": 1, "top_p": 1e-9, "seed": None}]
+NEUTRAL = [{"top_k": -1, "stop": [""], "max_completion_tokens": -1, "best_of": 1, "min_p": 0, "seed": None, "repetition_penalty": 1.0},
+           {"stream_options": {"include_usage": False, "include_obfuscation": False}, "parallel_tool_calls": False, "user": "me"},
+           {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "functions": [], "function_call": "auto"},
+           {"service_tier": "auto", "reasoning_effort": "medium", "metadata": {"a": "b"}, "store": False, "logit_bias": {}, "n": 1},
+           {"mirostat": 0, "typical_p": 1.0, "n_predict": -1, "cache_prompt": True, "frequency_penalty": 0, "logprobs": False},
+           {"temperature": 1.0, "top_p": 0, "seed": -1}]
 
 
 @pytest.mark.parametrize("changes", NEUTRAL, ids=json.dumps)
 def test_what_clients_send_without_a_meaning_changes_nothing(client, changes):
     """`top_p` of 0 means the most likely token, like a temperature of 0."""
     assert chat(client, extra_body=changes).choices[0].message.content == chat(client).choices[0].message.content
-
-
-def test_a_limit_of_minus_one_is_none(client):
-    assert chat(client, max_tokens=-1, extra_body={"chat_template_kwargs": {}}, stop=None).usage.completion_tokens > 1000
-
-
-def test_old_and_new_names_of_roles_and_empty_fields_of_messages_are_read(with_tools):
-    """`developer` is a system message, `function` a tool's; an assistant's message may have no words."""
-    call = {"name": "f", "arguments": "{}"}
-    pairs = [([{"role": "developer", "content": "Be brief."}, *HELLO], [{"role": "system", "content": "Be brief."}, *HELLO]),
-             ([*HELLO, {"role": "assistant", "content": None, "function_call": call}, {"role": "function", "name": "f", "content": "1"}],
-              [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}, {"role": "tool", "name": "f", "content": "1"}]),
-             ([*HELLO, {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": []}, *HELLO],
-              [*HELLO, {"role": "assistant", "content": ""}, *HELLO])]
-    for old, new in pairs:
-        usages = [chat(with_tools[0], messages=messages, max_tokens=1).usage for messages in (old, new)]
-        assert usages[0] == usages[1]
 
 
 def test_names_of_control_tokens_in_a_text_are_said_and_can_be_meant(client, models):
@@ -209,8 +189,7 @@ def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, refe
     assert chat(client).choices[0].logprobs is None
 
 
-@pytest.mark.parametrize("presence, frequency", [(1.5, 0.0), (0.0, 0.7), (-0.5, 1.1)])
-def test_penalties_are_subtracted_by_openais_formula(client, models, reference, presence, frequency):
+def test_penalties_are_subtracted_by_openais_formula(client, models, reference, presence=-0.5, frequency=1.1):
     """logits - presence * (count > 0) - frequency * count, where the prompt does not count."""
     import torch
     prompt, written = models[0].chat_prompt(HELLO).ids, []
@@ -285,43 +264,22 @@ def test_a_prompt_must_leave_one_token_of_the_context(client, models):
         complete(client, text + "x")
 
 
-def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, models, monkeypatch):
-    """Some tokenizers take the space off the first word of a text."""
-    after = []
-    monkeypatch.setattr("extensions.serving.api.TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
-    complete(client, "The cat")
-    chat(client)
-    assert after == [models[0].text_prompt("The cat").ids, ()]
-
-
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED = [
     ({"model": "none"}, 404, "model", "there is no model 'none'; choose from 'tiny', 'other'"),
     ({"messages": []}, 400, "messages", "at least 1 item"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "tiny cannot read tool calls"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "messages", r"messages\[0\] has the role 'robot'; known are system"),
-    ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, 400, "messages", r"tool_calls\[0\].name is null"),
     ({"messages": [{"role": "user"}]}, 400, "messages", r"messages\[0\] has no 'content'"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
      "messages", r"messages\[0\].content\[0\] is not text, its type is 'image_url'"),
     ({"messages": [{"role": "user", "content": "x", "color": "red"}]}, 400, "messages", r"messages\[\].color is not supported"),
-    ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
-    ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
-    ({"top_p": -0.5}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
-    ({"n": 0}, 400, "n", "greater than"), ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "less than"), ({"n": 9}, 400, "prompt", "at most 8"),
-    ({"frequency_penalty": 2.5}, 400, "frequency_penalty", "less than"),
+    ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", "requires logprobs"), ({"n": 9}, 400, "prompt", "at most 8"),
     *(({field: wanted}, 400, field, f"{field} is not supported; leave it out, or serve the model with vLLM, which has it$")
-      for field, wanted in (("tools", [TOOL]), ("functions", [TOOL["function"]]), ("tool_choice", "required"), ("tool_choice", TOOL),
-                            ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}),
-                            ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}), ("response_format", {}))),
-    ({"tools": [TOOL], "tool_choice": "none"}, 400, "tools", "vLLM"),
-    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": [1]}, 400, "stop.0", "valid string"),
-    ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -2}}, 400, "top_k", "greater than"),
-    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "not supported"), ({"store": True}, 400, "store", "not supported"),
-    ({"extra_body": {"min_tokens": 3}}, 400, "min_tokens", "not supported"), ({"extra_body": {"best_of": 2}}, 400, "best_of", "not supported"),
-    ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
-    ({"extra_body": {"stream_options": {"include_usage": True}}}, 400, "stream_options", "requires stream"),
+      for field, wanted in (("tools", [TOOL]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}))),
+    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"seed": 2**64}, 400, "seed", "less than"),
+    ({"store": True}, 400, "store", "not supported"), ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
     ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages",
      rf"messages: the prompt has 20\d\d tokens; the context has room for {CONTEXT}, including at least one for the answer")]
 
@@ -344,10 +302,8 @@ def test_what_is_no_request_is_refused(server, body, message):
     assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
 
 
-EXTREMES = [{"temperature": value} for value in (0, 1e-320, 1e-30, 1e-7, 1e-5, 100)] + [
-    {"temperature": temperature, "extra_body": {name: value}} for temperature in (0, 1) for name, value in (
-        ("top_p", 1e-6), ("top_k", 1), ("top_k", 2**31 - 1), ("min_p", 0), ("min_p", 1), ("repetition_penalty", 0.01),
-        ("repetition_penalty", 100), ("seed", -2**63), ("seed", 2**63 - 1))]
+EXTREMES = [{"temperature": 1e-320}, {"temperature": 100}, *({"temperature": 1, "extra_body": {name: value}} for name, value in (
+    ("top_p", 1e-6), ("top_k", 2**31 - 1), ("min_p", 1), ("repetition_penalty", 0.01), ("repetition_penalty", 100), ("seed", -2**63)))]
 
 
 @pytest.mark.parametrize("changes", EXTREMES, ids=json.dumps)
@@ -365,12 +321,12 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
         assert complete(client).choices[0].text
 
 
-@pytest.fixture(scope="module", params=["qwen2_5", "llama3_1"])
-def with_tools(request, prepared, tmp_path_factory):
+@pytest.fixture(scope="module")
+def with_tools(prepared, tmp_path_factory):
     """A server of a model whose template has tools, and the model; its end of turn ends answers."""
-    folder, model = tmp_path_factory.mktemp(request.param), tiny_model(prepared.tokenizer)
+    folder, model = tmp_path_factory.mktemp("qwen3"), tiny_model(prepared.tokenizer)
     model.tokenizer.save_huggingface(folder)
-    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / f"{request.param}.jinja").read_text(encoding="utf-8")
+    template = (Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
     for name, known in (("<|im_start|>", "<|start_header_id|>"), ("<|im_end|>", "<|eot_id|>")):
         template = template.replace(name, known)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -390,7 +346,6 @@ def scripted(monkeypatch, ids: list[int]) -> None:
     monkeypatch.setattr(engine.Request, "take", take)
 
 
-CALL_TEXT = '<tool_call>\n{"name": "see", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
 def test_tools_calls_and_results_are_context(with_tools):
     client, model = with_tools
     call, result = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}, {"role": "tool", "tool_call_id": "c1", "content": "It rains."}
@@ -403,10 +358,9 @@ def test_tools_calls_and_results_are_context(with_tools):
     assert usage.prompt_tokens == len(ids) > len(model.chat_prompt(HELLO).ids)
 
 
-@pytest.mark.parametrize("with_tools", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("written, reasoning, content", [
     ("<think>\nIs it 1 < 2?\n\n</thin\n</think>\n\nIt is. </think>", "\nIs it 1 < 2?\n\n</thin\n", "\n\nIt is. </think>"),
-    (f"<think>Hm.</think>\n\n{CALL_TEXT}", "Hm.", f"\n\n{CALL_TEXT}"), ("<think>\nI wonder </th", "\nI wonder </th", None),
+    ("<think>\nI wonder </th", "\nI wonder </th", None),
     (" <thin", None, " <thin"), ("So <think>x</think>", None, ...)])
 def test_reasoning_is_returned_beside_the_content(with_tools, monkeypatch, written, reasoning, content):
     client, model = with_tools

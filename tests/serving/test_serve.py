@@ -9,7 +9,6 @@ import socket
 import time
 
 import pytest
-import torch
 from commands import listening
 from factories import PATIENCE, start, wait_until
 from tiny_server import CONTEXT, tiny_model
@@ -17,7 +16,6 @@ from tiny_server import CONTEXT, tiny_model
 from common.errors import SettingsError, run_script
 from extensions.inference.engine import Engine
 from extensions.report import serve as report_serve
-from extensions.serving import batcher
 from extensions.serving.app import ServeOptions, serve
 
 httpx = pytest.importorskip("httpx")
@@ -122,12 +120,3 @@ def test_what_cannot_be_served_is_one_sentence(prepared):
                 serve([model], options)
     with pytest.raises(SettingsError, match="tiny is named twice"):
         serve([model, model], ServeOptions(port=0))
-
-
-def test_too_little_memory_is_told_with_what_to_lower(prepared, monkeypatch):
-    def allocate(*_):
-        raise torch.OutOfMemoryError("planted")
-
-    monkeypatch.setattr(batcher, "Engine", allocate)
-    with pytest.raises(SettingsError, match="tiny lacks memory for 8 answers .*; lower --concurrency or --cont"):
-        serve([tiny_model(prepared.tokenizer)], ServeOptions(port=0))

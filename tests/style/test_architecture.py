@@ -25,6 +25,8 @@ MODULES = {".".join(Path(name).with_suffix("").parts): name for name in CODE}
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES = 80
+MOST_CORE_LINES = 15_100  # comments and docstrings included; a change that needs more raises it here, as a decision; the goal is 10,000
+NOT_CORE = ("tests", "scripts", "extensions", "data_pipeline")
 KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org",
                "daringfireball.net",  # in the licence of a library
                "git-lfs.github.com"}  # in pointers
@@ -177,6 +179,11 @@ def test_every_function_can_be_read_at_a_glance():
     """ruff counts its branches."""
     assert [f"{unit}:{node.lineno} {node.name}" for unit, path in CODE.items() for node in ast.walk(tree(path))
             if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MOST_LINES] == []
+
+
+def test_the_core_keeps_to_its_limit():
+    files = [path for path in (*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/**/*.py")) if path.relative_to(ROOT).parts[0] not in NOT_CORE]
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MOST_CORE_LINES
 
 
 def test_ruff_finds_nothing():

@@ -47,10 +47,6 @@ def test_every_page_is_in_the_site_but_the_log():
     assert len(shown) == len(set(shown)) and set(shown) == pages - {"dev/log.md"}
 
 
-def test_the_readme_can_be_read_in_five_minutes():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
-
-
 @names
 def test_lists_are_those_of_the_site_too(page):
     """Python-Markdown continues a list with the items of another kind, and joins items that are indented by less than four columns."""
@@ -73,11 +69,6 @@ def test_the_time_of_the_demo_is_one_figure_everywhere():
     for place in ("README.md", "paddock", "docs/index.md", "scripts/run.py", "settings/presets/sample.env"):
         text = (ROOT / place).read_text(encoding="utf-8")
         assert text.count("34 s on two CPU cores") == 1 and not re.search(r"80 seconds|\(2 min\)|a minute of CPU", text), place
-
-
-def test_the_first_page_of_the_site_has_a_picture():
-    pictures = re.findall(r'<img src="([\w.-]+)"', (ROOT / "docs/index.md").read_text(encoding="utf-8"))
-    assert pictures and all((ROOT / "docs" / picture).is_file() for picture in pictures)
 
 
 def test_plurals_are_made_in_one_place():

@@ -107,15 +107,6 @@ def test_no_secret_reaches_a_file_or_a_stream_of_any_command(place, prepared, mo
     assert_no_canary(place, *capfd.readouterr(), launched.stdout, launched.stderr)
 
 
-@pytest.mark.slow
-def test_verify_resume_keeps_secrets(place, prepared):
-    run = TinyRun(prepared, place / "runs")
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "verify_resume.py", "--steps", "4", *run.argv()],
-                          capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert_no_canary(place, done.stdout, done.stderr)
-
-
 def crash() -> None:
     """An unexpected exception, whose traceback includes the settings."""
     do_in_step(3, lambda: 1 / 0)
@@ -136,8 +127,7 @@ def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     assert_no_canary(place, job.text())
 
 
-COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_instruct_dataset.py", "load_dpo_dataset.py",
-            "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
+COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
 
 
 def refusal(command: str, argv: list, monkeypatch, capfd) -> str:
@@ -193,14 +183,13 @@ PATHS = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model", "H
 
 
 @pytest.mark.parametrize("setting", PATHS)
-@pytest.mark.parametrize("check", ["true", "false"])
-def test_a_password_in_a_path_is_shown_nowhere(setting, check, tiny_run, tmp_path, monkeypatch, capfd):
+def test_a_password_in_a_path_is_shown_nowhere(setting, tiny_run, tmp_path, monkeypatch, capfd):
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     if setting == "OUTPUT_DIR":
         (tmp_path / "https:").touch()  # it is a local folder, which cannot be made
     run = tiny_run(**{setting: URL.format(PATHS[setting])})
-    assert run.train(CHECK=check) in (2, 3, 5)
+    assert run.train(CHECK=str(setting.endswith("CHECKPOINT")).lower()) in (2, 3, 5)
     assert_no_canary(tmp_path, *capfd.readouterr())
 
 

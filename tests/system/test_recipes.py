@@ -207,7 +207,7 @@ def needs(title: str) -> None:
     pytest.importorskip({"biases": "transformers", "Lion": "bitsandbytes", "SLiC": "trl"}.get(title, "torch"))
 
 
-@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow if title in ("Lion", "SLiC") else [])
+@pytest.mark.parametrize("title", [pytest.param(title, marks=pytest.mark.slow if title in ("biases", "Lion", "SLiC") else [])
                                    for title in RECIPES])
 def test_a_recipe_does_what_its_reference_does(title, prepared, tmp_path):
     needs(title)

@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,10 +116,6 @@ def gone(name: str) -> Spoil:
 def instead(name: str, make: Callable[[str], object]) -> Spoil:
     """Put a folder, a FIFO or a symbolic link in the place of a file."""
     return lambda: (gone(name)(), make(name))
-
-
-def loop(name: str) -> None:
-    os.symlink(Path(name).name, name)
 
 
 def env(**changes: object) -> Spoil:
@@ -237,61 +232,37 @@ LONG = "a" * 300  # longer than any file name may be
 
 SHARDS = group(
     "shard", TRAIN, 3,
-    negative=(edit(SHARD, lambda c: c[:8] + b"\xff" * 4 + c[12:]), "gives -1 tokens"),
     missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin: is damaged: its SHA-256"),
     pipe=(instead(SHARD, os.mkfifo), "00001.bin: cannot be read: is not a plain file"),
-    device=(instead(SHARD, lambda name: os.symlink("/dev/zero", name)), "is not a plain file"),
-    dangling=(instead(SHARD, lambda name: os.symlink("nowhere", name)), "is missing"),
     another_tokenizer=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[:-1])), "made with another tokenizer"),
-    set_missing=(gone("set"), "set: no such file or folder"),
-    set_pipe=(instead("set", os.mkfifo), "set: no such file"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
-    set_text=(instead("set", lambda name: Path(name).write_text("x")), "call it .txt or .jsonl, and prepare it"),
+    set_missing=(gone("set"), "set: no such file or folder"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
     set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with .*scripts/load_pretrain_dataset.py'? --source x.jsonl"),
-    too_long=(env(PRETRAIN_DATA_PATH=LONG), "File name too long; check"),
     chats=(env(PRETRAIN_DATA_PATH="chats"), "holds chats, but PRETRAIN_DATA_PATH needs documents"),
-    npy_deep=(npy(b"\x01\x00\xff\xff" + b"(" * 65535), "header cannot be read"),
     npy_code=(npy(b"\x01\x00\x50\0{'descr': __import__('os').mkdir('executed'), 'shape': (3,)}"), "header cannot be read"),
-    npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"),
-              "is cut short")) + group(
+    npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"), "is cut short")) + group(
     "manifest", TRAIN, 3,
-    gone=(gone(MANIFEST), "looks like part of a prepared set, but there is no manifest.json"),
-    torn=(cut(MANIFEST, 200), "invalid JSON"), list=(put(MANIFEST, "[]"), "an object"), deep=(put(MANIFEST, DEEP), "JSON"),
+    gone=(gone(MANIFEST), "looks like part of a prepared set, but there is no manifest.json"), torn=(cut(MANIFEST, 200), "invalid JSON"),
     format=(manifest(lambda m: m.update(format=2)), "format: "),
-    pipe=(instead(MANIFEST, os.mkfifo), "is not a plain file"),
-    dtype=(manifest(lambda m: m.update(dtype=["uint16"])), "dtype: "),
     wide=(manifest(lambda m: m.update(dtype="uint32")), "lists 3000 of uint32"),
-    start_huge=(manifest(lambda m: m.update(document_start_id=10**30)), "document_start_id"),
     start_other=(manifest(lambda m: m.update(document_start_id=3)), "document_start_id is 3, but its tokenizer"),
     shards=(manifest(lambda m: m["splits"]["train"].update(shards="ab")), "splits.train.shards: "),
     no_shards=(manifest(lambda m: m["splits"]["train"].update(shards=[], tokens=0)), "lists no train shards"),
-    file=(first_shard(file=3), "shards.0.file: "), outside=(first_shard(file="../set/train-00000.bin"), "shards.0.file: "),
-    absolute=(first_shard(file="/etc/passwd"), "shards.0.file: "), nul=(first_shard(file="a\0b"), "shards.0.file: "),
-    surrogate=(first_shard(file="a\ud800b"), "JSON|shards.0.file"), tokens=(first_shard(tokens="3000"), "shards.0.tokens: "),
-    other_sha256=(first_shard(sha256="ab"), "00000.bin: is damaged"),
-    one_more=(manifest(lambda m: (shards_of(m).append({"file": "x.bin", "tokens": 5, "sha256": ""}),
-                                  m["splits"]["train"].update(tokens=3965))), "x.bin: is missing"),
+    outside=(first_shard(file="../set/train-00000.bin"), "shards.0.file: "),
+    one_more=(manifest(lambda m: (shards_of(m).append({"file": "x.bin", "tokens": 5, "sha256": ""}), m["splits"]["train"].update(tokens=3965))), "x.bin: is missing"),
     twice=(manifest(lambda m: shards_of(m).append(shards_of(m)[0])), "a shard is listed twice"),
-    one_less=(manifest(lambda m: shards_of(m).pop()), "have 3000 tokens, expected 3960"),
     sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "expected 5")) + group(
     "segments", SFT, 3,
-    sum=(segments(8, 15), "tokens long in total, but the shards have"), no_end=(segments(8, 13), "has no end"),
-    no_target=(segments(8, 14), "does not have the segments of chats"),
-    none=(lambda: json_of("chats/manifest.json", lambda m: m["splits"][
-        "train"].pop("segments") and None)(), "lists no segments of train"),
-    flipped=(flip("chats/train-segments-00000.bin", 1300), "is damaged"))
+    sum=(segments(8, 15), "tokens long in total, but the shards have"), no_target=(segments(8, 14), "does not have the segments of chats"),
+    none=(lambda: json_of("chats/manifest.json", lambda m: m["splits"]["train"].pop("segments") and None)(), "lists no segments of train"))
 
 RECORDS = group(
     "text", TEXT, 3,
-    torn=(text_line('{"text": "torn'), "in.jsonl:2: not valid JSON"),
-    a_nan=(text_line('{"text": NaN}'), ":2: column 'text' is a number"), two=(text_line('{"text":"a"} {"text":"b"}'), ":2: not valid"),
-    digits=(text_line('{"text": ' + "1" * 5000 + "}"), ":2: "),
+    torn=(text_line('{"text": "torn'), "in.jsonl:2: not valid JSON"), a_nan=(text_line('{"text": NaN}'), ":2: column 'text' is a number"),
     ten_megabytes=(text_line(b'{"text": "' + b"x" * 10_000_000), ":2: not valid"),
     empty=(put("in.jsonl"), "in.jsonl: no document is left"),
     utf16=(put("in.jsonl", "{}\n".encode("utf-16")), "in.jsonl: it is UTF-16 text; .*iconv"),
     all_empty=(put("in.jsonl", lines({"text": ""}, {"text": " "})), "no document is left to train on: 2 empty;"),
-    missing=(nothing, "in.jsonl: no such file"),
-    pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: is not a plain file"), loop=(lambda: loop("in.jsonl"), "in.jsonl: is a link to"),
-    device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "is not a plain file")) + [
+    missing=(nothing, "in.jsonl: no such file"), pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: is not a plain file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
@@ -300,59 +271,44 @@ RECORDS = group(
         ("e.txt", b"", "e.txt: no document is left.* the source is empty; add more"))] + commands(
     "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing matches"),
     protocol=(f"scripts/load_pretrain_dataset.py --source nosuch://x/y.jsonl {PREPARE}", "Protocol not known"),
-    suffix=("scripts/load_hellaswag_dataset.py --source x.md --output h.jsonl", "x.md: no such file or folder"),
-    hub_items=("scripts/load_hellaswag_dataset.py --source no/such --output h.jsonl", "no/such is not a local file or folder"),
     hub_name=(f"scripts/load_pretrain_dataset.py --source mytext {PREPARE}", "mytext is not a local file or folder, and the"),
-    too_long=(f"scripts/load_pretrain_dataset.py --source {LONG}.jsonl {PREPARE}", "aaa"),
-    output_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl", "x.jsonl cannot be written: File exists"),
-    output_too_long=(f"scripts/load_pretrain_dataset.py --source y.jsonl --output {LONG}", "File name too long")) + commands(
+    output_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl", "x.jsonl cannot be written: File exists")) + commands(
     "flags", 2, empty=(f"scripts/load_pretrain_dataset.py --source= {PREPARE}", "--source: needs a value"),
     nothing=(f"scripts/load_dpo_dataset.py {PREPARE}", "--source is not set"),
     unknown=(f"scripts/load_pretrain_dataset.py --colum x {PREPARE}", "did you mean --column"),
     text_flag=(f"scripts/load_instruct_dataset.py --source x.jsonl --column a {PREPARE}", "unknown flag --column"),
     limit=(f"{TEXT} --max-documents 1.5", "--max-documents: expected a number"),
-    shard=(f"{TEXT} --shard-tokens 3000000000", "SHARD_TOKENS=3000000000"), fraction=(f"{TEXT} --validation-fraction 1", "less than 1"),
-    both=(f"{MIX} --source y.jsonl", "--mix contains its sources"),
-    no_tokenizer=(f"{TEXT} --tokenizer-path=", "TOKENIZER_PATH is not set"),
-) + group(
-    "mix", MIX, 2, missing=(nothing, "mix.json: cannot be read"), deep=(put("mix.json", DEEP), "is not a JSON object"),
-    list=(put("mix.json", "[]"), "mix.json: .*contains a list"),
+    both=(f"{MIX} --source y.jsonl", "--mix contains its sources")) + group(
+    "mix", MIX, 2, missing=(nothing, "mix.json: cannot be read"),
     empty=(put("mix.json", '{"sources": [{"path": ""}]}'), "source 1: give either a path"))
 
 EXAMPLES = [
     Case(f"chat-{name}", CHATS, 3, second_line(record, chat("a?", "b")), f"in.jsonl:2: .*{words}") for name, record, words in (
-    ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"), ("nested", {"messages": [[USER, SAYS]]}, r"messages\[0\] is a list"),
-    ("nan", chat("a", float("nan")), "content is a number"), ("surrogate", chat("a", "b\ud800"), "lone surrogate"),
-    ("role_list", {"messages": [{**USER, "role": ["user"]}, SAYS]}, "has the role"),
-    ("last", chat(*["x"] * 999), "ends in a user's message"), ("system_list", chat("a", "b", system=["s"]), "system is a list"),
+    ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"), ("nan", chat("a", float("nan")), "content is a number"),
+    ("surrogate", chat("a", "b\ud800"), "lone surrogate"), ("last", chat(*["x"] * 999), "ends in a user's message"),
     ("columns", {f"k{number}": 1 for number in range(3000)}, r"is not a chat: it has 'k0'.* and 2,980 more, expected"),
-    ("long_key", {"k" * 100_000: 1}, r"is not a chat: it has 'k{39}, expected"), ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
+    ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
     Case(f"pair-{name}", PAIRS, 3, second_line(record, PAIR), f"in.jsonl:2: .*{words}") for name, record, words in (
         ("missing", {"prompt": "a"}, "has no chosen and no rejected"),
         ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"),
         ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no prompt"),
         ("three", {"prompt": "a", "completions": ["a", "b", "c"]}, "has no chosen"))] + group(
-    "chats", CHATS, 3, empty=(put("in.jsonl"), "in.jsonl: no example is left"),
-    a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON"))
+    "chats", CHATS, 3, a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON"))
 
 ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record)), f"{file}:2: .*{words}")
               for by, command, file in (("script", ITEMS, "in.jsonl"), ("train", TRAIN, "items.jsonl"))
               for name, record, words in (("deep", DEEP, "JSON"), ("text", {**ITEM, "endings": "abcd"}, "'endings' must be"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl contains no items"),
     missing=(gone("items.jsonl"), "cannot be read"),
-    pipe=(instead("items.jsonl", os.mkfifo), "is not a plain file"),
     gzip_cut=(all_of(put("i.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.gz")), "ended before"),
-    long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens"),
-    device=(env(HELLASWAG_PATH="/dev/zero"), "is not a plain file")) + commands(
+    long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens")) + commands(
     "items", 3, nowhere=("scripts/load_hellaswag_dataset.py --source none.jsonl --output h.jsonl", "none.jsonl: no such"),
-    into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set cannot be written"),
-    too_long=(f"scripts/load_hellaswag_dataset.py --source items.jsonl --output {'a' * 300}", "cannot be written"))
+    into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set cannot be written"))
 
 # What a setting may be, and what fits another, is tested in test_load.
 SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, changes, words in (
     ("unknown", dict(FOO=1), ".env:34: unknown setting FOO"), ("type", dict(MAX_STEPS="five"), ".env:33: MAX_STEPS=five: expected"),
-    ("nul", dict(RUN_NAME="a\0b"), "RUN_NAME=.*NUL"), ("ranks", dict(WORLD_SIZE=4), "no launcher started this process"),
-    ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"), ("wide", dict(DIM=2**40), "DIM=1099511627776"),
+    ("ranks", dict(WORLD_SIZE=4), "no launcher started this process"), ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"),
     ("kernel", dict(ATTENTION_BACKEND="flash"), "ATTENTION_BACKEND=flash"))] + group(
     "env", TRAIN, 2, no_value=(add(".env", "DIM\n"), ".env:34: not of the form")) + commands(
     "flag", 2, endless=("train.py --" + LONG, r"unknown flag --a+\.\.\.")) + [
@@ -367,86 +323,51 @@ TOKENIZERS = group(
     "tiktoken", TRAIN, 3, empty=(put(TOKENIZER), "no token for 256 of the 256 bytes"),
     cut=(cut(TOKENIZER, -900), "a line is missing|tokenizer.model:"),
     junk=(put(TOKENIZER, b"\xfe\xed" * 999), "tokenizer.model:1: expected"),
-    first_gone=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[1:])), "each once"),
     twice=(edit(TOKENIZER, lambda c: c + c.split()[0] + b" 260\n"), "occurs twice"),
-    rank=(add(TOKENIZER, "eHh4 -1\n"), "each once"),
-    columns=(add(TOKENIZER, "eHh4 260 1\n"), "tokenizer.model:261"), json=(put(TOKENIZER, "{}"), "TOKENIZER_BACKEND=huggingface"),
-    folder=(instead(TOKENIZER, os.mkdir), "folder without a tokenizer.json"),
-    pipe=(instead(TOKENIZER, os.mkfifo), "there is no file"), missing=(gone(TOKENIZER), "there is no file"),
-    long=(env(TOKENIZER_PATH=LONG), "TOKENIZER_PATH=aaa"),
-    hub=(env(TOKENIZER_PATH="no/such"), "no/such is not a local file"),
-    backend=(env(TOKENIZER_BACKEND="huggingface"), "is not a JSON object")) + group(
+    json=(put(TOKENIZER, "{}"), "TOKENIZER_BACKEND=huggingface"), folder=(instead(TOKENIZER, os.mkdir), "folder without a tokenizer.json"),
+    missing=(gone(TOKENIZER), "there is no file"), hub=(env(TOKENIZER_PATH="no/such"), "no/such is not a local file")) + group(
     "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not a JSON object"),
-    list=(put(JSON, "[]"), "contains a list"),
-    deep=(put(JSON, DEEP), "is not a JSON object"),
     no_model=(json_of(JSON, lambda d: d.pop("model") and None), "Model missing"),
-    no_vocab=(json_of(JSON, lambda d: d["model"].pop("vocab") and None), "Missing vocab"),
     no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "no end-of-sequence token"),
-    no_content=(json_of(JSON, lambda d: [token.pop("content") for token in d["added_tokens"]] and None),
-                "missing field `content`"),
     regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "cannot be read"),
-    config_list=(put("model/tokenizer_config.json", "[]"), "tokenizer_config.json .*contains a list"),
     config_cut=(cut("model/tokenizer_config.json", 20), "is not a JSON object"),
     eos=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
-    eos_dict=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token={})), "eos_token is {}"),
     eos_unknown=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token="<x>")), "no end-of-sequence"),
     template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja cannot be read: it is not UTF-8 text"),
-    template_number=(all_of(gone("model/chat_template.jinja"),
-                            json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))),
-                     "chat_template .*is not text"),
-    template_list=(all_of(gone("model/chat_template.jinja"),
-                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "is not text"),
-    gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
+    template_number=(all_of(gone("model/chat_template.jinja"), json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))), "chat_template .*is not text"),
+    gone=(gone(JSON), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
-        ("syntax", "{% if %}", "correct it"),
-        ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
-        ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "correct it"),
-        ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
-        ("raise", "{{ raise_exception('no') }}", "rejects this chat"), ("empty", "", "no control token"),
-        ("undefined", "{{ nope.nope }}", "'nope' is undefined"),
-        ("recursion", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"))] + commands(
+        ("syntax", "{% if %}", "correct it"), ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
+    ("include", "{% include '/etc/passwd' %}", "no loader"),
+    ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
+    ("raise", "{{ raise_exception('no') }}", "rejects this chat"), ("empty", "", "no control token"),
+    ("undefined", "{{ nope.nope }}", "'nope' is undefined"))] + commands(
     "learn", 3, missing=(f"{LEARN} --vocab-size 300 none.txt", "none.txt: no such"),
     column=(f"{LEARN} --vocab-size 257 y.jsonl", "y.jsonl:20: has no column"),
-    into_folder=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output set y.jsonl", "set cannot be written"),
-    under_file=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output x.jsonl/t y.jsonl",
-                "cannot be written")) + commands(
-    "learn", 2, small=(f"{LEARN} --vocab-size 255 y.jsonl", "from 256"),
-    huge=(f"{LEARN} --vocab-size 99999999999 y.jsonl", "from 256"), word=(f"{LEARN} --vocab-size x y.jsonl", "invalid int"),
-    empty=(f"{LEARN} --vocab-size 257 ''", "source is empty"),
-    output=("scripts/train_tokenizer.py --vocab-size 257 --output '' y.jsonl", "--output must"), none=(LEARN, "required"))
+    into_folder=("scripts/train_tokenizer.py --vocab-size 257 --column prompt --output set y.jsonl", "set cannot be written")) + commands(
+    "learn", 2, small=(f"{LEARN} --vocab-size 255 y.jsonl", "from 256"), empty=(f"{LEARN} --vocab-size 257 ''", "source is empty"),
+    none=(LEARN, "required"))
 
 OF_A_MODEL = (
-    ("config_empty", put(CONFIG), "config.json cannot be read"), ("config_deep", put(CONFIG, DEEP), "config.json cannot be read"),
-    ("config_list", put(CONFIG, "[]"), "it contains a list"),
+    ("config_empty", put(CONFIG), "config.json cannot be read"),
     ("config_gpt2", json_of(CONFIG, lambda d: d.update(model_type="gpt2")), "'gpt2' model"),
     ("heads_null", json_of(CONFIG, lambda d: d.update(num_attention_heads=None)), "lacks num_attention_heads"),
-    ("rope_list", json_of(CONFIG, lambda d: d.update(rope_parameters=[1])), "rope_parameters=.* expected an object"),
     ("rope_yarn", json_of(CONFIG, lambda d: d.update(rope_scaling={"rope_type": "yarn"})), "rope_type is 'default', and 'yarn' elsewhere"),
     ("bias", json_of(CONFIG, lambda d: d.update(attention_bias=True)), "attention_bias=True"),
-    ("head_dim", json_of(CONFIG, lambda d: d.update(head_dim=33)), "width"),
     ("activation", json_of(CONFIG, lambda d: d.update(hidden_act="gelu")), "gelu"),
     ("layers_3", json_of(CONFIG, lambda d: d.update(num_hidden_layers=3)), "lack|N_LAYERS is 3"),
-    ("layers_huge", json_of(CONFIG, lambda d: d.update(num_hidden_layers=6_000)), "lack|N_LAYERS is 6000"),
     ("kv_4", json_of(CONFIG, lambda d: d.update(num_key_value_heads=4)), "k_proj.weight is|N_KV_HEADS is 4"),
     ("head", json_of(CONFIG, lambda d: d.update(tie_word_embeddings=False)), "no separate head|TIE_EMBEDDINGS"),
     ("weights_missing", gone(WEIGHTS), "model.safetensors cannot be read"),
     ("weights_cut", cut(WEIGHTS, -10), "model.safetensors cannot be read"),
-    ("weights_huge_header", put(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), "cannot be read"),
     ("weights_pickle", lambda: torch.save({"a": Bomb()}, WEIGHTS), "cannot be read"),
-    ("weights_pipe", instead(WEIGHTS, os.mkfifo), "is not a plain file"),
     ("no_norm", tensors_of(WEIGHTS, lambda t: t.pop("model.norm.weight")), "lack model.norm.weight"),
-    ("no_embedding", tensors_of(WEIGHTS, lambda t: t.pop("model.embed_tokens.weight")), "lack|no separate head"),
     ("extra", tensors_of(WEIGHTS, lambda t: t.update({"x.y": torch.ones(2)})), "contain x.y"),
     ("shape", tensors_of(WEIGHTS, lambda t: t.update({"model.norm.weight": torch.ones(7)})), r"model.norm.weight is \(7,\)"),
-    ("whole_numbers", tensors_of(WEIGHTS, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)})),
-     "torch.int32"),
     ("nan", tensors_of(WEIGHTS, lambda t: t["model.norm.weight"].fill_(torch.nan)), "non-finite"),
-    ("index", all_of(gone(WEIGHTS), put(f"{WEIGHTS}.index.json", '{"weight_map": {"a": "b.safetensors"}}')),
-     "b.safetensors cannot be read"),
+    ("index", all_of(gone(WEIGHTS), put(f"{WEIGHTS}.index.json", '{"weight_map": {"a": "b.safetensors"}}')), "b.safetensors cannot be read"),
     ("index_outside", all_of(gone(WEIGHTS), put(f"{WEIGHTS}.index.json", '{"weight_map": {"a": "../x"}}')), "outside its folder"),
-    ("index_list", all_of(gone(WEIGHTS), put(f"{WEIGHTS}.index.json", '{"weight_map": [1]}')), "does not map tensors to files"),
-    ("index_deep", all_of(gone(WEIGHTS), put(f"{WEIGHTS}.index.json", DEEP)), "cannot be read"),
     ("manifest", put("model/MANIFEST.json", "{}"), "MANIFEST.json is damaged"))
 # All read models by the same functions; a start also compares the shape with the settings.
 SOME = {"config_empty", "layers_3", "kv_4", "head", "weights_pickle", "nan", "index_outside", "manifest"}
@@ -454,23 +375,14 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
           for name, spoil, words in OF_A_MODEL if by == "ask" or name in SOME] + group(
     "meta", META, 5, params=(put("meta/params.json", "{"), "params.json cannot be read"),
     dim=(json_of("meta/params.json", lambda d: d.update(dim="x")), "params.json gives DIM='x'"),
-    heads=(json_of("meta/params.json", lambda d: d.update(n_heads=0)), "N_HEADS=0"),
-    layers=(json_of("meta/params.json", lambda d: d.update(n_layers=10**9)), "N_LAYERS=1000000000"),
-    kv=(json_of("meta/params.json", lambda d: d.update(n_kv_heads=3)), "does not fit params.json"),
     cut=(cut("meta/consolidated.00.pth", -500), "is damaged"),
-    empty=(put("meta/consolidated.00.pth"), "is damaged"), junk=(put("meta/consolidated.00.pth", b"PK\3\4junk"), "is damaged"),
-    pickle=(put("meta/consolidated.00.pth", pickle.dumps(Bomb())), "is damaged"),
     bomb=(lambda: torch.save({"tok_embeddings.weight": Bomb()}, "meta/consolidated.00.pth"), "more than plain weights"),
     list=(lambda: torch.save([1], "meta/consolidated.00.pth"), "not a dictionary of tensors"),
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),
-    scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
     parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "split into 2"),
     there=(lambda: os.mkdir("start"), "start already exists")) + group(
     "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
-    deep=(put(ADAPTER, DEEP), "cannot be read"),
-    base_number=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=5)), "no checkpoint '5'"),
-    base_long=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=LONG)), "no checkpoint"),
     another_base=(tensors_of(WEIGHTS, lambda t: t["model.norm.weight"].mul_(2)), "belong to another base"),
     cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "contains no adapters"),
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "non-finite"),
@@ -478,16 +390,12 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "has adapters without layers.0.feed_forward.w2.lora_A"),
     there=(lambda: os.mkdir("merged"), "merged already exists")) + commands(
     "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
-    data=("scripts/generate.py set", "set is neither a Paddock checkpoint"), file=("scripts/generate.py x.jsonl", "x.jsonl is a file; name")) + commands(
+    data=("scripts/generate.py set", "set is neither a Paddock checkpoint")) + commands(
     "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature: expected a number from 0"),
-    tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p: expected a number above 0"),
-    seed=(f"{ASK} --seed 99999999999999999999", "--seed: expected a number from 0"), chat=(f"{ASK} --chat", "requires a --prompt")) + commands(
+    tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most")) + commands(
     "checkpoint", 5, resume=("train.py --resume nope", "there is no checkpoint 'nope'"),
     step=("train.py --resume step-00000009", "no checkpoint 'step"),
-    start=("train.py --pretrain-checkpoint step-00000009", "no checkpoint 'step"),
     data=("train.py --pretrain-checkpoint set", "set is neither a Paddock checkpoint"),
-    file=("train.py --pretrain-checkpoint x.jsonl", "x.jsonl is a file; name"),
-    long=(f"train.py --pretrain-checkpoint {LONG}", "no checkpoint"),
     run=("train.py --pretrain-checkpoint .", "runs/run is neither a Paddock checkpoint"),
     heads=(f"{START} --n-heads 2 --n-kv-heads 1", "N_HEADS is 4 there and 2 here"),
     teacher=("train.py --distillation-enabled --teacher-model set", "set is neither a Paddock checkpoint"))

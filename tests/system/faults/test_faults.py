@@ -147,9 +147,8 @@ def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
     assert "error: step 4 was not finite on rank 1" in tiny_run(**UNMEASURED).ends([4, 4], nan_by_dropout_on_rank_1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_size, tiny_run):
-    run = tiny_run(SAVE_EVERY=0)
+def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(tiny_run):
+    run, world_size = tiny_run(SAVE_EVERY=0), 2
     text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
     assert "NON-FINITE in step 4, but finite when recomputed" in text and "layers.1.feed_forward.w2.weight" in text
     assert text.count("error: step 4 was not finite, but is finite on every rank when recomputed: a transient fault") == 1
@@ -161,8 +160,8 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
     run.ends([0] * world_size)
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
+def test_a_bad_gradient_stops_one_process_too(tiny_run, monkeypatch, capsys):
+    value = math.inf
     monkeypatch.setattr(model_utils, "build_model", model_utils.build_model)
     run = tiny_run()
     with at_step(1, lambda: None):
@@ -230,7 +229,6 @@ def test_the_second_of_two_jobs_in_one_folder_leaves_and_the_first_goes_on(tiny_
 
 
 WANDB = {
-    "raising at once": "def init(**_): raise RuntimeError('no network')",
     "raising in log": """
         class Run:
             def log(self, values, step): raise SystemExit('service is gone')
@@ -239,7 +237,6 @@ WANDB = {
     "hanging": """
         import time
         def init(**_): time.sleep(600)""",
-    "not installed": "raise ImportError('No module named wandb')",
 }
 
 

@@ -5,33 +5,25 @@ The faults are real: small mounted file systems, limits of the kernel, network n
 
 import contextlib
 import json
-import math
 import os
 import resource
 import shutil
 import subprocess
-import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Optional
 
 import pytest
-import torch
-from commands import WORLD, Command, launch
+from commands import WORLD, Command
 from factories import UNMEASURED, TinyRun, assert_same_run, do_in_step
 from faults import act
 
 from checkpoint import store
 from common.errors import DataError
 from common.files import write_json
-from config import Config
 from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_set
-from extensions.trackers import start_trackers
-from learn import optim
-from learn.optim import Reducer
-from run.log import RunLog
 
 
 def can_mount() -> bool:
@@ -109,13 +101,11 @@ def fill_the_disk_in_step_3() -> None:
 
 @needs_mounts
 @pytest.mark.parametrize("fault, words", [
-    ("small", ("run/checkpoints", "bytes needed", "free")), ("full", ("/run", "too little space", "0 free")),
+    ("small", ("run/checkpoints", "bytes needed", "free")),
     ("read-only", ("/run cannot be written: Read-only file system", "OUTPUT_DIR"))])
 def test_a_disk_that_cannot_hold_a_checkpoint_is_told_before_the_first_step(fault, words, tiny_run, mount, capsys):
     run = tiny_run()
-    disk = mount(run.output_dir, 1_000_000, "ro") if fault == "read-only" else mount(run.folder, 100_000)
-    if fault == "full":
-        fill(disk)
+    mount(run.output_dir, 1_000_000, "ro") if fault == "read-only" else mount(run.folder, 100_000)
     assert run.train() == 5
     text = capsys.readouterr()
     assert "Step [" not in text.out and run.steps_saved() == []
@@ -166,85 +156,6 @@ def test_a_disk_that_fills_within_a_save_publishes_nothing(on_small_disk):
     assert store.verify(run.checkpoint(2))
     steps = [line["step"] for line in run.metrics()]
     assert steps in ([*range(5)], [*range(6)]), "there was room for these; a thread writes during the last one"
-
-
-def free_the_disk_in_step_45() -> None:
-    fill_the_disk_in_step_3()
-    do_in_step(45, (Path(os.environ["SMALL_DISK"]) / "hog").unlink)
-
-
-@needs_mounts
-def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, on_small_disk):
-    """With enough steps that each file fills its last page and needs another."""
-    long = {"MAX_STEPS": 50, "SAVE_EVERY": 0, **UNMEASURED}
-    whole = tiny_run(**long, RUN_NAME="whole")
-    assert whole.train() == 0
-    run, text = on_small_disk([0], free_the_disk_in_step_45, **long)
-    warnings = [line for line in text.splitlines() if "warning: " in line]
-    assert len(warnings) == 3 and all("No space left on device; the run continues" in line for line in warnings), text
-    for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
-        assert sum(str(run.folder / name) in line for line in warnings) == 1
-    assert_same_run(run, whole, 50)
-    told = (run.folder / "log" / "rank-0.txt").read_text().splitlines()
-    assert sum("Step [" in line for line in told) == 50 and all(line.startswith("[CPU0] ") for line in told)
-
-
-@needs_mounts
-def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("tensorboard")
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    folder = mount(tmp_path / "run", 100_000)
-    log = RunLog(Config(tensorboard_enabled=True), 0, "cpu")
-    log.open(folder)
-    log.trackers = start_trackers(log, "")
-    while not list(folder.glob("tensorboard/*")):
-        time.sleep(0.01)
-    fill(folder)
-    for step in range(1, 100):
-        log.step({"step": step, "train_loss": 1.0})
-    log.close()
-    told = capsys.readouterr().err
-    assert told.count("TensorBoard is off for the rest of this run") == 1 and "Traceback" not in told, told
-
-
-def bad_gradient_on_a_full_disk() -> None:
-    fill_the_disk_in_step_3()
-    do_in_step(4, lambda: setattr(Reducer, "norm", lambda self: torch.tensor(math.nan)))
-
-
-@needs_mounts
-def test_a_non_finite_step_on_a_full_disk_is_told_as_such(on_small_disk):
-    _, text = on_small_disk([4], bad_gradient_on_a_full_disk, SAVE_EVERY=0, KEEP_BEST=0)
-    assert_one_sentence(text, "step 4 was not finite on rank 0", "could not be saved")
-    assert "debug/step-00000004 cannot be written" in text
-
-
-def console_on_the_full_disk() -> None:
-    fill_the_disk_in_step_3()
-    file = os.open(f"{os.environ['SMALL_DISK']}/console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-
-
-@needs_mounts
-def test_a_console_on_the_full_disk_changes_no_exit_code(on_small_disk):
-    run, _ = on_small_disk([5], console_on_the_full_disk)
-    assert run.steps_saved() == [2] and "Step [2/6]" in (run.folder / "console.txt").read_text()
-
-
-def fill_the_disk_of_a_command() -> None:
-    do_in_step(3, lambda: fill(Path(os.environ["SMALL_DISK"])), optim)
-
-
-@pytest.mark.slow
-@needs_mounts
-def test_the_launcher_whose_own_files_are_on_the_full_disk_hands_on_the_exit_code(tiny_run, mount):
-    run = tiny_run()
-    mount(run.output_dir, 10_000_000)
-    with launch(run, plant="test_machine_faults:fill_the_disk_of_a_command", planted_in=0,
-                env={"SMALL_DISK": str(run.folder)}) as command:
-        assert command.wait() == 5
-    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
 
 
 def console_that_nobody_reads() -> None:
@@ -347,27 +258,6 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(synced, prepared, tmp_
     prepare_set("documents", str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
     assert len(unsynced) > 3 and not any(unsynced), unsynced
     assert {number for _, number, _ in synced} == {(tmp_path / "out").stat().st_ino}
-
-
-@needs_mounts
-def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run, mount):
-    run = tiny_run(ASYNC_SAVE="false")
-    folder = mount(run.folder / "checkpoints", 10_000_000)
-    text = run.ends([5], partial(act, 0, 3, partial(remount, "ro")), env={"SMALL_DISK": str(folder)})
-    assert_one_sentence(text, str(folder), "Read-only file system")
-    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
-    remount("rw", folder)
-    assert run.train() == 0
-
-
-@needs_mounts
-def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
-    folder = mount(tmp_path / "data", 10_000_000)
-    shutil.copytree(whole.settings["PRETRAIN_DATA_PATH"], folder / "shards")
-    remount("ro", folder)
-    run = tiny_run(PRETRAIN_DATA_PATH=folder / "shards")
-    assert run.train() == 0
-    assert_same_run(run, whole, 6)
 
 
 def test_a_limit_on_the_size_of_files_is_told(tiny_run):

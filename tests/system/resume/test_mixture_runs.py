@@ -9,11 +9,8 @@ import faults
 import pytest
 from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step
 
-import train
 from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
-from extensions.debug.replay import replay
-from settings.load import read_flags
 
 
 def mixture_of(kind: str, prepared: Prepared, file: Path, sets: Path, *phases: tuple[float, int, int]) -> Path:
@@ -77,17 +74,7 @@ def test_other_weights_make_another_run_and_another_length_moves_the_border(whol
     assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=9, ALLOW_RESUME_MISMATCH="PRETRAIN_DATA_PATH") == 0
 
 
-def test_the_check_shows_the_table_and_a_step_is_replayed(whole, capsys):
-    assert train.main([*whole.argv(), "--check"]) == 0
-    assert "ok    data:   source  documents" in capsys.readouterr().out
-    lines = []
-    replay(whole.folder, 6, read_flags([]), rows_shown=8, info=lines.append)
-    text = "\n".join(lines)
-    assert "as in the ledger" in text and "losses equal to the ledger" in text and text.count("train-00000.bin, token") == 8
-
-
-MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*"), ("distilled", "documents", ""),
-         ("lora-sft", "chats", "")]
+MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*")]
 
 
 @pytest.mark.parametrize("mode, kind, stored", MODES)

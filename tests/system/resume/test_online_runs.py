@@ -12,19 +12,16 @@ from commands import during
 from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
-from common.errors import SettingsError
 from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
 from extensions import online as rollouts
-from extensions.debug.replay import read_settings
 from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.report.page import Report
 from fused.head import IGNORE_INDEX
 from learn.optim import Optimizer, Reducer
-from settings.load import Layer
 
 FUNCTIONS = """
 import os, sys, time
@@ -204,7 +201,7 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
     assert f"| `validation split` | reward | {metrics[-1]['val_reward']:.4f}" in card and "is unknown" not in card
 
 
-@pytest.mark.parametrize("function, reason", [("fails", "ValueError: too bad"), ("infinite", "not finite"),
+@pytest.mark.parametrize("function, reason", [("fails", "ValueError: too bad"),
                                               ("hangs", "REWARD_TIMEOUT=0.5 seconds"), ("dies", "ended with code 7")])
 def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(function, reason, functions, stages, tmp_path, capsys):
     run = stages.run("grpo", tmp_path / "runs", REWARD=f"rated:{function}", REWARD_TIMEOUT=0.5, MAX_STEPS=1, VALIDATE_EVERY=0,
@@ -226,16 +223,8 @@ def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, 
     assert run.lines("ledger") == [] and not run.steps_saved()
 
 
-def test_equal_rewards_of_all_groups_are_reported_once(functions, stages, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rollouts, "WINDOW_STEPS", 2)
-    run = stages.run("grpo", tmp_path / "runs", REWARD="rated:constant")
-    assert run.train() == 0
-    assert capsys.readouterr().err.count("for 2 steps, all answers to a prompt had equal rewards") == 1
-    assert run.column("equal_groups") == dict.fromkeys(range(1, 5), 1) and run.column("grad_norm")[1] == 0
-
-
 @pytest.mark.parametrize("tokens_a_step, reward_a_step, fires", [
-    (0.2, 0, True), (0.2, -1e-3, True), (0.2, 1e-3, False), (0, 0, False), (-0.1, 0, False), (0, 1e-3, False)])
+    (0.2, 0, True), (0.2, 1e-3, False), (0, 0, False)])
 def test_longer_answers_without_a_higher_reward_cause_a_warning(tokens_a_step, reward_a_step, fires):
     for seed in range(5):
         noise, growth = np.random.default_rng(seed).normal(size=(400, 2)) * (3, 0.04), rollouts.Growth()
@@ -247,13 +236,10 @@ def test_longer_answers_without_a_higher_reward_cause_a_warning(tokens_a_step, r
 
 @pytest.mark.parametrize("changes, words", [
     ({"MICRO_BATCH_SIZE": 1}, "must be a multiple of GRPO_GROUP=2"), ({"GRPO_MAX_TOKENS": 96}, "leaves no room for a prompt"),
-    ({"REWARD": "best"}, "best is not one of exact, contains"), ({"REWARD": "length*x"}, "name*weight"),
+    ({"REWARD": "best"}, "best is not one of exact, contains"),
     ({"SHARDING": "full"}, "SHARDING=full does not work with TRAINING_STAGE=grpo"),
-    ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip does not work"),
-    ({"EARLY_STOPPING_PATIENCE": 1}, "EARLY_STOPPING_PATIENCE=1 does not work"),
     ({"GRPO_GROUP": 1}, "GRPO_GROUP=1 compares an answer with no other"),
-    ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x", "GRPO_BETA": 0.1}, "GRPO_BETA=0.1 does not work with TRAINING_STAGE=grpo and"),
-    ({"GENERATION_EVAL_EVERY": 1}, "set it to 0 with TRAINING_STAGE=grpo")])
+    ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x", "GRPO_BETA": 0.1}, "GRPO_BETA=0.1 does not work with TRAINING_STAGE=grpo and")])
 def test_what_does_not_work_is_refused_by_name(changes, words, stages, tmp_path, capsys):
     assert stages.run("grpo", tmp_path, **changes).train() == 2
     assert words in capsys.readouterr().err
@@ -300,8 +286,3 @@ def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
     process = rewards.process
     process.stdin.close()
     assert process.wait(10) == 0
-
-
-def test_its_steps_cannot_be_replayed(whole):
-    with pytest.raises(SettingsError, match="cannot be replayed"):
-        read_settings(whole.folder, Layer({}, []), 2)
