@@ -174,14 +174,6 @@ def test_a_slow_rank_is_named_once_when_it_begins_and_once_when_it_is_over():
     assert compare(slow) == []
 
 
-def test_each_phase_in_which_a_rank_is_slow_is_named():
-    slow = SlowRanks()
-    for expected in ([], [(1, "data", pytest.approx(1.9e6)), (1, "forward", 1.3)], []):
-        assert compare(slow, (1, 1.3, 1, 1), data=(0, 1.9, 0, 0)) == expected
-    assert compare(slow, (1, 1.3, 1, 1), data=(0.1, 0.1, 0.1, 0.1)) == []
-    assert compare(slow, (1, 1.3, 1, 1), data=(0.1, 0.1, 0.1, 0.1)) == [(1, "data", 0)]
-
-
 @pytest.mark.parametrize(("kind", "values"), [
     ("less than 1.15 times", {"forward": (1, 1, 1.14, 1)}), ("less than 2 % of a step", {"data": (0.01, 0.01, 0.06, 0.01)}),
     ("within the noise", {"forward": (1, 1, 1.25, 1), "error": 1.0}), ("an uneven evaluation", {"evaluation": (2, 2, 2.9, 2)}),
@@ -189,13 +181,6 @@ def test_each_phase_in_which_a_rank_is_slow_is_named():
 def test_noise_and_what_ranks_do_not_share_alike_name_nobody(kind, values):
     slow = SlowRanks()
     assert [compare(slow, **values) for _ in range(5)] == [[]] * 5
-
-
-def test_a_slow_save_is_named_at_once_and_is_over_with_the_next():
-    slow = SlowRanks()
-    assert compare(slow, save=(9, 0.1, 0.1, 2)) == [(3, "save", 20)]
-    assert compare(slow) == [], "no save, so nothing is known"
-    assert compare(slow, save=(9, 0.1, 0.1, 0.1)) == [(3, "save", 0)]
 
 
 FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.5, 0.6  # seconds that a rank takes

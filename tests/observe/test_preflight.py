@@ -215,29 +215,6 @@ def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp
                                                     DEVICE="cuda").text("ok")
 
 
-@pytest.mark.parametrize("changes, peak, assumed", [
-    ({}, 989, "45 % of 989 TFLOP/s (an H100; set PEAK_TFLOPS for another GPU)"), ({"PEAK_TFLOPS": 1e-3}, 1e-3, "of 0.001 TFLOP/s (PEAK_TFLOPS)"),
-    ({"PEAK_TFLOPS": 1e-3, "PRECISION": "fp32", "TF32": "false"}, 1e-3 / 16, "of 6.25e-05 TFLOP/s")])
-def test_the_time_of_a_plan_follows_from_the_flops_of_a_step(changes, peak, assumed, prepared, tmp_path, capsys, monkeypatch):
-    plans, plan_steps = [], check.plan_steps
-    monkeypatch.setattr(check, "plan_steps", lambda *facts: plans.append(plan_steps(*facts)) or plans[-1])
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, MAX_STEPS=30_000, DEVICE="cuda",
-                      **{"PRECISION": "auto", **changes})
-    seconds = plans[0][0].computed / (2 * 0.45 * peak * 1e12)
-    told = dict((name, text) for _, name, text in checked.lines)["speed"]
-    assert told.startswith(f"{256 / seconds:,.0f} tokens/s if each GPU reaches ") and assumed in told
-    assert f": about {check.time_text(30_000 * seconds)} for 30,000 steps ({2 * 30_000 * seconds / 3600:,.1f} GPU hours), not counting " in told
-
-
-def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
-    config = load_config(trained.argv(DISTILLATION_ENABLED="true", TEACHER_MODEL=trained.checkpoint(4)), {}).config
-    weights = (trained.checkpoint(4) / "model.safetensors").stat().st_size
-    assert check.teacher_bytes(config, trained.checkpoint(4)) == pytest.approx(weights, rel=0.05)
-    in_bf16 = config.model_copy(update={"teacher_precision": "bf16"})
-    assert check.teacher_bytes(in_bf16, trained.checkpoint(4)) * 2 == check.teacher_bytes(config, trained.checkpoint(4))
-    assert check.teacher_bytes(config, None) == 0
-
-
 def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
@@ -262,11 +239,3 @@ def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, cap
         patch.setattr(sys, "stdout", pipe)
         assert TinyRun(prepared, tmp_path / "runs").train(CHECK="true") == 141
     assert capsys.readouterr().err == ""
-
-
-def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypatch):
-    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    checked = Checked(TinyRun(prepared, tmp_path), capsys)
-    assert (checked.code, checked.out, checked.err) == (0, "", "")
-    assert os.environ["RANK"] == "1"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, assert_same_run
+from factories import TinyRun, assert_same_run
 
 from common.errors import SettingsError
 from config import Config, rules, step_window
@@ -67,16 +67,6 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
     assert {row["phase"] for row in rows} & {"data", "forward", "backward", "optimizer"}
 
 
-def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
-    run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9")
-    assert run.train() == 0
-    assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
-    assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
-    capsys.readouterr()
-    assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
-    assert "PROFILE_STEPS has no effect: this run takes steps 5 to 5" in capsys.readouterr().out
-
-
 def fake_run(tmp_path, **settings):
     said: list[str] = []
     ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1, is_rank0=True, device=torch.device("cuda", 0))
@@ -118,15 +108,6 @@ def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
     sampler.stop()
     assert (tmp_path / "power.csv").exists() and run.said == []
     assert power.start_sampler(fake_run(tmp_path, power_hz=0)) is None
-
-
-@pytest.mark.parametrize("settings, is_told", [({}, False), ({"power_hz": 1}, True)])
-def test_who_asks_for_power_without_a_sensor_is_told_that_there_is_none(settings, is_told, tmp_path, monkeypatch):
-    monkeypatch.setattr(power, "RAPL", tmp_path)
-    run = fake_run(tmp_path, **settings)
-    run.ranks.device = torch.device("cpu")
-    assert power.start_sampler(run) is None and [*tmp_path.iterdir()] == []
-    assert [text.startswith("POWER_HZ=1: power is not measured, because no RAPL counter can be read") for text in run.said] == [True] * is_told
 
 
 def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):

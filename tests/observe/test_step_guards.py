@@ -5,7 +5,6 @@ import math
 import statistics
 import zlib
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,16 +14,13 @@ from hypothesis import strategies as st
 
 import train
 from checkpoint import store
-from common.errors import NonFiniteError
 from common.heartbeat import HEARTBEAT
-from config import Config
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
-from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
-from run import life, step_log
+from run import step_log
 from run.log import Divergence
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -180,29 +176,6 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
 
 
-@pytest.mark.parametrize("settings, advice", [
-    ({}, "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"), ({"preset": "stable", "debug": True}, "try a lower LEARNING_RATE")])
-def test_after_nan_nothing_is_advised_that_was_already_on(settings, advice, tmp_path, monkeypatch):
-    monkeypatch.setattr(guards, "dump_step", lambda *_: (tmp_path, [{**REPORT, "rank": 0}], "the state before it is saved"))
-    run = SimpleNamespace(config=Config(**settings), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lambda text: None))
-    with pytest.raises(NonFiniteError) as error:
-        guards.stop_non_finite(run, [], None, None, None)
-    assert str(error.value).endswith(f". To continue, {advice}") and "nothing was updated, the state before it is saved" in str(error.value)
-
-
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
               {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}
-
-
-def test_the_banner_is_three_short_lines_with_the_advice_first():
-    healthy = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}
-    assert guards.banner([healthy, REPORT], "try a lower LEARNING_RATE") == [
-        "Try a lower LEARNING_RATE.", "NON-FINITE in step 7, from rank 1: the update was skipped. Loss nan, |g| nan.",
-        "Where: output of layers.0.feed_forward.w2 and 1 more."]
-    # A transient fault: finite on every rank when computed again. The tensor with the smallest share is named.
-    embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
-    again = {**REPORT, "finite": True, "first_bad_module": None, "tensors": [embeddings, *REPORT["tensors"] * 49]}
-    _, what, where = guards.banner([again, {**again, "rank": 1}], "resume")
-    assert "finite when recomputed" in what and where == "Where: gradient norm.weight (2 of 64) and 49 more."
-    assert guards.banner([healthy], "resume")[2] == "Where: no remaining tensor."

@@ -216,25 +216,6 @@ def test_a_logarithmic_axis_survives_zeros(show):
     assert spoken(page, "norm") == "last: gradient norm 0.000", "what is said is the value itself"
 
 
-def test_a_zoomed_end_shows_the_finer_points_and_a_live_page_fetches_more(show):
-    data = report(run())
-    loss = data["runs"][0]["curves"]["train_loss"]
-    fine = {"x": [*range(900, 1001)], "y": [2.0] * 101, "low": [1.0] * 101, "high": [3.0] * 101}
-    loss |= {"low": [0] * 100, "high": [9] * 100, "fine": fine}
-    page = show(data, live=True)
-    shown = "charts.get('loss').lines[0].steps.length"
-    page.evaluate("""window.fetch = async (url) => { window.asked = url; return {ok: url.includes("/500/"),
-        json: async () => ({train_loss: {x: [500, 501, 502], y: [1, 2, 3]}})}; }; null""")
-    assert page.evaluate(shown) == 100
-    page.evaluate("zoom(groupOf('steps'), [920, 990])")
-    assert page.evaluate(shown) == 101
-    page.evaluate("zoom(groupOf('steps'), [500, 502])")
-    page.evaluate(f"async () => {{ while ({shown} !== 3) await new Promise((resolve) => setTimeout(resolve, 20)); }}")
-    assert page.evaluate("asked") == "points/0/500/510"
-    page.evaluate("zoom(groupOf('steps'), null)")
-    assert page.evaluate(shown) == 100
-
-
 @pytest.fixture
 def four() -> dict:
     """The data of four runs: two learning rates, two seeds each."""
@@ -271,20 +252,6 @@ def test_rare_values_are_never_interpolated(show, four):
     assert known == [100, 400]
     page.evaluate("charts.get('loss').moveTo(270)")
     assert "(step 200)" in spoken(page, "loss") or "(step 300)" in spoken(page, "loss")
-
-
-def test_runs_that_differ_only_in_seeds_are_drawn_as_their_mean_with_a_band(show, four):
-    four["comparison"]["configurations"] = [
-        {"name": name, "runs": [name[0] + "1", name[0] + "2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}
-        for name in ("a=1", "b=2")]
-    four["comparison"]["tests"] = [four["comparison"]["tests"][0] | {"a": "a=1", "b": "b=2", "sentence": "b=2 is better"}]
-    page = show(four)
-    lines = page.evaluate("charts.get('loss').lines.map(({label, y, low, high}) => [label, y[0], low[0], high[0]])")
-    first = 2 + 5 / 10 + 0.1
-    assert lines[0] == ["a=1 training", pytest.approx(first + 0.2), pytest.approx(first + 0.1), pytest.approx(first + 0.3)]
-    assert len(lines) == 4 and page.locator("#comparison .tests li").all_inner_texts() == ["b=2 is better"]
-    page.locator("#group").uncheck()
-    assert page.evaluate("charts.get('loss').lines.length") == 8
 
 
 def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):
@@ -341,36 +308,6 @@ def test_the_keyboard_reaches_a_chart_and_moves_its_cursor(show):
     assert page.evaluate("charts.get('speed').plot.scales.x.min") > 10 and page.locator("#reset").is_enabled()
     page.keyboard.press("Escape")
     assert page.evaluate("charts.get('speed').plot.scales.x.min") == 10
-
-
-def test_a_run_can_be_left_out_and_a_series_too(show):
-    page = show(report(run(), run("second", 0.5)))
-    labels = page.locator("#chart-loss .legend button")
-    assert labels.count() == 4
-    page.locator("[data-run=first]").uncheck()
-    assert [each.split(" 2.")[0] for each in labels.all_inner_texts()] == ["B second, training", "B second, validation"]
-    labels.first.click()
-    assert labels.first.get_attribute("aria-pressed") == "false"
-    assert page.evaluate("charts.get('loss').slots.map(({line}) => line.label)") == 3 * ["B second, validation"]  # and its band
-
-
-def test_the_table_of_a_chart_holds_its_data(show):
-    data = report(run())
-    page = show(data)
-    page.locator("#chart-loss summary").click()
-    page.locator("#chart-loss tbody tr").first.wait_for()  # details tell of their toggle later
-    rows = page.locator("#chart-loss tbody tr").evaluate_all("rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))")
-    training, validation = (data["runs"][0]["curves"][name] for name in ("train_loss", "val_loss"))
-    assert [int(row[0]) for row in rows] == STEPS
-    assert [float(row[1]) for row in rows] == pytest.approx(training["y"], rel=1e-5)
-    assert [row[2] for row in rows if row[2] != "–"] == [f"{value:.6g} ± 0.01" for value in validation["y"]]
-
-
-def test_the_axis_is_steps_tokens_or_time(show):
-    page = show(report(run()))
-    for axis, end in (("tokens", 1000 * 4096), ("time", 495), ("step", 1000)):
-        page.locator("#axis").select_option(axis)
-        assert page.evaluate("charts.get('speed').plot.scales.x.max") == end
 
 
 def test_an_update_keeps_zoom_focus_scroll_and_what_is_open(show):

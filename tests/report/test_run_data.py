@@ -3,12 +3,9 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
-from commands import ROOT
 from factories import TinyRun, stop_at
 
 from common.errors import CheckpointError
@@ -203,14 +200,3 @@ def check_size(*folders) -> None:
 def test_a_page_of_several_long_runs_stays_small(tmp_path):
     write_long(tmp_path / "a", 20_000, 2)
     check_size(*[tmp_path / "a"] * 5)
-
-
-@pytest.mark.slow
-def test_a_page_of_a_million_steps_stays_small_and_is_read_in_bounded_memory(tmp_path):
-    write_long(tmp_path / "a", 1_000_000, 10)
-    code = ("import re, sys; from pathlib import Path; from extensions.report.page import Report; "
-            "report = Report([Path(sys.argv[1])]); report.read(); report.data(); "
-            "print(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])")
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=ROOT, check=True, capture_output=True, text=True)
-    assert int(done.stdout) < 120_000, "KiB, of which the interpreter and its libraries take 60,000"
-    check_size(tmp_path / "a", tmp_path / "a")

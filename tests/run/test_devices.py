@@ -18,7 +18,6 @@ import model_utils
 import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
-from dataloaders import Batch
 from evaluation import during_run
 from fused import attention, head, matmul
 from fused.attention import choose_kernel
@@ -26,7 +25,6 @@ from fused.head import HeadGradients, slices
 from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
-from parallel.ranks import widened
 from run.overview import describe_hardware
 from run.start import prepare_device
 from scripts import doctor
@@ -132,15 +130,6 @@ def test_code_runs_on_later_minor_versions_and_ptx_on_all_later_ones(built, capa
     assert (why_no_kernels(capability, built.split()) is None) == runs
 
 
-def test_a_batch_is_pinned_before_it_is_copied_to_a_gpu(monkeypatch):
-    """A copy from other memory waits for the GPU; the document ids stay on the host."""
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append("pin") or tensor)
-    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: calls.append(non_blocking) or tensor)
-    moved = Batch(torch.ones(2, 3), torch.ones(2, 3)).to(torch.device("cuda"))
-    assert calls == ["pin", "pin", True, True] and moved.host.tokens_BT is moved.tokens_BT
-
-
 def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     unable = {"world_size": 2, "sharding": "full", "precision": "fp16", "reproducible": True, "deterministic": True,
@@ -201,14 +190,6 @@ def test_a_run_on_a_simulated_apple_gpu_saves_resumes_and_learns_as_on_a_cpu(pre
 def on(device: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that says that it is on another device."""
     return tensor.as_subclass(type("Moved", (torch.Tensor,), {"device": torch.device(device)}))
-
-
-def test_mps_has_torchs_attention_and_no_float64():
-    for purpose in ("causal", "documents", "mask"):
-        assert choose_kernel(purpose, Config(), MPS, torch.bfloat16) == "sdpa"
-    with pytest.raises(SettingsError, match="ATTENTION_BACKEND=flash cannot run here .*mps.*no such kernel"):
-        choose_kernel("causal", Config(attention_backend="flash"), MPS, torch.bfloat16)
-    assert widened(on("mps", torch.ones(2))).dtype == torch.float32 and widened(torch.ones(2)).dtype == torch.float64
 
 
 def test_an_update_on_mps_is_scaled_and_skipped_although_its_kernel_ignores_both():

@@ -24,8 +24,6 @@ from extensions.card import (
     card_text,
     cell,
     code,
-    env_value,
-    fenced,
     origin,
     read_card,
     run_and_step,
@@ -61,16 +59,6 @@ def test_the_metadata_are_what_the_hub_reads(whole):
     assert hub.ModelCard(str(card)).data.to_dict() == data.to_dict()
 
 
-def test_each_checkpoint_has_the_scores_that_were_known_then(whole):
-    for step in (2, 4, 6):
-        scores = sections_of(read_card(whole.checkpoint(step)))["Scores"]
-        measured = {name: max(at for at in whole.column(name) if at <= step) for name in ("val_loss", "hellaswag_acc")}
-        loss, error = (whole.column(name)[measured["val_loss"]] for name in ("val_loss", "val_loss_stderr"))
-        assert f"| loss | {loss:.4f} ± {error:.4f} |  |  | {measured['val_loss']} |" in scores
-        acc, error = (whole.column(f"hellaswag_{name}")[measured["hellaswag_acc"]] for name in ("acc", "stderr"))
-        assert f"| acc | {acc:.4f} ± {error:.4f} | 10 | 0.2500 | {measured['hellaswag_acc']} |" in scores
-
-
 def test_the_data_is_named_by_its_hashes(whole, prepared):
     (source,) = [line for line in sections_of(read_card(whole.checkpoint(4)))["Training data"].splitlines() if "text.jsonl" in line]
     manifest = json.loads((Path(prepared.shards) / "manifest.json").read_text())
@@ -89,13 +77,6 @@ def test_the_recipe_gives_the_same_settings(whole, tmp_path):
     places = {"PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH"}
     assert {name for name in told if told[name] != made[name]} - NOT_IN_RECIPE <= places
     assert {name: made[name] for name in places} == {name: Path(told[name]).name for name in places}
-
-
-@pytest.mark.parametrize("value", ["it's", 'say "x"', "a\\b", "#1", " lead"])
-def test_any_value_goes_through_env(value, tmp_path):
-    dotenv = pytest.importorskip("dotenv")
-    (tmp_path / ".env").write_text(f"NAME={env_value(value)}\n")
-    assert dotenv.dotenv_values(tmp_path / ".env") == {"NAME": value}
 
 
 def test_nothing_tells_of_the_machine(whole):
@@ -195,14 +176,6 @@ def test_markdown_reads_inline_code_as_one_text_also_in_a_table(text):
     row = [token.children for token in markdown.parse(f"| a | b |\n|---|---|\n| {cell(text)} | c |") if token.type == "inline"]
     assert [[child.type for child in children] for children in row] == [["text"], ["text"], ["code_inline"], ["text"]]
     assert row[2][0].content.strip() == printable(text).strip()
-
-
-@given(st.lists(TEXTS, max_size=5))
-def test_no_line_ends_a_block_of_code(lines):
-    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark")
-    tokens = markdown.parse(fenced(lines) + "\n\nafter")
-    assert [token.type for token in tokens] == ["fence", "paragraph_open", "inline", "paragraph_close"]
-    assert tokens[0].content == "".join(f"{printable(line)}\n" for line in lines)
 
 
 def test_a_card_is_read_back(tmp_path):

@@ -4,18 +4,13 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, prepare, stop_at
 
-import train
 from checkpoint import store
 from common.errors import CheckpointError, DataError
-from config import Config
-from extensions import trackers
 from run import folder as run_folder
-from run import log as run_log
 from run import start as run_start
 
 
@@ -165,13 +160,6 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     assert contents(finished.folder) == before
 
 
-def test_check_tells_of_the_move_and_makes_none(finished, capsys):
-    before = contents(finished.output_dir)
-    assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
-    assert f"RESUME=never moves the existing run in {finished.folder} aside" in capsys.readouterr().out
-    assert contents(finished.output_dir) == before
-
-
 def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
     def die():
         raise Killed
@@ -278,23 +266,6 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(tiny_run, whole, pre
     assert run.steps_saved() == [1]
     assert [event["event"] for event in moved.lines("events")] == ["start", *["save", "saved"] * 3, "end"]
     assert moved.train(MAX_STEPS=7) == 0
-
-
-def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
-    """TensorBoard reopens its file for each write; under the old name that could be the file of a second job."""
-    written = []
-
-    def writer(folder, purge_step):
-        return SimpleNamespace(add_scalar=lambda name, value, step: written.append((folder.parent.name, step)), close=lambda: None)
-
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", writer)
-    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu")
-    log.open(tmp_path / "old")
-    log.trackers = trackers.start_trackers(log, "")
-    log.follow(tmp_path / "new", 3)
-    log.step({"step": 4, "train_loss": 1.0})
-    log.close()
-    assert written == [("new", 4)]
 
 
 def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole, capsys):

@@ -2,7 +2,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED
 
 from checkpoint.schema import read_lines
 from common.errors import DataError
@@ -217,21 +215,6 @@ def run_with(fake, tmp_path, monkeypatch, steps=3, finish_seconds=5.0) -> list:
     return written(tmp_path / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("environ, mode", [
-    ({"WANDB_API_KEY": "k"}, "online"), ({}, "offline")])
-def test_wandb_gets_every_step_and_is_offline_unless_there_is_a_key(tmp_path, monkeypatch, capsys, environ, mode):
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    fake = FakeWandb()
-    run_with(fake, tmp_path, monkeypatch)
-    assert fake.calls == ["init", "log", "log", "log", "finish"] and [step for step, _ in fake.logged] == [1, 2, 3]
-    assert (fake.arguments["mode"], fake.arguments["dir"]) == (mode, tmp_path)
-    told = capsys.readouterr()
-    assert told.err == "" and ("wandb sync" in told.out) == (mode == "offline"), "an online run is not uploaded again"
-
-
 class FakeTrackio(types.ModuleType):
     """A trackio module with the signatures of trackio 0.43, as far as they are used."""
 
@@ -327,32 +310,6 @@ def test_a_tracker_that_raises_costs_one_warning(bad, misbehave, tmp_path, monke
     assert warnings[0] in (tmp_path / "log" / "rank-0.txt").read_text()
 
 
-@pytest.mark.parametrize("bad", ["log", "finish"])
-def test_a_tracker_that_hangs_stalls_neither_the_steps_nor_the_end(bad, tmp_path, monkeypatch, capsys):
-    release = threading.Event()
-    fake = FakeWandb(bad, release.wait)
-    try:
-        assert len(run_with(fake, tmp_path, monkeypatch, finish_seconds=0.2)) == 3
-        assert "wandb did not finish" in capsys.readouterr().err
-    finally:
-        release.set()
-
-
-def test_tensorboard_files_hold_the_metrics(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = make_log(tmp_path, tensorboard_enabled=True)
-    log.sample(200, "a|b", "c\nd")
-    log.step(METRICS)
-    log.step({"step": 210, "val_loss": float("nan")})
-    log.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (sample,) = events.Tensors("samples/text_summary")
-    assert sample.step == 200 and sample.tensor_proto.string_val == [
-        b"| step | prompt | text |\n| --- | --- | --- |\n| 200 | a\\|b | c<br>d |"]
-    assert set(events.Tags()["scalars"]) == set(METRICS) - {"step"}
-    assert [(event.step, round(event.value, 3)) for event in events.Scalars("train_loss")] == [(200, 2.234)]
-
-
 def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_saved_one(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for loss, saved, last in ((1.0, 0, 4), (2.0, 2, 5)):  # killed after step 4, resumed from step 2
@@ -440,32 +397,3 @@ def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wa
     assert done.stderr.count("warning: wandb") == 1 and "Traceback" not in done.stderr, done.stderr
     assert run.metrics()[-1]["step"] == 300 and run.steps_saved() == [300]
     assert "canary" not in done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_real_wandb_whose_service_dies_costs_one_warning(tiny_run):
-    pytest.importorskip("wandb")
-    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=1_000_000, LOG_EVERY=20, SAVE_EVERY=0, **UNMEASURED)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    with subprocess.Popen([sys.executable, ROOT / "train.py", *run.argv()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, env={**environ, "WANDB_MODE": "offline"}) as process:
-        services = []
-        while not services:
-            assert process.poll() is None
-            services = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if is_wandb_of(stat, process.pid)]
-            time.sleep(0.1)
-        time.sleep(3)  # meanwhile it logs
-        for service in services:
-            os.kill(service, signal.SIGKILL)
-        time.sleep(3)
-        process.send_signal(signal.SIGTERM)
-        text = process.communicate(timeout=300)[0]
-    assert process.returncode == 143 and text.count("warning: wandb") == 1 and "Traceback" not in text, text[-3000:]
-
-
-def is_wandb_of(stat: Path, parent: int) -> bool:
-    try:
-        name, fields = stat.read_text().rpartition(")")[::2]
-    except OSError:
-        return False
-    return "wandb-core" in name and int(fields.split()[1]) == parent

@@ -3,23 +3,18 @@
 import errno
 import math
 import os
-import re
 import threading
 import time
 from contextlib import nullcontext
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import UNMEASURED, assert_same_run, at_step, do_in_step, run_ranks, wait_until
 
-import train
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
-from common.files import BLOCK_BYTES
 from common.heartbeat import HEARTBEAT, Background, Cancelled
 from extensions import guards
 from learn.optim import Reducer
@@ -258,44 +253,3 @@ def test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_doe
     thread.cancel()
     with pytest.raises(Cancelled):
         thread.result(told.append)
-
-
-def note_memory(folder: Path) -> None:
-    """In a rank: write the largest resident memory of steps 3 and 4, and from the save of step 4 on, to a file."""
-    def reset() -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def note() -> None:
-        with open(folder / os.environ.get("RANK", "0"), "a") as file:
-            file.write(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1] + "\n")
-        reset()
-
-    do_in_step(3, reset)
-    original = train.save_checkpoint
-    train.save_checkpoint = lambda *arguments, **named: (train.HEARTBEAT.step == 4 and note(), original(*arguments, **named))[1]
-    do_in_step(8, note)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks, sharding", [(4, "none"), (2, "full")])
-def test_no_rank_s_resident_memory_grows_by_more_than_its_share_and_a_block(ranks, sharding, tiny_run, tmp_path):
-    """Compared with the steps before the first save, of 26 million parameters."""
-    run = tiny_run(**UNMEASURED, DIM=512, N_LAYERS=8, N_HEADS=8, N_KV_HEADS=8, MULTIPLE_OF=64, SHARDING=sharding,
-                   SAVE_EVERY=4, MAX_STEPS=8, KEEP_BEST=0)
-    run.ends([0] * ranks, partial(note_memory, tmp_path))
-    peaks = [[1024 * int(line) for line in (tmp_path / str(rank)).read_text().split()] for rank in range(ranks)]
-    share = sum(path.stat().st_size for path in run.checkpoint(8).glob("*.safetensors")) / ranks
-    grown = [after - before for before, after in peaks]
-    print(f"{ranks} ranks, {sharding}: a share has {share / 1e6:.0f} MB, grown by", [f"{each / 1e6:.0f} MB" for each in grown])
-    assert share / 2 < max(grown) < share + BLOCK_BYTES
-
-
-@pytest.mark.parametrize(("free", "device", "enough"), [(383, "cuda", False), (384, "cuda", True), (216, "cpu", True), (215, "cpu", False)])
-def test_pinned_memory_counts_as_torch_takes_it(free, device, enough, monkeypatch):
-    """In powers of two: three tensors of 72 MiB, in four parts each, take 384 MiB instead of 216."""
-    weight, tried = torch.empty(72 * 2**18, device="meta"), []
-    share = saving.Share.__new__(saving.Share)
-    share.tensors, share.parts, share.kept = {str(number): (weight, weight, 0) for number in range(3)}, 4, {}
-    share.ranks = SimpleNamespace(device=torch.device(device), broadcast=tried.append, all_agree=bool)
-    monkeypatch.setattr(saving, "free_host_memory", lambda: free * 2**20 + saving.SPARE_MEMORY)
-    assert "GiB of memory" in share.allocate() and tried == [enough]

@@ -18,7 +18,6 @@ from factories import (
     prepare_stages,
     settings_of,
     ways_out,
-    without_clocks,
 )
 from safetensors.torch import load_file, save_file
 
@@ -28,21 +27,10 @@ from checkpoint.huggingface import read_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay
-from learn.optim import learning_rate
 from lora import merged_state_dict
 from run.adapters import base_of_adapters, load_for_use, merge
-from settings.load import Layer, load_config
+from settings.load import Layer
 from tokenizer import load_tokenizer
-
-
-@pytest.fixture(scope="module")
-def skipping(prepared, tmp_path_factory) -> TinyRun:
-    """A run that skipped some of its updates."""
-    settings = {**UNMEASURED, "VALIDATE_EVERY": 8, "MAX_STEPS": 30, "SAVE_EVERY": 0, "LEARNING_RATE": 1e-5,
-                "LOSS_SPIKE_POLICY": "skip", "LOSS_SPIKE_THRESHOLD": 0.01, "LOSS_SPIKE_WINDOW": 16}
-    run = TinyRun(prepared, tmp_path_factory.mktemp("skipping"), **settings)
-    assert run.train() == 0
-    return run
 
 
 def test_a_run_goes_on_with_its_tokenizer_in_another_file(prepared, tmp_path):
@@ -53,22 +41,6 @@ def test_a_run_goes_on_with_its_tokenizer_in_another_file(prepared, tmp_path):
     saved = store.read_state(run.checkpoint(2))["identity"]["TOKENIZER_PATH"]
     assert run.train(MAX_STEPS=4, TOKENIZER_PATH=files[1]) == 0
     assert store.read_state(run.checkpoint(4))["identity"]["TOKENIZER_PATH"] != saved
-
-
-def test_what_is_counted_along_with_the_steps_is_counted_anew_from_start_step(skipping, prepared, tmp_path):
-    """The schedule counts updates: with skipped steps from before START_STEP, it would begin at a negative update."""
-    first, before = 3, store.read_state(skipping.checkpoint(30))["progress"]
-    assert before["skipped_steps"] > 3 and before["best_step"] > 0
-    run = TinyRun(prepared, tmp_path, **{**UNMEASURED, "MAX_STEPS": first + 4, "WARMUP_STEPS": 20, "START_STEP": first,
-                                         "VALIDATE_EVERY": 100, "PRETRAIN_CHECKPOINT": skipping.checkpoint(30)})
-    config = load_config(run.argv(), {}).config
-    assert run.train(MAX_STEPS=first + 2) == 0
-    assert run.train() == 0, "it goes on by its own count"
-    assert run.column("learning_rate") == {step: learning_rate(step - 1, config) for step in range(first + 1, first + 5)}
-    assert run.column("tokens_seen") == {step: 256 * step for step in range(first + 1, first + 5)}
-    after = store.read_state(run.checkpoint(first + 4))["progress"]
-    assert (after["step"], after["skipped_steps"], after["best_step"]) == (first + 4, 0, first + 4)
-    assert len(after["recent_losses"]) == 20, "its losses go on from those of the weights that it began with"
 
 
 def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
@@ -92,17 +64,6 @@ def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, 
     assert fresh.train() == 0 and fresh.train(PRETRAIN_CHECKPOINT="copy", MAX_STEPS=2) == 0
     assert list(fresh.column("train_loss")) == [1, 2]
     assert store.read_state(fresh.checkpoint(2))["progress"]["begun_from"] == "copy", "and it is not hashed again"
-
-
-def test_a_run_that_its_own_checkpoint_was_named_for_is_not_taken_back_twice(prepared, tmp_path, monkeypatch, capsys):
-    run = TinyRun(prepared, tmp_path, **UNMEASURED)
-    assert run.train() == 0
-    whole = run.metrics()
-    monkeypatch.chdir(tmp_path)
-    for number, spelt in enumerate(("step-00000004", run.checkpoint(4))):
-        assert run.train(RESUME=spelt) == 0
-        assert ("is not used" in capsys.readouterr().err) == (number == 0), spelt
-    assert without_clocks(run.metrics()) == without_clocks(whole)
 
 
 @pytest.mark.parametrize(("mode", "named"), [("lora-sft", "PRETRAIN_CHECKPOINT"), ("sft", "RESUME")])
@@ -206,15 +167,6 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
         assert list(there.run(mode).column("train_loss")) == [1, 2, 3, 4, 5][:5] if mode != "dpo-stored" else [1, 2, 5]
 
 
-def test_a_base_that_has_gone_on_is_found_by_its_hash_among_its_checkpoints(stages, tmp_path):
-    tree = Tree(stages, tmp_path / "tree")
-    run = tree.run("lora-sft")
-    assert run.train() == 0
-    shutil.copytree(stages.teacher, tree.folder / "base" / "checkpoints" / "step-00000009")
-    assert run.train(MAX_STEPS=3) == 0
-    assert store.read_state(run.checkpoint(3))["progress"]["base"].endswith("step-00000002")
-
-
 SHAPE = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF")
 
 
@@ -291,20 +243,6 @@ def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch,
     for name in (store.STATE, store.MANIFEST):  # which PEFT's own folders lack
         (adapted.checkpoint(2) / name).unlink()
     assert base_of_adapters(adapted.checkpoint(2)) == place
-
-
-@pytest.mark.parametrize("changes, told", [
-    ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"vocab_size": 9}, "the model in"), (None, "has no model.safetensors; pytorch_model.bin has pickled weights")])
-def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told, stages, tmp_path, capsys):
-    folder = model_from_elsewhere(stages, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | (changes or {})))
-    if changes is None:
-        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, PRETRAIN_CHECKPOINT=folder))
-    assert run.train() == train.main([*run.argv(), "--check"]) == 5
-    shown = capsys.readouterr()
-    assert told in shown.err and told in shown.out and not run.folder.exists()
 
 
 class MoreTokens(NamedTuple):
@@ -470,12 +408,3 @@ def test_control_tokens_that_no_training_has_seen_are_never_sampled(stages, tmp_
         assert run.train(STOP_STEP=step) == 0
         assert {*suppressed_by(run.checkpoint(step))} == unseen
     assert {*load_for_use(run.checkpoint(2))[0].suppressed.tolist()} == unseen
-
-
-def test_a_base_that_others_trained_may_sample_all_tokens(stages, tmp_path):
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "base").mkdir(exist_ok=True)
-        shutil.copy(stages.base / name, tmp_path / "base" / name)
-    run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT=tmp_path / "base")
-    assert run.train() == 0 and suppressed_by(run.checkpoint(1)) == []
-    assert load_for_use(run.checkpoint(1))[0].suppressed is None

@@ -10,23 +10,21 @@ import threading
 from pathlib import Path
 
 import pytest
-from commands import ROOT, python
+from commands import python
 from factories import TINY, argv_of
 
 from common import text
 from common.text import (
     DIM,
-    RECOMMENDED,
     WIDTH,
     columns,
-    command,
     lay_out,
     paint,
     print_safely,
     printable,
 )
 from config import Config
-from run.log import RunLog, console_line, evaluation_columns, step_columns
+from run.log import RunLog, console_line, step_columns
 
 COLOR = re.compile(r"\x1b\[\d+m")
 USUAL = {"train_loss": 0.8496, "learning_rate": 6.2e-3, "grad_norm": 0.33, "tokens_per_second": 2158}
@@ -75,26 +73,6 @@ def test_extreme_values_stay_in_their_columns(max_steps, others, prefix, screen)
             assert f"{step}/{max_steps}" in line and "loss" in line and "tok/s" in line and line.endswith(" left")
             places.add(tuple((found[0], found.start()) for found in re.finditer(r"loss|lr|\|g\||acc|margin|ce|div|MFU|tok/s|%", line)))
     assert len(places) == 1, "a column moves"
-
-
-@pytest.mark.parametrize("value, shown", [(1e-9, "1.0e-09"), (12345.678, "1.2e+04"), (0.0, "0.0000"), (float("nan"), "nan")])
-def test_a_loss_has_four_decimals_or_an_exponent(value, shown, screen):
-    assert f"  loss {shown} " in lay_out(step_columns(1, 6, {**USUAL, "train_loss": value}, 5, WIDTH), screen)
-
-
-@pytest.mark.parametrize("title, summary", [
-    ("Validation", "Loss: 0.4979 +- 0.0081 | Perplexity: 128256.6452 | Bits per byte: 0.1856"),
-    ("Validation", "Loss: 0.6931 +- 0.0001 | Perplexity: 1.0000 | Bits per byte: 0.0001 | Reward margin: -0.0123 | Reward accuracy: 0.5000 "
-                   "| Reward chosen: -12.3456 | Reward rejected: -123.4567 | Logprob chosen: -1234.5678 | Logprob rejected: -9.0000"),
-    ("HellaSwag", "Acc: 92.20% +- 1.20 | Acc norm: 100.00% | N: 10042 | Chance: 25.00%"),
-    ("a set with a rather long name of its own", "Acc: 92.20% +- 1.20 | Acc norm: 92.40% | N: 500 | Chance: 25.00%"),
-    ("Generation", "Exact match: 1.00% +- 0.20 | ROUGE-L: 33.00 +- 1.10 | BLEU: 12.00 | N: 100")])
-def test_an_evaluation_is_divided_between_cells_and_keeps_every_number(title, summary, screen):
-    lines = lay_out(evaluation_columns(100, 120, title, summary), screen).split("\n")
-    assert all(columns(line) <= WIDTH for line in lines) and lines[0].startswith("  100/120  ")
-    assert re.findall(r"-?\d+\.?\d*%?", " ".join(lines))[2:] == re.findall(r"(?<!\+)-?\d+\.?\d*%?", summary.replace("+- ", ""))
-    assert all(line.startswith(" " * 11 + line.strip()[0]) for line in lines[1:]), "below the first cell"
-    assert not any(line.endswith((" ±", "loss", "margin", "norm", "chosen")) for line in lines)
 
 
 # The status line
@@ -147,20 +125,6 @@ def test_sentences_wrap_with_a_hanging_indent_and_lose_no_word(screen):
     assert all(line.startswith(" " * 8 + line.strip()[0]) for line in shown[1:])
     assert lay_out("Model: " + "word " * 30, screen).split("\n")[1].startswith("  word")
     assert lay_out("short", screen) == "short" and lay_out(text, io.StringIO()) == text
-
-
-def test_paths_and_commands_are_not_divided_and_wide_letters_count_twice(screen, monkeypatch):
-    path, wide = "/scratch/" + "long-name" * 12, "漢字" * 60
-    monkeypatch.chdir(ROOT)
-    recommended = command("scripts/generate.py", "a b", "--prompt", "c " * 30)
-    try:
-        shown = lay_out(f"Look at {path} and then run this: {recommended}, and continue.", screen)
-    finally:
-        RECOMMENDED.discard(recommended)
-    assert f"  {path}\n" in shown and recommended in shown
-    lines = lay_out(f"Sample: {wide} {'z' * 200}", screen).split("\n")
-    assert "".join("".join(lines).split()) == f"Sample:{wide}{'z' * 200}"
-    assert all(columns(line) <= WIDTH for line in lines) and columns("漢a") == 3
 
 
 @pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])

@@ -86,15 +86,6 @@ def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
         assert "val_bits_per_byte" in of_text and "generation_bleu" not in of_text
 
 
-def test_flags_change_what_is_evaluated(whole, prepared, tmp_path):
-    items = [json.loads(line) for line in prepared.items.read_text().splitlines()]
-    (tmp_path / "two.jsonl").write_text("".join(json.dumps({**item, "endings": item["endings"][:2], "label": 1}) + "\n"
-                                                for item in items))
-    found = evaluate(whole.checkpoint(6), "--eval-tasks", f"two:{tmp_path / 'two.jsonl'}", "--validate-every", 0,
-                     "--hellaswag-examples", 4, output=tmp_path / "found.json")["metrics"]
-    assert (found["two_n"], found["two_chance"], found["hellaswag_n"]) == (4, 0.5, 4) and "val_loss" not in found
-
-
 def test_two_ranks_share_the_work(whole, tmp_path):
     job = start(call, whole.checkpoint(6), "--json", tmp_path / "two.json", world_size=2, folder=tmp_path / "outputs")
     assert job.wait() == [0, 0], job.text()
@@ -119,12 +110,6 @@ def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, pre
     assert of_chats["val_loss"] > expected["val_loss"] and "hellaswag_acc" not in of_chats
     with pytest.raises(SettingsError, match="contains preference pairs"):
         evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
-
-
-def test_with_a_tokenizer_path_the_folders_own_tokenizer_is_not_read(model, prepared, tmp_path):
-    (model / "tokenizer.json").write_text("{")
-    own = ("--hellaswag", prepared.items, "--precision", "fp32", "--tokenizer-path", prepared.tokenizer)
-    assert "hellaswag_acc" in evaluate(model, *own, output=tmp_path / "found.json")["metrics"]
 
 
 def test_nothing_to_evaluate_is_told_with_what_to_name(model, tmp_path):

@@ -1,7 +1,6 @@
 """scripts/export.py: a folder to share, and an upload to the hub, here to a server on this machine."""
 
 import base64
-import hashlib
 import json
 import sys
 import threading
@@ -25,10 +24,6 @@ class Hub(BaseHTTPRequestHandler):
 
     files: dict = {}
     created: list = []
-    through_lfs: tuple = ()  # the names of the files that are uploaded one by one, before the commit
-    large: dict = {}  # these files by their SHA-256
-    answers: list = []  # to these uploads; then 200
-    puts: list = []  # the answers that were given
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -38,27 +33,13 @@ class Hub(BaseHTTPRequestHandler):
             self.created.append(json.loads(body))
             return self.answer({"url": f"{self.server.url}/me/first", "id": "me/first"})
         if "/preupload/" in self.path:
-            return self.answer({"files": [
-                {"path": each["path"], "uploadMode": "lfs" if each["path"] in self.through_lfs else "regular", "shouldIgnore": False}
-                for each in json.loads(body)["files"]]})
-        if self.path.endswith("/objects/batch"):
-            return self.answer({"transfer": "basic", "objects": [
-                each if each["oid"] in self.large else
-                {**each, "actions": {"upload": {"href": f"{self.server.url}/large/{each['oid']}"}}} for each in json.loads(body)["objects"]]})
+            return self.answer({"files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in json.loads(body)["files"]]})
         if "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
-                if line["key"] == "lfsFile":
-                    self.files[line["value"]["path"]] = self.large[line["value"]["oid"]]
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             return self.answer({"commitUrl": f"{self.server.url}/me/first/commit/abc", "commitOid": "abc", "success": True})
         return self.answer({})
-
-    def do_PUT(self) -> None:
-        body, code = self.rfile.read(int(self.headers["Content-Length"])), self.answers.pop(0) if self.answers else 200
-        self.large |= {hashlib.sha256(body).hexdigest(): body} if code == 200 else {}
-        self.puts.append(code)
-        self.answer({}, code)
 
     def do_GET(self) -> None:
         self.answer({"id": "me/first", "sha": "abc", "siblings": []})
@@ -77,7 +58,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch):
-    Hub.files, Hub.created, Hub.through_lfs, Hub.large, Hub.answers, Hub.puts = {}, [], (), {}, [], []
+    Hub.files, Hub.created = {}, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -156,17 +137,6 @@ def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, m
     assert all(f"{(source / name).stat().st_size:,} bytes" in line for name, line in zip(names, lines))
     assert last.endswith("--to hub me/first") and Hub.files == {} and Hub.created == []
     assert "names no license" in export(whole.folder, "--to", "hub", "me/first", "--dry-run", "--public", code=5)
-
-
-def test_an_upload_that_failed_in_the_middle_continues(whole, hub, monkeypatch):
-    """The file that had arrived is not sent again, and nothing is visible before the commit."""
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # the other way to upload, by chunks of files, has no public protocol
-    Hub.through_lfs, Hub.answers = ("model.safetensors", "tokenizer.json"), [200, 400]
-    said = export(whole.folder, "--to", "hub", "me/first", code=2)
-    assert "(HTTP 400); run the command again; uploaded files are not uploaded twice" in said and Hub.files == {}
-    assert "Uploaded: " in export(whole.folder, "--to", "hub", "me/first")
-    assert sorted(Hub.puts) == [200, 200, 400]
-    assert Hub.files == without_training(max((whole.folder / "checkpoints").glob("step-*")))
 
 
 def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch):

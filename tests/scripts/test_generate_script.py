@@ -1,19 +1,15 @@
 import json
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from commands import python
-from factories import PATIENCE, by_transformers, save_adapter_folder, tiny_model_folder, wait_until
+from factories import by_transformers, save_adapter_folder, tiny_model_folder
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.tensors import lazy, write_files
-from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import RowCache, Sampling
@@ -137,22 +133,6 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
         assert torch.equal(model(tokens_BT, tokens_BT), expected(tokens_BT, tokens_BT))
 
 
-def test_a_base_that_is_gone_is_named_with_where_it_was(folder, adapter, tmp_path, monkeypatch):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path)
-    moved = folder.rename(folder.with_name("moved"))
-    try:
-        with pytest.raises(CheckpointError, match=f"no checkpoint 'gone'.*{folder} does not exist.* --base"):
-            load(str(adapter))
-        assert load(str(adapter), str(copy))
-        with pytest.raises(CheckpointError, match="belong to another base"):
-            tensors = huggingface.load_model_weights(copy)
-            write_files(copy, huggingface.weight_files({name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()}))
-            load(str(adapter), str(copy))
-    finally:
-        moved.rename(folder)
-
-
 def test_the_command_prints_prompt_and_continuation(folder):
     texts = continued(*load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
     done = python(SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8", "--temperature", "0.7", "--top-p", "0.9", "--seed", "3")
@@ -195,40 +175,6 @@ def test_prompts_of_a_file_are_answered_in_order(folder, tmp_path, monkeypatch, 
     assert printed == "\n\n".join(texts) + "\n"
     alone = called(monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
     assert printed.startswith(alone.rstrip("\n"))
-
-
-def test_a_stop_text_ends_a_continuation(folder):
-    model, tokenizer = load(str(folder))
-    whole, = texts_of(continuations(TextGenerator(model, tokenizer, 24), PROMPTS[:1]))
-    stop = whole[5:8]
-    parts = [*continuations(TextGenerator(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
-    assert texts_of(parts) == [whole[:whole.index(stop)]]
-    assert parts[-1].finish_reason == "stop" and parts[-1].tokens < 24
-    assert [part.finish_reason for part in continuations(TextGenerator(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
-
-
-@pytest.mark.slow
-def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
-    (tmp_path / "p.txt").write_text("The cat\n" * 2000)
-    process = subprocess.Popen([sys.executable, SCRIPT, folder, "--prompts", "p.txt", "--output", "o.jsonl"], cwd=tmp_path,
-                               stderr=subprocess.PIPE, text=True)
-    output = tmp_path / "o.jsonl"
-    wait_until(lambda: output.exists() and output.stat().st_size)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE)
-    lines = [json.loads(line)["line"] for line in output.read_text().splitlines()]
-    assert process.returncode == 130 and errors.endswith("Stopped.\n"), errors
-    assert 0 < len(lines) < 2000 and lines == sorted(lines)
-
-
-def test_generation_settings_that_are_not_applied_are_said(folder, tmp_path, monkeypatch, capsys):
-    shutil.copytree(folder, tmp_path / "m")
-    content = json.loads((tmp_path / "m" / "generation_config.json").read_text())
-    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({**content, "temperature": 0.6, "transformers_version": "5.0",
-                                                                          "use_cache": True, "output_scores": False}))
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "m"), "--max-new-tokens", "0"])
-    script.main()
-    assert "generation_config.json also has temperature=0.6, which is not applied" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, reason", [

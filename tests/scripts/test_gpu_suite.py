@@ -14,7 +14,6 @@ import torch
 from commands import ROOT
 from factories import wait_until
 
-from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
 PROGRAM = """
@@ -88,31 +87,6 @@ def test_a_bad_part_stops_nothing_and_says_why(suite, tmp_path):
     assert "| good | ok |" in (tmp_path / "out" / "suite.md").read_text()
 
 
-@pytest.mark.parametrize(("device", "outcome"), [("cpu", True), ("cuda", None)])
-def test_only_a_missing_device_skips_the_other_parts(device, outcome, suite):
-    """Not a header that fails, is killed or takes too long."""
-    found = suite(part("good"), part("absent", alone=True), device=device)
-    assert found["good"]["ok"] is outcome
-    if outcome is None:
-        assert found["good"]["error"] == found["absent"]["error"] == "skipped: torch finds no cuda device"
-
-
-@pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
-def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
-    """The sum of limits over jobs, and the schedule itself, in which a thread takes the parts in order and waits for those needed."""
-    options, parts = gpu_suite.parse_args(["--parts", group])
-    alone = sum(part.seconds for part in parts if part.alone)
-    together = [part for part in parts if not part.alone]
-    threads, ends = [0.0] * options.jobs, {}
-    for part in together:
-        begin = max([threads[0], *(ends[name] for name in part.needs)])
-        ends[part.name] = begin + part.seconds
-        threads = sorted([*threads[1:], ends[part.name]])
-    assert all(ends[name] for part in parts for name in part.needs)
-    assert sum(part.seconds for part in together) / options.jobs + alone < 60 * minutes
-    assert max(threads) + alone + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
-
-
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it exceeded its limit of 1 s" and found["good"]["ok"]
@@ -141,32 +115,11 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
 
-def test_every_part_has_its_code():
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
-    assert all(part.name in done.stdout for part in gpu_suite.PARTS)
-    assert {part.name for part in gpu_suite.PARTS} == set(parts.PARTS)
-
-
 def test_the_driver_needs_the_standard_library_only():
     """It must report it if pydantic or torch is missing."""
     code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
-    task = parts.Task("parity", "cpu", True, tmp_path, 10, tmp_path / "figures.jsonl")
-    task.check("loss", False, 3.5)
-    with task.attempt("a kernel"):
-        raise RuntimeError("no such kernel\nand a long story")
-    parts.Task("other", "cpu", True, tmp_path, 10, task.notes).figure("loss", 7)
-    task.figure("after", 1)
-    with open(task.notes, "a") as file:
-        file.write('{"part": "parity", "figure": {"half')
-    figures, faults, skipped = gpu_suite.read_figures(task.notes, "parity")
-    assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
-    assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
-    assert gpu_suite.read_figures(task.notes, "parity", task.notes.stat().st_size) == ({}, [], None)  # of a later call
 
 
 # What torch, numpy and safetensors need, and what can be carried to a machine without a network.

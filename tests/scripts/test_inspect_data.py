@@ -129,18 +129,6 @@ def test_a_sample_names_its_files_where_they_are(tmp_path):
         assert all(Path(source["path"]).is_file() for source in manifest["source"]["sources"])
 
 
-def test_all_sets_are_listed(sets, inspect):
-    folder = sets["documents"].parent
-    (link := folder / "book").symlink_to(sets["documents"].name)
-    header, *lines = inspect("--list", folder).splitlines()
-    assert [str(link) == line.split()[0] for line in lines].count(True) == 1, "a set is named by its link"
-    link.unlink()
-    assert header.split() == "folder kind documents tokens source".split()
-    assert sorted(line.split()[1] for line in lines) == ["chats", "documents", "mixture", "pairs"]
-    listed = json.loads(inspect("--list", folder, "--json"))
-    assert {Path(entry["folder"]) for entry in listed} == set(sets.values())
-
-
 @pytest.mark.parametrize("flags, reason", [
     (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
     (["--list", "."], "contains no prepared data"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])

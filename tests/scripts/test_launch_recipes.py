@@ -18,10 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 from commands import ROOT
-from factories import PATIENCE, TinyRun, assert_same_run, do_in_step, free_port, wait_until
+from factories import PATIENCE, wait_until
 
 from common import errors
-from learn import optim
 from parallel.process import EXIT_PREEMPTED
 from scripts import launch as launcher
 from settings.load import load_config
@@ -128,17 +127,6 @@ def test_a_signal_to_the_job_saves_once_on_every_node(signals, requeued, tmp_pat
     assert [job.text().count(f"node {node} saves") for node in range(2)] == [1, 1] and job.requeued() is requeued, job.text()
 
 
-def test_a_cancelled_job_does_not_come_back(tmp_path):
-    """scancel sends TERM to the job and to its tasks, not to srun."""
-    job = Job(tmp_path, python="echo pid $$; " + WAITS)
-    job.wait_for("node 0", "node 1")
-    job.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)  # the job only remembers it
-    for pid in re.findall(r"pid (\d+)", job.text()):
-        os.kill(int(pid), signal.SIGTERM)
-    assert job.wait() == EXIT_PREEMPTED and not job.requeued(), job.text()
-
-
 def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(monkeypatch, tmp_path):
     tell = f"""exec {shlex.quote(sys.executable)} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
     job = Job(tmp_path, "--preset", "llama3-8b,production", python=tell)
@@ -150,33 +138,6 @@ def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(mon
         for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.setenv(name, environ[name])
         assert checked(monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
-
-
-@pytest.mark.slow
-def test_a_job_whose_time_is_up_saves_and_its_restart_ends_the_run(prepared, whole_on_two_ranks, tmp_path):
-    """Two launchers of one rank each; the run is the one that nothing interrupted."""
-    run = TinyRun(prepared, tmp_path / "runs", RUN_NAME="first")
-    flags = [flag for flag in run.argv() if not flag.startswith("--run-name")] + ["--nproc-per-node=1"]
-    planted = tmp_path / "planted"
-    planted.mkdir()
-    (planted / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('RANK') == '0':\n    import test_launch_recipes\n    test_launch_recipes.signal_the_job_in_step_3()\n")
-    job = Job(tmp_path, *flags, MASTER_PORT=str(free_port()), PYTHONPATH=f"{planted}{os.pathsep}{os.environ['PYTHONPATH']}")
-    assert job.wait() == EXIT_PREEMPTED and job.requeued(), job.text()
-    assert run.steps_saved() == [2, 3]
-    job = Job(tmp_path, *flags, MASTER_PORT=str(free_port()), SLURM_RESTART_COUNT="1")
-    assert job.wait() == 0, job.text()
-    assert "resuming after step 3" in job.text()
-    assert_same_run(run, whole_on_two_ranks, 6)
-
-
-def signal_the_job_in_step_3() -> None:
-    """In a rank: as Slurm does shortly before the job's time is up."""
-    def signal_the_job() -> None:
-        os.kill(int(os.environ["JOB_PID"]), signal.SIGUSR1)
-        time.sleep(2)  # until the ranks have it
-
-    do_in_step(3, signal_the_job, optim)  # which train.py imports later
 
 
 def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preemption(monkeypatch, tmp_path):

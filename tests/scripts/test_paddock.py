@@ -13,7 +13,6 @@ import pytest
 from commands import ROOT
 
 from common import __version__
-from common.text import COMMANDS
 
 # A script of the copy: notes its name, arguments, folder and Python.
 SCRIPT = '''"""What {name} does."""
@@ -146,12 +145,6 @@ def test_the_list_is_what_there_is(clone):
     assert clone.paddock("--version") == f"Paddock {__version__}\n" and not clone.calls()
 
 
-def test_what_messages_recommend_are_these_commands():
-    for script, words in COMMANDS.items():
-        expected = "run.py" if script in ("scripts/launch.py", "scripts/run.sh") else Path(script).name
-        assert {**RUNS, "export": "export.py"}[words].split()[0] == expected and (ROOT / script).is_file()
-
-
 def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
     clone.with_environment()
     (clone.root / "corpus").mkdir()
@@ -240,24 +233,6 @@ def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
     assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in said
 
 
-def test_a_set_up_that_failed_is_repeated(clone):
-    if os.path.exists("/proc/driver/nvidia"):
-        pytest.skip("a GPU is here")
-    # Without a network, or stopped there: the build with CUDA is not tried.
-    said = clone.paddock("train", code=1, NO_CPU_BUILD="none")
-    assert "error: failed to install torch 2.13.0" in said and "(from versions: none)" in said and len(clone.calls("pip")) == 1
-    # Stopped while .venv was made, which has neither pip nor an activate script.
-    (clone.root / ".venv" / "bin" / "activate").unlink()
-    shutil.rmtree(next(clone.root.glob(".venv/lib/python*/site-packages/pip")))
-    clone.paddock("train")
-    assert [call[0] for call in clone.calls()] == ["venv", "pip", "pip", "run.py"]
-    # Without ensurepip, or in a folder that is read-only.
-    shutil.rmtree(clone.root / ".venv")
-    clone.add("python3", PYTHON3.format(template="no such folder", python=sys.executable))
-    for _ in range(2):
-        assert "error: python3 could not create the environment" in clone.paddock("train", code=1)
-
-
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     # In an active environment: into it. Beside the machine's: an environment that sees it.
     active = clone.elsewhere / "active"
@@ -279,20 +254,6 @@ def test_a_torch_that_is_there_is_used_and_kept(clone, template):
     shutil.copytree(template, plain, symlinks=True)
     clone.paddock("runs", VIRTUAL_ENV=str(plain), PATH=f"{plain / 'bin'}:/usr/bin:/bin")
     assert clone.calls()[-1][3] == str(clone.root / ".venv")
-
-
-def test_help_needs_no_environment_and_makes_none(clone):
-    before = {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)}
-    (clone.root / "scripts" / "chat.py").write_text('"""Talk to a model."""\nimport sys\nsys.exit(2)  # it lacks a package\n')
-    assert clone.paddock("serve", "--help") == (
-        "Talk to a model.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n")
-    clone.paddock("eval", "first", "-h")
-    assert clone.calls()[0][:2] == ["evaluate.py", ["first", "-h"]]
-    shown = clone.paddock("prepare", "--help")
-    assert "usage: ./paddock prepare KIND [SOURCE] [flags]" in shown
-    clone.paddock("doctor")
-    assert [call[0] for call in clone.calls()] == ["doctor.py"]
-    assert {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)} == before
 
 
 def test_the_older_scripts_start_the_same(clone):

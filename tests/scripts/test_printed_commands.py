@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import BARE, ROOT
-from factories import UNMEASURED, TinyRun
+from factories import TinyRun
 
 from common.text import CALLED_FROM, command
 
@@ -48,12 +48,6 @@ def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_p
         monkeypatch.setenv(CALLED_FROM, str(tmp_path))
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Other data"})
-
-
-@pytest.mark.slow
-def test_what_adapters_recommend_works(stages, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert_works(stages.run("lora-sft", tmp_path, MAX_STEPS=1, **UNMEASURED), capsys, ROOT, {"Merge into base", "Chat with it", "Other data"})
 
 
 def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):

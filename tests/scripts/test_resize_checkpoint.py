@@ -10,7 +10,7 @@ from common.errors import CheckpointError, SettingsError
 from config import Config, rules
 from model_utils import read_model_config
 from run.adapters import load_model
-from scripts.resize_checkpoint import resize, resized
+from scripts.resize_checkpoint import resize
 
 
 @pytest.mark.parametrize("layers, ffn_dim, allowed", ((7, None, 0.0), (4, 112, 1e-6)))
@@ -65,23 +65,6 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
     assert min(run.column("train_loss")) == 5 and len(run.hashes(8))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sharding", ("none", "full"))
-def test_two_ranks_grow_like_one_process(sharding, prepared, tmp_path):
-    settings = {**UNMEASURED, "MAX_STEPS": 6, "OPTIMIZER": "muon", "REPRODUCIBLE": "true"}
-    base = TinyRun(prepared, tmp_path / "base", **settings)
-    assert base.train(STOP_STEP=4) == 0
-    resize(base.checkpoint(4), 3, 112, tmp_path / "grown")
-    alone, together = (TinyRun(prepared, tmp_path / name, **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown")
-                       for name in ("alone", "together"))
-    for each in (alone, together):
-        each.settings.pop("N_LAYERS")
-        each.settings.pop("MULTIPLE_OF")
-    assert alone.train() == 0
-    together.ends([0, 0], SHARDING=sharding)
-    assert alone.hashes(6) == together.hashes(6)
-
-
 def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tmp_path):
     settings = {**UNMEASURED, "MAX_STEPS": 8}
     base = TinyRun(prepared, tmp_path / "base", **settings)
@@ -103,11 +86,3 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
     ({"train_only": "1", "sharding": "full"}, "TRAIN_ONLY=1 does not work with SHARDING=full")))
 def test_what_cannot_be_trained_alone_is_refused(changes, words):
     assert any(words in conflict for conflict in rules(Config(**changes)))
-
-
-def test_what_cannot_grow_is_named():
-    config = Config(n_layers=4, no_rope_every=2, model_type="smollm3")
-    with pytest.raises(SettingsError, match="would shift which layers have a window or no rotary embedding"):
-        resized({}, config, config.model_copy(update={"n_layers": 6}))
-    windows = config.model_copy(update={"no_rope_every": None, "sliding_window": 8})  # every layer has one
-    assert resized({}, windows, windows.model_copy(update={"n_layers": 6})) == {}

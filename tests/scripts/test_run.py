@@ -92,23 +92,6 @@ def test_mistakes_are_told_before_hours_of_preparation(flags, reason, project, c
     assert reason in capsys.readouterr().err and not Path("data").exists() and not project.made
 
 
-@pytest.mark.parametrize(("flags", "reason"), [
-    (["--column", "body"], "--column needs data to prepare"),
-    (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
-    (["--source", "corpus", "--mix", "m.json"], "--mix contains its sources")])
-def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
-    os.environ["PRETRAIN_DATA_PATH"] = str(prepared.shards)
-    with pytest.raises(PaddockError, match=reason):
-        project.command(*flags)
-
-
-def test_a_plan_for_other_hardware_needs_no_data(project):
-    Path(".env").unlink()
-    plan = ["--check", "--device-memory", "80", "--preset", "llama3-8b"]
-    assert project.command(*plan) == [str(project.script.ROOT / "train.py"), *plan] and not project.made
-    assert "sample" in project.command(*plan[:1])
-
-
 def test_one_rank_or_several_are_launched_and_started_again(project, prepared, monkeypatch):
     data = ["--pretrain-data-path", str(prepared.shards)]
     assert project.command(*data) == [*ALONE, *data]

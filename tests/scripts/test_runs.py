@@ -57,19 +57,6 @@ def test_a_line_has_stage_step_state_loss_and_age(runs, capsys, monkeypatch):
     assert "No runs" in listed(runs, capsys, monkeypatch)[0]
 
 
-def test_a_run_that_stopped_before_its_first_step_is_listed(runs, capsys, monkeypatch):
-    """It has logs, and perhaps a checkpoint of step 0, but no config.json, which is written with the first step."""
-    for name in ("stopped", "killed"):
-        shutil.copytree(runs / "failed", runs / name, ignore=shutil.ignore_patterns("config*", "step-0*"))
-    (runs / "killed" / "metrics.jsonl").touch()
-    (runs / "stopped" / "metrics.jsonl").touch()
-    checkpoint = shutil.copytree(runs / "first" / "checkpoints" / "step-00000001", runs / "stopped" / "checkpoints" / "step-00000000")
-    by_name = {line.split()[0]: line.split() for line in listed(runs, capsys, monkeypatch)}
-    assert by_name["stopped"][1:4] == ["pretrain", "0/4", "failed"] and by_name["killed"][1:4] == ["-", "0", "failed"]
-    (checkpoint / "trainer_state.json").write_text("damaged")
-    assert {line.split()[1] for line in listed(runs, capsys, monkeypatch) if line.startswith("stopped")} == {"-"}
-
-
 def proposed(runs) -> set[str]:
     return {str(item.path.relative_to(runs)) for item in script.candidates(script.read_runs(runs))}
 

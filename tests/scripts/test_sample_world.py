@@ -9,16 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from factories import argv_of
 
-import train
 from common.errors import DataError
-from data_preparation_utils import PreparationOptions, prepare_set
 from run import overview as check
 from run.overview import provide_sample
 from scripts.sample import stories
 from settings.load import load_config
-from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
@@ -154,24 +151,3 @@ def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypat
     assert len(made) == 2
     with pytest.raises(DataError, match="there is no file .*; make the embedded sample with .*scripts/make_sample.py'? --folder"):
         load_tokenizer(sample.tokenizer_path)
-
-
-@pytest.mark.slow
-def test_a_model_that_never_saw_the_stories_stays_at_chance(tmp_path):
-    """Neither random weights nor a model trained on other English text chooses the right endings.
-
-    Without INIT_COPY: with it, random weights prefer words of the story, which three of four endings do not repeat.
-    """
-    items = tmp_path / "items.jsonl"
-    stories.write_jsonl(items, stories.items(COUNT, seed=2))
-    tokenizer = tmp_path / "tokenizer.model"
-    write_tiktoken(train_bpe(islice(stories.texts(), 2000), 512), tokenizer)
-    text = tmp_path / "docs.jsonl"
-    stories.write_jsonl(text, ({"text": page.read_text(encoding="utf-8")} for page in sorted((ROOT / "docs").glob("*.md"))))
-    docs = prepare_set("documents", str(text), tmp_path / "docs", PreparationOptions(str(tokenizer), "auto", 10_000_000, 0.0, workers=1))
-    for steps in (0, 60):
-        assert train.main(argv_of({"PRESET": "sample", "INIT_COPY": "false", "PRETRAIN_DATA_PATH": docs, "TOKENIZER_PATH": tokenizer, "HELLASWAG_PATH": items,
-                                   "MAX_STEPS": steps, "OUTPUT_DIR": tmp_path, "RUN_NAME": f"run-{steps}", "SAMPLE_EVERY": 0,
-                                   "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 60, "REPORT": "false"})) == 0
-        lines = [json.loads(line) for line in (tmp_path / f"run-{steps}" / "metrics.jsonl").read_text().splitlines()]
-        assert lines[-1]["step"] == steps and lines[-1]["hellaswag_acc"] == CHANCE

@@ -28,16 +28,6 @@ def test_a_few_kills_crash_points_flips_and_truncations(capsys):
     assert (kills, of) == (2, 2) and inside >= 1 and others == [2, 2, 3, 3, 2, 2, 0, 0, 4]
 
 
-def test_a_failure_is_reported_with_the_command_that_repeats_it(capsys, monkeypatch):
-    """A flip that changes nothing is not found, so the trial fails."""
-    monkeypatch.setattr(soak.faults, "flip_bit", lambda path, dice: "nothing flipped")
-    assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
-    text = capsys.readouterr().out
-    assert "FAILED: bit flips 0 (MANIFEST.json): nothing flipped, but" in text and "[1/3]" not in text
-    assert "python scripts/dev/soak.py --stage pretrain --kills 0 --points 0 --flips 1 --truncations 1 --elastic 0 --seed 1 --only 'bit flips 0" in text
-    assert "0/1 bit flips found, 1/1 truncations found" in text.splitlines()[-1]
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("points", ["all", "borders"])
 def test_twenty_kills_every_crash_point_and_every_file_damaged(points, capsys):

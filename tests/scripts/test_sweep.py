@@ -3,16 +3,9 @@
 import os
 import re
 import signal
-from argparse import Namespace
-from pathlib import Path
 
 from commands import Command, python
 from factories import TinyRun
-
-import train
-from checkpoint.store import locate
-from scripts.sweep import list_trials
-from settings.load import load_config
 
 
 def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
@@ -38,14 +31,3 @@ def test_mistakes_are_found_before_the_first_run(prepared, tmp_path):
         done = python("scripts/sweep.py", *flags, *run.argv())
         assert done.returncode == 2 and reason in done.stderr
     assert not run.output_dir.exists()
-
-
-def test_a_start_is_named_as_in_a_single_run_and_a_missing_one_is_reported(prepared, whole, tmp_path):
-    run = whole.copy(tmp_path / "runs")
-    _, trials = list_trials(Namespace(vary=[("max_steps", ["1"])], seeds=2, name="seeds"),
-                            run.argv(PRETRAIN_CHECKPOINT=run.folder.name))
-    for trial in trials:
-        config = load_config(trial.flags).config
-        assert locate(config.pretrain_checkpoint, Path(config.output_dir) / config.run_name) == run.checkpoint(whole.steps_saved()[-1])
-    _, trials = list_trials(Namespace(vary=[], seeds=2, name="missing"), run.argv(PRETRAIN_CHECKPOINT="missing"))
-    assert [train.main(trial.flags) for trial in trials] == [5, 5]

@@ -111,14 +111,6 @@ def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify
     assert text.splitlines()[-1] == "All runs are the same." and left == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled", "lora-sft"])
-def test_every_stage_is_verified(mode, verify, stages):
-    settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
-    code, text, left = verify("--steps", "8", **settings)
-    assert code == 0 and text.splitlines()[-1] == "All runs are the same." and left == [], text
-
-
 def forget_optimizer() -> None:
     optim.Optimizer.load_state_tensors = lambda self, tensors: None
 
@@ -187,16 +179,3 @@ def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_
         assert command.wait() == 128 + number
     assert "Traceback" not in command.text() and "kept in" not in command.text()
     assert [*run.output_dir.iterdir()] == [command.output]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("plant", "code"), [("", 0), ("test_verify_resume:forget_optimizer", 1)])
-def test_the_command_itself_on_two_ranks(plant, code, prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "runs")
-    flags = ("--nproc-per-node", "2", "--steps", "12")
-    with Command(run, SCRIPT, *flags, *run.argv(), plant=plant, planted_in=0) as command:
-        assert command.wait(3 * PATIENCE) == code
-    if plant:  # on rank 0 only
-        assert "after step 12 the ranks no longer have the same model" in command.text()
-    else:
-        assert all(table(command.text())[name].startswith("ok: ") for name in ALL), command.text()

@@ -36,8 +36,6 @@ class StubServer:
         self.hold_at: Optional[int] = None  # wait before this piece until it is None
         self.drops = self.ends = self.breaks = False  # after the pieces: the connection or the stream ends, or there is an error event
         self.refuses: Optional[int] = None  # the status of an error instead of an answer
-        self.most_messages = 1000  # more are too long for the context
-        self.used_tokens = 9  # of the prompt
         self.finish = "stop"
         self.requests: list[dict] = []
         self.cancelled = 0
@@ -68,8 +66,6 @@ class StubServer:
         self.requests.append({"path": request.url.path, **body})
         if self.refuses:
             return self.error(self.refuses, f"refused with {self.refuses}")
-        if len(body.get("messages", [])) > self.most_messages:
-            return self.error(400, "too long", "context_length_exceeded")
         return self.refusal(request) or StreamingResponse(self.stream(request, body), media_type="text/event-stream")
 
     async def held(self, index: int) -> None:
@@ -103,7 +99,7 @@ class StubServer:
             return
         yield event(choices=[{"index": 0, "delta": {}, "finish_reason": self.finish}])
         count = len(self.pieces)
-        yield event(choices=[], usage={"prompt_tokens": self.used_tokens, "completion_tokens": count, "total_tokens": self.used_tokens + count})
+        yield event(choices=[], usage={"prompt_tokens": 9, "completion_tokens": count, "total_tokens": 9 + count})
         yield "data: [DONE]\n\n"
 
     def start(self) -> None:

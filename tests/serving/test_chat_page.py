@@ -214,23 +214,6 @@ def test_stop_keeps_what_was_written_and_cancels_the_request(chat, stub):
     assert stub.requests[1]["messages"] == messages("Hi", "Hello, ", "More")
 
 
-def test_an_earlier_message_is_edited_and_the_edit_undone(chat, stub):
-    page = chat()
-    page.asks("One", "Two")
-    page.do("edit")
-    assert page.focus() == "editor"
-    page.keyboard.press("Escape")
-    assert page.focus() == "edit"
-    page.do("edit")
-    page.fill("#editor", "Three")
-    page.press("#editor", "Enter")
-    page.sees("Three", where=".said .text")
-    page.reads("seed")
-    assert stub.requests[2]["messages"] == messages("Three") and page.focus() == "text"
-    page.do("notice")
-    page.sees("One", "Two", where=".said .text")
-
-
 def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
     stub.models = [model("sft"), model("dpo"), model("other")]
     page = chat()
@@ -330,20 +313,6 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     assert chats_of("line 1", line)[0].messages == asked[:-1], "what follows a bad answer is not learned"
 
 
-def test_a_chat_for_training_ends_before_an_answer_that_was_cut_off(chat, stub):
-    page = chat()
-    page.asks("One")
-    stub.finish = "length"
-    page.say("Two")
-    page.reads("^Cut off")
-    page.toggle("drawer")
-    assert page.exported("chats") == [{"messages": messages("One", "Hello, world")}]
-    page.locator("[data-mark=good]").last.click()
-    assert page.exported("chats") == [{"messages": messages("One", "Hello, world", "Two", "Hello, world")}]
-    page.do("pairs")
-    wait_until(lambda: "nothing to export" in page.inner_text("#notice"))
-
-
 def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub):
     stub.models = [model("sft"), model("dpo")]
     page = chat()
@@ -360,30 +329,6 @@ def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub)
     page.toggle("drawer")
     line, = page.exported("pairs")
     assert [answer["content"] for answer in pair_of("line 1", line).answers] == ["Good day", "Hello, world"]
-
-
-def test_conversations_are_kept_in_the_browser_until_they_are_deleted(chat, stub):
-    page = chat()
-    page.asks("One")
-    page.do("reset")
-    page.say("Two")
-    page.reads("seed")
-    other = chat(beside=page)
-    other.toggle("drawer")
-    other.sees("Two", "One", where="[data-do=open]")
-    other.do("open", 1)
-    other.sees("Hello, world")
-    other.say("More")
-    other.reads("seed", 2)
-    assert stub.requests[-1]["messages"] == messages("One", "Hello, world", "More")
-    other.sees("One", "Two", where="[data-do=open]")
-    other.do("delete")
-    other.sees()
-    other.sees("Two", where="[data-do=open]")
-    other.do("notice")
-    other.sees("Hello, world", "Hello, world")
-    page.toggle("drawer")
-    page.sees("One", "Two", where="[data-do=open]")
 
 
 def test_exported_files_are_imported_and_wrong_lines_counted(chat, stub):
@@ -489,43 +434,6 @@ def test_a_model_without_a_template_is_continued(chat, stub):
     assert stub.requests[3]["prompt"] == "Anew"
 
 
-def test_a_long_conversation_loses_its_beginning_and_says_so(chat, stub):
-    page = chat()
-    stub.most_messages = 3
-    page.asks("One", "Two", "Three")
-    assert page.reads("").startswith("Without the first message: the context is full · ")
-    assert [len(body["messages"]) for body in stub.requests] == [1, 3, 5, 3] and stub.requests[3]["messages"][0]["content"] == "Two"
-    stub.used_tokens = 1900  # of 2048
-    page.do("answer")
-    page.finishes()
-    page.say("Four")
-    page.reads("first 2 messages: the context is full · 3 tokens")
-    assert stub.requests[-1]["messages"] == messages("Three", "Hello, world", "Four")
-    stub.most_messages = 0
-    page.do("answer")
-    page.reads("^Too long.$")
-
-
-def test_the_keyboard_is_enough(chat, stub):
-    page = chat()
-    page.wait_for_selector("#composer:visible")
-    page.keyboard.type("a")
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.type("b")
-    page.keyboard.press("Enter")
-    page.sees("Hello, world")
-    assert stub.requests[0]["messages"] == messages("a\nb") and page.input_value("#text") == ""
-    page.reads("seed")
-    page.keyboard.press("Enter")  # nothing to send
-    for action in ("edit", "copy", "answer"):
-        page.locator(f"[data-do={action}]").first.focus()
-        page.keyboard.press("Tab")
-        page.keyboard.press("Shift+Tab")
-        assert page.focus() == action
-        assert page.evaluate("getComputedStyle(document.activeElement).outlineWidth") == "3px"
-    assert len(stub.requests) == 1
-
-
 MARKDOWN = """\
 # Plan
 Some **bold**, *italic*, `a<b`, a [link](javascript:alert(1)), ![image](http://127.0.0.1/x.png) and <img src=x onerror=alert(1)>.
@@ -561,21 +469,6 @@ def test_markdown_becomes_elements_and_nothing_in_it_is_html(chat, stub):
     wait_until(lambda: page.evaluate("navigator.clipboard.readText()") == 'print("<b>")')
     page.do("raw")
     page.sees(MARKDOWN)
-
-
-def test_a_token_shows_how_likely_it_was(chat, stub):
-    page = chat()
-    page.say("Hi")
-    page.reads("seed")
-    page.do("raw")
-    page.sees("Hello", ", ", "world", where="[data-token]")
-    page.locator("[data-token]").nth(2).hover()
-    page.sees('"world"', "60.65 %", '"Bye"', "13.53 %", where="#token td")
-    page.locator(".answer .text").focus()
-    page.keyboard.press("ArrowLeft")
-    page.sees('", "', "60.65 %", '"Bye"', "13.53 %", where="#token td")
-    page.keyboard.press("Escape")
-    assert page.locator("#token").is_hidden()
 
 
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])

@@ -11,8 +11,7 @@ import pytest
 from factories import PATIENCE, wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
-from extensions.serving.api import BODY_BYTES, Api
-from extensions.serving.app import ServeOptions, make_app
+from extensions.serving.api import BODY_BYTES
 from extensions.serving.batcher import Batcher
 from extensions.serving.guard import ApiError, Guard
 
@@ -113,9 +112,7 @@ SITE = {"Origin": "https|chat.example:8443", "Host": "chat.example:8443", "X-For
     # The proxy sends its own name of the server.
     ({"Host": "127.0.0.1:8000"}, False), ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, True),
     ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443"}, True),
-    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443", "X-Forwarded-Proto": None}, True),
     ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example, inner"}, True),
-    ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-origin", "X-Forwarded-Proto": None}, True),
     ({"Sec-Fetch-Site": "same-site"}, False), ({"Sec-Fetch-Site": "cross-site", "Origin": "https|evil.example"}, False),
     ({"Host": "127.0.0.1:8000", "Origin": "https|evil.example", "Sec-Fetch-Site": "cross-site"}, False),
     ({"Host": "127.0.0.1:8000", "Origin": "https|127.0.0.1:8000", "X-Forwarded-Proto": None}, False)])
@@ -125,14 +122,6 @@ def test_a_page_behind_a_proxy_that_ends_tls_may_use_its_server_and_no_other_pag
     headers = Headers({**headers, "Authorization": f"Bearer {KEY}", **JSON})
     with contextlib.nullcontext() if is_own else pytest.raises(ApiError, match="X-Forwarded-Host"):
         guard.check("POST", CHAT, headers)
-
-
-def test_a_key_replaces_the_check_of_names_on_loopback(prepared):
-    guards = [next(each for each in make_app([], ServeOptions(api_key=key)).user_middleware if each.cls is Guard) for key in (None, KEY)]
-    headers = Headers({"Host": "chat.example", "Authorization": f"Bearer {KEY}"})
-    Guard(None, *guards[1].args).check("GET", "/v1/models", headers)
-    with pytest.raises(ApiError, match=r"'chat.example' is not a name of this machine.*PADDOCK_API_KEY.*Host: 127.0.0.1"):
-        Guard(None, *guards[0].args).check("GET", "/", headers)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None, "text/plain; application/json"])
@@ -184,13 +173,6 @@ def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client
     for lengths in ("Content-Length: 5\r\nContent-Length: 6\r\n", "Content-Length: -1\r\n", "Content-Length: 1e3\r\n",
                     "Transfer-Encoding: gzip\r\n", "Transfer-Encoding: chunked, chunked\r\n"):
         assert re.match(rb"HTTP/1.1 (400|501) ", exchange(server[0], f"{head}{lengths}\r\nhello".encode())), lengths
-
-
-def test_prompts_that_do_not_fit_are_refused_before_they_are_tokenized(client, server, monkeypatch):
-    read = []
-    monkeypatch.setattr(type(server[1][0].model), "text_prompt", lambda self, text: read.append(text))
-    response = client.post("/v1/completions", json={"model": "tiny", "prompt": ["x"] * 200_000})
-    assert response.status_code == 400 and "at most 4 prompts" in response.json()["error"]["message"] and not read
 
 
 def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monkeypatch):
@@ -258,11 +240,10 @@ def test_a_client_that_reads_nothing_holds_no_row_and_stops_nobody(prepared, onl
         wait_until(lambda: is_free(batcher))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(server, stream):
+def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(server):
     batcher = server[1][0]
     with connect(server[0]) as connection:
-        connection.sendall(post(asked(max_tokens=CONTEXT, stream=stream)) + (post(asked()) if stream else b""))
+        connection.sendall(post(asked(max_tokens=CONTEXT, stream=True)) + post(asked()))
         wait_until(lambda: batcher._streams)
         request, = batcher._streams
     wait_until(lambda: is_free(batcher))
@@ -270,7 +251,6 @@ def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(
 
 
 @pytest.mark.parametrize("error, code, message", [
-    (MemoryError(), "out_of_memory", "the server is out of memory; a shorter prompt may fit"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
     (ValueError("planted"), None, r"the model failed \(ValueError\); see the server's output")])
 def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, server, capfd, error, code, message):
@@ -294,11 +274,3 @@ def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, ser
     assert client.get("/health").status_code == 503
     assert client.post(CHAT, json=asked()).status_code == 200 == client.get("/health").status_code
     assert "tiny failed; its requests end with an error:" in capfd.readouterr().err
-
-
-def test_a_fault_of_the_server_is_told_without_its_details(client, monkeypatch, capfd):
-    monkeypatch.setattr(Api, "describe", lambda *_: 1 / 0)
-    response = client.get("/v1/models")
-    assert response.status_code == 500 and response.headers["X-Content-Type-Options"] == "nosniff"
-    assert response.json()["error"]["message"] == "the server failed (ZeroDivisionError); see its output"
-    assert "ZeroDivisionError: division by zero" in capfd.readouterr().err

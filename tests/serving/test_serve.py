@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import signal
 import socket
@@ -15,7 +14,6 @@ from tiny_server import CONTEXT, tiny_model
 
 from common.errors import SettingsError, run_script
 from extensions.inference.engine import Engine
-from extensions.report import serve as report_serve
 from extensions.serving.app import ServeOptions, serve
 
 httpx = pytest.importorskip("httpx")
@@ -53,20 +51,6 @@ def job(request, prepared, tmp_path):
     yield job
     job.processes[0].kill()
     job.processes[0].join()
-
-
-@pytest.mark.parametrize("page", ["chat", "report"])
-def test_the_log_handlers_of_other_packages_stay_open(page, monkeypatch):
-    """absl's, for example, which TensorBoard brings, closes its stream with itself."""
-    import uvicorn
-
-    closed = []
-    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
-    monkeypatch.setattr("extensions.report.serve.Live.__init__", lambda self, report: None)
-    handler = logging.StreamHandler()
-    monkeypatch.setattr(handler, "close", lambda: closed.append(page))
-    serve([], ServeOptions(port=0)) if page == "chat" else report_serve.serve(None, 0)
-    assert not closed
 
 
 def url_of(job) -> str:

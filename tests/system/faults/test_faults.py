@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import ROOT, WORLD, during, listening
-from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step, is_rank
+from factories import PATIENCE, assert_same_run, at_step, do_in_step, is_rank
 from faults import act, die
 from safetensors.torch import load_file
 
@@ -25,7 +25,6 @@ import train
 from checkpoint import huggingface, store
 from evaluation import during_run
 from extensions import evaluate
-from learn import objectives
 from model_utils import build_model
 from run import log
 from run import start as run_start
@@ -125,26 +124,6 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     for each in (healthy, run):
         each.ends([0, 0], SAVE_EVERY=2)
     assert_same_run(run, healthy, 6, logs=())
-
-
-def nan_by_dropout_on_rank_1() -> None:
-    """Whether the loss becomes NaN depends on a random number, as with dropout."""
-    reached, draws, loss_sum = threading.Event(), [], objectives.NextToken.loss_sum
-    do_in_step(4, reached.set)
-
-    def spoilt(*arguments):
-        total, metrics = loss_sum(*arguments)
-        if reached.is_set():
-            draws.append(float(torch.rand(())))
-            total = total * (math.nan if draws[-1] == draws[0] else 1)
-        return objectives.LossSum(total, metrics)
-
-    if is_rank(1):
-        objectives.NextToken.loss_sum = spoilt
-
-
-def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
-    assert "error: step 4 was not finite on rank 1" in tiny_run(**UNMEASURED).ends([4, 4], nan_by_dropout_on_rank_1)
 
 
 def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(tiny_run):

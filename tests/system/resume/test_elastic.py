@@ -8,7 +8,6 @@ from functools import cache, partial
 
 import faults
 import pytest
-from commands import launch
 from factories import UNMEASURED, TinyRun, argv_of, as_format_1, assert_same_run, flip_bit, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
@@ -195,11 +194,3 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_
     assert run.train(SHARDING="none") == 0
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole_sharded.lines("ledger")]
     assert run.column("train_loss") == pytest.approx(whole_sharded.column("train_loss"), abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plant, rank", [(die_while_rank_0_writes, 0), (die_while_rank_1_writes, 1)])
-def test_the_launcher_names_the_rank_that_was_killed_in_a_save_and_leaves_no_process(plant, rank, tiny_run):
-    with launch(tiny_run(**FULL), plant=f"test_elastic:{plant.__name__}", planted_in=rank) as command:
-        assert command.wait() == 1
-    assert command.last_line().startswith(f"error: rank {rank} was killed by SIGKILL"), command.text()

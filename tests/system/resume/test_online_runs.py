@@ -16,7 +16,6 @@ from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
-from extensions import online as rollouts
 from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.report.page import Report
@@ -223,17 +222,6 @@ def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, 
     assert run.lines("ledger") == [] and not run.steps_saved()
 
 
-@pytest.mark.parametrize("tokens_a_step, reward_a_step, fires", [
-    (0.2, 0, True), (0.2, 1e-3, False), (0, 0, False)])
-def test_longer_answers_without_a_higher_reward_cause_a_warning(tokens_a_step, reward_a_step, fires):
-    for seed in range(5):
-        noise, growth = np.random.default_rng(seed).normal(size=(400, 2)) * (3, 0.04), rollouts.Growth()
-        warnings = [growth.add(40 + step * tokens_a_step + tokens, 0.4 + step * reward_a_step + reward)
-                    for step, (tokens, reward) in enumerate(noise)]
-        assert any(warnings) == fires
-        assert all(new >= rollouts.LONGER * old for old, new in filter(None, warnings))
-
-
 @pytest.mark.parametrize("changes, words", [
     ({"MICRO_BATCH_SIZE": 1}, "must be a multiple of GRPO_GROUP=2"), ({"GRPO_MAX_TOKENS": 96}, "leaves no room for a prompt"),
     ({"REWARD": "best"}, "best is not one of exact, contains"),
@@ -243,20 +231,6 @@ def test_longer_answers_without_a_higher_reward_cause_a_warning(tokens_a_step, r
 def test_what_does_not_work_is_refused_by_name(changes, words, stages, tmp_path, capsys):
     assert stages.run("grpo", tmp_path, **changes).train() == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_record_arrives_in_full_and_long_prompts_are_left_out(prepared, tmp_path):
-    records = [{"prompt": f"{number} é\u2028🦙", "answer": [number, None, {"ü": 0.1}], "more": "x" * number} for number in range(40)]
-    records.append({"prompt": "long " * 50, "answer": ""})
-    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-    folder = prepare_set("prompts", write_jsonl(tmp_path / "prompts.jsonl", records), tmp_path, options)
-    found = []
-    for split in ("train", "validation"):
-        rows = PromptRows(open_example_set(folder, split, "prompts", TokenizerInfo(512)), 96, 20)
-        batch = rows(np.arange(len(rows)))
-        assert (batch.targets_BT == IGNORE_INDEX).all() and batch.stored["prompt_B1"].max() <= 77
-        found += [json.loads(bytes(filter(None, record))) for record in batch.stored["record_BR"].tolist()]
-    assert sorted(found, key=lambda record: len(record["more"])) == records[:-1]
 
 
 def test_a_training_row_is_the_prompt_the_answer_as_targets_and_padding(stages):

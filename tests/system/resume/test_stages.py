@@ -1,6 +1,5 @@
 """Every stage in the training loop: exact steps, stop and resume, references and adapters, and what is refused."""
 
-import json
 import math
 import os
 import shutil
@@ -29,7 +28,6 @@ from factories import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import lora
 import train
 from config import Config
 from data_pipeline import shards
@@ -264,12 +262,6 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
     assert f"CACHE_DIR={tmp_path / 'file'} cannot be written" in capsys.readouterr().err
 
 
-def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
-    before = the_reference(own_pairs)
-    assert run("dpo-stored", DPO_DATA_PATH=own_pairs, PRETRAIN_CHECKPOINT=stages.teacher, MAX_STEPS=1).train() == 0
-    assert len([*own_pairs.glob("reference-*-train-96-*.safetensors")]) == 2 and before.exists()
-
-
 def test_adapters_are_not_resumed_on_another_base(stages, run, tmp_path, capsys):
     base = shutil.copytree(stages.base, tmp_path / "base")
     adapted = run("lora-sft", PRETRAIN_CHECKPOINT=base)
@@ -284,27 +276,6 @@ def test_adapters_are_not_resumed_on_another_base(stages, run, tmp_path, capsys)
     shutil.rmtree(base)
     shutil.copytree(stages.base, base)
     assert adapted.train() == 0
-
-
-def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
-    """A checkpoint from before LORA_TRAIN_TOKENS existed is resumed without such rows."""
-    adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
-    assert adapted.train() == 0
-    assert "tokens: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
-    rows = load_file(adapted.checkpoint(2) / "adapter_model.safetensors")[
-        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
-    ids = json.loads((adapted.checkpoint(2) / "adapter_config.json").read_text())["trainable_token_indices"]
-    base = load_file(stages.base / "model.safetensors")["model.embed_tokens.weight"][ids]
-    assert rows.shape == (len(ids), 32) and (rows != base).any(dim=1).all()
-
-    older = run("lora-sft", RUN_NAME="older", **UNMEASURED)
-    with monkeypatch.context() as before, stop_at(2):
-        before.setattr(lora, "tokens_to_train", lambda *_: [])
-        assert older.train() == train.EXIT_PREEMPTED
-    assert older.train() == 0
-    assert not any("token" in name for name in load_file(older.checkpoint(4) / "adapter_model.safetensors"))
-    assert run("lora-sft", RUN_NAME="typo", LORA_TRAIN_TOKENS="<|eot|>").train() == 2
-    assert "LORA_TRAIN_TOKENS=<|eot|>" in capsys.readouterr().err
 
 
 def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, capsys):
@@ -331,13 +302,3 @@ def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(s
     assert "schedule and step restart" in capsys.readouterr().out
     assert list(learned.column("train_loss")) == [1, 2, 3, 4] and learned.column("learning_rate")[1] == 0.01
     assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
-
-
-@pytest.mark.parametrize("mode", ["dpo-stored", "lora-dpo"])
-def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finished):
-    by_path = run(mode, RESUME=stages.base)
-    del by_path.settings["PRETRAIN_CHECKPOINT"]
-    with stop_at(2):
-        assert by_path.train() == train.EXIT_PREEMPTED
-    assert by_path.train() == 0
-    assert_same_run(by_path, finished(mode), 4)
