@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from evaluation.during_run import validation_loss
 from extensions import evaluate
 from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
-from parallel import ranks
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.adapters import load_model
 from settings.load import load_config
@@ -202,14 +200,6 @@ def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run
     for resumed in (run, copy):
         assert resumed.train() == 0
         assert_same_run(resumed, whole, 6)
-
-
-def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
-    told, clock = [], iter(range(0, 1000, 40))
-    monkeypatch.setattr(ranks.time, "perf_counter", lambda: next(clock))
-    context = RunContext(Ranks(), StopSignals(), SimpleNamespace(info=told.append))
-    assert [*context.progress("abcd", 4, "Validation")] == [*"abcd"]
-    assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]
 
 
 class AsCuda(TorchDispatchMode):

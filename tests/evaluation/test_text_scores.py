@@ -48,13 +48,6 @@ def test_bleu_is_that_of_all_answers_together():
     assert 0.1 < expected / 100 < 1 and score_texts(answers, references)[0]["generation_bleu"] == pytest.approx(expected / 100)
 
 
-def test_a_package_that_is_missing_is_named_before_the_run(stages, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
-    run = stages.run("sft", tmp_path, **GENERATION)
-    assert run.train() == 2 and not run.folder.exists()
-    assert "GENERATION_EVAL_EVERY needs the package sacrebleu: " in (told := capsys.readouterr().err) and "pip install sacrebleu" in told
-
-
 def plant() -> None:
     """Several batches, which do not divide evenly over the ranks."""
     evaluate.GENERATION_BATCH = 3

@@ -1,11 +1,8 @@
-import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -18,7 +15,7 @@ from common.text import print_traceback, show
 from config import Config
 from extensions.trackers import start_trackers
 from run import log as run_log
-from run.log import LineFile, RunLog, console_line, keep_lines
+from run.log import RunLog, console_line, keep_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -120,24 +117,6 @@ def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
     assert [entry.step for _, entry, _ in keep_lines(path, lambda entry: True, pytest.fail)] == [0, 1]
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "text": "\xc3\xa9"}\n'
     assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
-def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
-    warnings = []
-    lines = LineFile(warnings.append).open(tmp_path / "lines.txt")
-    lines.file.close()
-    lines.file = open("/dev/full", "ab", buffering=0)
-    lines.write("one")
-    lines.write("zwei \u00e9")
-    (warning,) = warnings
-    assert "/dev/full cannot be written: No space left on device" in warning
-    lines.file.close()
-    lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # as if there were room again
-    lines.write("three")
-    lines.close()
-    lines.write("after the end")
-    assert (tmp_path / "other.txt").read_text(encoding="utf-8") == "one\nzwei \u00e9\nthree\n" and len(warnings) == 1
 
 
 # events.jsonl
@@ -351,49 +330,3 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
     assert not any(b"canary" in path.read_bytes() for path in files)
-
-
-SERVERS = {"refuses": None, "hangs": "", "knows no such key": "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"}
-
-
-@pytest.fixture
-def wandb_server(request):
-    """The URL of a server that sends one fixed answer, or never answers; or of a port without a server."""
-    answer, connections = SERVERS[request.param], []
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        if answer is not None:
-            listening.listen()
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connections.append(listening.accept()[0])
-                    if answer:
-                        connections[-1].recv(1 << 20)
-                        connections[-1].sendall(answer.encode())
-                        connections.pop().close()
-
-        thread = threading.Thread(target=serve, daemon=True)
-        if answer is not None:
-            thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        with contextlib.suppress(OSError):
-            listening.shutdown(socket.SHUT_RDWR)
-    for connection in connections:
-        connection.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wandb_server", SERVERS, indirect=True)
-def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wandb_server, tiny_run):
-    pytest.importorskip("wandb")
-    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=300, LOG_EVERY=20, SAVE_EVERY=0)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=300,
-                          env={**environ, "WANDB_API_KEY": f"canary{34 * '0'}", "WANDB_MODE": "online",
-                               "WANDB_BASE_URL": wandb_server})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("warning: wandb") == 1 and "Traceback" not in done.stderr, done.stderr
-    assert run.metrics()[-1]["step"] == 300 and run.steps_saved() == [300]
-    assert "canary" not in done.stdout + done.stderr

@@ -23,8 +23,7 @@ from common.text import (
     print_safely,
     printable,
 )
-from config import Config
-from run.log import RunLog, console_line, step_columns
+from run.log import step_columns
 
 COLOR = re.compile(r"\x1b\[\d+m")
 USUAL = {"train_loss": 0.8496, "learning_rate": 6.2e-3, "grad_norm": 0.33, "tokens_per_second": 2158}
@@ -103,28 +102,7 @@ def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch
     assert what_stays(screen.getvalue()).strip() == "one\ntwo"
 
 
-@pytest.mark.parametrize(("environ", "is_terminal"), [({"LOCAL_RANK": "1"}, True), ({}, False)])
-def test_no_status_line_goes_elsewhere(environ, is_terminal, screen, monkeypatch):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    other = screen if is_terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(sys, "stdout", other)
-    with text.status_line(lambda: "step 1"):
-        text.show("a line")
-    assert other.getvalue() == "a line\n" and "step" not in screen.getvalue()
-
-
 # Sentences
-
-
-def test_sentences_wrap_with_a_hanging_indent_and_lose_no_word(screen):
-    text = "  ok    memory: " + "about 0.05 GiB a device, " * 9
-    shown = lay_out(text, screen).split("\n")
-    assert len(shown) > 2 and all(len(line) <= WIDTH for line in shown) and " ".join(shown).split() == text.split()
-    assert all(line.startswith(" " * 8 + line.strip()[0]) for line in shown[1:])
-    assert lay_out("Model: " + "word " * 30, screen).split("\n")[1].startswith("  word")
-    assert lay_out("short", screen) == "short" and lay_out(text, io.StringIO()) == text
 
 
 @pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
@@ -137,24 +115,6 @@ def test_colors_are_for_terminals_whose_user_wants_them(environ, colored, screen
     print_safely("warning: w\x1b[31m\nerror: e\n  FAIL  data: d\nan error: none", screen)
     expected = "\x1b[33mwarning:\x1b[0m w\\x1b[31m\n\x1b[31merror:\x1b[0m e\n\x1b[31m  FAIL \x1b[0m data: d\nan error: none\n"
     assert screen.getvalue() == (expected if colored else COLOR.sub("", expected))
-
-
-@pytest.mark.parametrize("world_size, prefix", [(1, ""), (2, "[CPU0] ")])
-def test_several_ranks_keep_their_prefix_and_the_file_has_the_whole_line(world_size, prefix, screen, tmp_path, monkeypatch):
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, screen)
-    log = RunLog(Config(world_size=world_size, total_batch_size=2**20), 0, "cpu")
-    log.open(tmp_path)
-    log.info(console_line(5, 6, USUAL, 5), step_columns(5, 6, USUAL, 5, WIDTH - len(log.shown_prefix)))
-    log.info("in the file alone", shown="")
-    log.sample(5, "Once", " upon\na\x1b")
-    log.warn("careful")
-    log.ending = ["result   r", "report   p"]
-    log.close()
-    assert screen.getvalue() == (f"{prefix}  5/6{'' if prefix else '   83%'}  loss 0.8496   lr 6.2e-03  |g| 0.33   2,158 tok/s  0:05 left\n"
-                                 f"{prefix}Sample: Once upon\n{prefix}  a\\x1b\n{prefix}warning: careful\n{prefix}result   r\n{prefix}report   p\n")
-    assert (tmp_path / "log" / "rank-0.txt").read_text() == (
-        f"[CPU0] {console_line(5, 6, USUAL, 5)}\n[CPU0] in the file alone\n[CPU0] Sample: Once upon\\na\\x1b\n[CPU0] warning: careful\n")
 
 
 # A run

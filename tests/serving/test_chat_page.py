@@ -214,29 +214,6 @@ def test_stop_keeps_what_was_written_and_cancels_the_request(chat, stub):
     assert stub.requests[1]["messages"] == messages("Hi", "Hello, ", "More")
 
 
-def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
-    stub.models = [model("sft"), model("dpo"), model("other")]
-    page = chat()
-    page.asks("One")
-    page.locator("#model-1").select_option("dpo")
-    page.sees("Hello, world", "")
-    assert page.reads("Not asked", 2) and page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate", "Ask"]
-    page.say("Two")
-    page.sees("Hello, world", "", "Hello, world", "Hello, world")
-    page.reads("seed", 3)
-    page.reads("seed", 4)
-    first, second = sorted(stub.requests[1:], key=lambda body: body["model"], reverse=True)
-    assert first["messages"] == messages("One", "Hello, world", "Two") and second["messages"] == messages("Two")
-    assert second["model"] == "dpo" and first["seed"] == second["seed"]
-    left, right = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
-    assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
-    page.set_viewport_size({"width": 390, "height": 800})
-    above, below = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
-    assert above["x"] == below["x"] and above["y"] + above["height"] < below["y"]
-    page.locator("#model-1").select_option("")
-    page.sees("Hello, world", "Hello, world")
-
-
 def test_a_reload_keeps_the_conversation(chat, stub):
     page = chat()
     page.set("temperature", "0.3")
@@ -257,32 +234,6 @@ def test_a_reload_keeps_the_conversation(chat, stub):
     assert page.input_value("#text") == "a draft" and page.input_value("[name=temperature]") == "0.3"
     page.do("answer")
     page.sees("Hello, world", "Hello, world")
-
-
-def test_the_versions_of_an_answer_are_kept_and_the_shown_one_is_continued(chat, stub):
-    page = chat()
-    for text in ("First", "Second", "Third"):
-        stub.pieces = [text]
-        page.say("Hi") if text == "First" else page.do("answer")
-        page.sees(text)
-        page.reads("1 token ")
-    page.do("version")
-    page.sees("Second")
-    assert page.inner_text(".versions").split() == ["‹", "2/3", "›"]
-    page.reload()
-    page.do("version")
-    page.sees("First")
-    assert page.get_attribute("[data-by='-1']", "aria-disabled") == "true"
-    stub.refuses = 429
-    page.do("answer")
-    page.reads("Refused")
-    assert page.inner_text(".versions").split()[1] == "3/3", "an answer that failed is not a version"
-    stub.refuses = None
-    page.do("version")
-    page.sees("Third")
-    page.say("More")
-    page.sees("Third", "Third")
-    assert stub.requests[-1]["messages"] == messages("Hi", "Third", "More") and page.locator(".versions").count() == 0
 
 
 def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, stub):
@@ -329,22 +280,6 @@ def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub)
     page.toggle("drawer")
     line, = page.exported("pairs")
     assert [answer["content"] for answer in pair_of("line 1", line).answers] == ["Good day", "Hello, world"]
-
-
-def test_exported_files_are_imported_and_wrong_lines_counted(chat, stub):
-    page = chat()
-    pair = {"prompt": [{"role": "system", "content": "Be kind."}, *messages("Hi", "Ho", "What?")],
-            "chosen": [{"role": "assistant", "content": "Good"}], "rejected": [{"role": "assistant", "content": "Bad"}]}
-    chats = {"messages": messages("Who?", "Me")}
-    wrong = ["{", "null", {"messages": []}, {"messages": [{"role": "tool", "content": "x"}]}, {"prompt": "x"},
-             {"messages": [{"role": "user", "content": 1}]}, {"messages": [{"role": "assistant", "content": "x"}]}]
-    page.import_lines(pair, chats, "", *wrong)
-    page.sees("2 conversations imported. Not a chat or a pair: 7 lines. ", where="#notice")
-    page.toggle("drawer")
-    assert page.exported("pairs") == [pair]
-    assert chats in page.exported("chats")
-    page.locator("[data-do=open]", has_text="Hi").click()
-    page.sees("Ho", "Good")
 
 
 @pytest.mark.parametrize("fault, text, sentence", [

@@ -18,10 +18,6 @@ from config import SECRETS, Config
 SHELL_LINE = re.compile(r"^( *)!(.*)$")
 
 
-def without_comments(path: Path) -> dict:
-    return json.loads(re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
-
-
 def completed(folder: Path, *lines: str) -> list[set[str]]:
     """What bash offers at the end of each command line; a last blank begins a new word."""
     calls = "".join(f"complete_words {' '.join(map(shlex.quote, line.split(' ')))}\n" for line in lines)
@@ -45,37 +41,6 @@ def test_every_setting_value_and_preset_is_completed():
     assert script == {name for name in presets if name.startswith("sa")} and named == {"sample,debug"} and joined == {"muon"}
     assert {name: tuple(sorted(found)) for name, found in zip(choices, values)} == {
         name: tuple(sorted(words)) for name, words in choices.items()}
-
-
-def test_runs_checkpoints_and_a_scripts_own_flags_are_completed(tmp_path):
-    (tmp_path / "runs" / "first" / "checkpoints" / "step-00000002").mkdir(parents=True)
-    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    for name in ("train.py", ".env.example", "settings", "common", "data_preparation_utils.py"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    both = {"runs/first", "runs/first/checkpoints/step-00000002"}
-    assert completed(tmp_path, "python train.py --run-name ", "python train.py --resume ", "python train.py --teacher-model=r",
-                     "python scripts/generate.py ", "python scripts/load_dpo_dataset.py --so", "python other.py --") == [
-        {"first"}, both | {"auto", "never"}, {f"--teacher-model={path}" for path in both}, both, {"--source"}, set()]
-    (tmp_path / "paddock").symlink_to(ROOT / "paddock")
-    commands, *others = completed(
-        tmp_path, "./paddock ", "./paddock ex", "./paddock chat ", "./paddock eval r", "./paddock prepare ", "./paddock prepare pairs --so",
-        "./paddock export runs/first --to ", "./paddock train --preset sa", "./paddock train --nn", "./paddock check --resume ",
-        "./paddock runs --cl", "./paddock nothing --")
-    listed = subprocess.run([ROOT / "paddock"], capture_output=True, text=True, check=True).stdout
-    assert commands == {*re.findall(r"^  ([a-z]+) ", listed, re.MULTILINE)}
-    presets = {path.stem for path in (ROOT / "settings" / "presets").glob("sa*.env")}
-    assert others == [{"export"}, both, both, {"text", "chats", "pairs", "tokenizer", "hellaswag", "sample"}, {"--source"},
-                      {"hf", "merged", "gguf", "hub"}, presets, {"--nnodes"}, both | {"auto", "never"}, {"--clean"}, set()]
-
-
-def test_what_the_debugger_starts_exists_and_its_settings_are_settings():
-    configurations = without_comments(ROOT / ".vscode" / "launch.json")["configurations"]
-    for each in configurations:
-        if "program" in each:
-            assert Path(each["program"].replace("${workspaceFolder}", str(ROOT))).is_file()
-        known = {f"--{name.replace('_', '-')}" for name in Config.model_fields} | {"--standalone", "--nproc-per-node"}
-        assert {word for word in each["args"] if word.startswith("--")} <= known
-    assert {each.get("subProcess") for each in configurations if "--nproc-per-node" in each["args"]} == {True}
 
 
 def test_under_ci_only_named_skips_are_allowed(tmp_path):
