@@ -1,57 +1,32 @@
-"""All settings with their types, defaults and meanings, and the rules between settings.
+"""The settings of the core with their types, defaults and meanings, and the rules between them.
 
 A setting is `MAX_STEPS` in `.env` and the environment, `--max-steps` as a flag, and `max_steps` in JSON,
-YAML and as an attribute. `settings/load.py` reads them.
+YAML and as an attribute. `settings/load.py` reads them. extensions/settings.py has those of the extensions.
 """
 
 import math
 import os
 import re
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, Literal, NamedTuple, Optional
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar, Literal, NamedTuple, Optional
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import field_validator
 
+from common.section import Section, curve, fixed, interval, safe
 from common.text import command, counted, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
 MAX_NAME_BYTES = 200  # for RUN_NAME; file systems allow 255
 PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # for RUN_NAME
-MAX_NUMBER = 2**53  # larger numbers are typos, and JSON would round them
-
-
-def setting(on_resume: str, default, meaning: str, **limits):
-    """Return a field with a help text and its behaviour on resume. Every number has an upper limit."""
-    if limits and not {"lt", "le"} & set(limits):
-        limits["le"] = MAX_NUMBER
-    extra = {"on_resume": on_resume, "times": limits.pop("times", None)}
-    return Field(default, description=meaning, json_schema_extra=extra, **limits)
-
-
-# If a resuming run differs from its checkpoint in a safe setting, a note reports it; in a curve setting, a
-# warning says that the training curve changes; in a fixed setting, it is an error, unless
-# ALLOW_RESUME_MISMATCH lists the setting.
-safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
-
-
-def interval(times: int, most: int, meaning: str):
-    """Return a field for the steps between two events; settings/derived.py divides MAX_STEPS by `times`."""
-    return safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0,
-                times=times)
-
-
-class Section(BaseModel):
-    """A group of settings; frozen, so that the logged values are those in use."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
-                              hide_input_in_errors=True)
 
 
 class RunConfig(Section):
     """Stage, run folder, start checkpoint and hardware."""
 
-    preset: str = safe("", "named settings (settings/presets/) that override .env; the last one wins")
+    preset: str = safe("", "named settings (settings/presets/) that override .env; the last one wins",
+                       separator=",")
     training_stage: Literal["pretrain", "sft", "dpo", "grpo"] = fixed(
         "pretrain", "kind of data: text, chats for sft, preference pairs for dpo, prompts for grpo")
     output_dir: str = safe("runs", "folder that holds all runs")
@@ -64,7 +39,8 @@ class RunConfig(Section):
     random_init: bool = safe(False, "allow sft without a start checkpoint, from random weights")
     reset_optimizer: bool = safe(False, "load only the checkpoint's weights, without its optimizer and step")
     start_step: Optional[int] = safe(None, "step number to start from, instead of the checkpoint's", ge=0)
-    allow_resume_mismatch: str = safe("", "comma-separated settings that may differ from the checkpoint's")
+    allow_resume_mismatch: str = safe(
+        "", "comma-separated settings that may differ from the checkpoint's", separator=",")
     seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
     data_seed: Optional[int] = fixed(None, "random seed for the row order alone; none = SEED", ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda", "mps"] = safe(
@@ -79,11 +55,9 @@ class RunConfig(Section):
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     extensions: str = safe(
         "forecast,cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
-        "comma-separated modules of extensions/ that the run calls; others follow these")
+        "comma-separated modules of extensions/ that the run calls; others follow these", separator=",")
     debug: bool = safe(False, "report the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
-    drift_check_every: int = safe(
-        500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
     world_size: int = safe(1, "process count, set by torchrun; with --check, the number to plan for", ge=1)
     device_memory: Optional[float] = safe(
         None, "memory of each GPU in GB (10^9 bytes) for --check; none = this machine's GPUs", gt=0)
@@ -105,13 +79,12 @@ class DataConfig(Section):
         None, "folder for cached results; none = beside the data, or OUTPUT_DIR if that is read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items (.jsonl or .jsonl.gz)")
     eval_tasks: Optional[str] = safe(
-        None, "more multiple-choice sets, scored as written: name:file,name:file,...")
+        None, "more multiple-choice sets, scored as written: name:file,name:file,...", separator=",")
     tokenizer_path: Optional[str] = safe(None, "tiktoken BPE file, tokenizer.json, or hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe(
         "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
-    prefetch_steps: int = safe(2, "number of steps that the loader prepares in advance", ge=1)
 
 
 class PreparationConfig(Section):
@@ -269,7 +242,7 @@ class OptimConfig(Section):
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
         "warn", "reaction to a loss spike; skip = skip the update, stop = exit before it")
     loss_spike_threshold: float = curve(8.0, "size of a loss spike in robust standard deviations", gt=0)
-    loss_spike_window: int = curve(128, "number of recent losses to compare with", ge=16, le=10_000)
+    loss_spike_window: ClassVar[int] = 128  # recent losses to compare with
 
     @property
     def final_learning_rate(self) -> float:
@@ -278,6 +251,16 @@ class OptimConfig(Section):
     @property
     def rows_per_step(self) -> int:
         return self.total_batch_size // self.max_seq_len
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Training rows that become of a row of the data; GRPO has several."""
+        return 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates on the batches of a step; GRPO may make several."""
+        return 1
 
 
 class EvaluationConfig(Section):
@@ -289,18 +272,13 @@ class EvaluationConfig(Section):
         500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
     hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
     hellaswag_name: str = safe("HellaSwag", "display name for the items in HELLASWAG_PATH")
-    hellaswag_batch_tokens: int = safe(16_384, "tokens per forward pass for HellaSwag and EVAL_TASKS", ge=64)
-    generation_eval_every: int = safe(
-        0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
-    generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
-    generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
-    sample_every: int = interval(3, 500, "generated samples; 0 = never")
-    sample_prompts: str = safe("", "prompts for samples, separated by |; none = for chats, held-out prompts")
-    sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
-    sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
-    sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
     early_stopping_skip_steps: int = curve(0, "number of initial steps that early stopping ignores", ge=0)
+
+    @property
+    def prompts_to_answer(self) -> int:
+        """Held-out chats or pairs that an extension answers."""
+        return 0
 
 
 class CheckpointConfig(Section):
@@ -312,43 +290,15 @@ class CheckpointConfig(Section):
     keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep too", ge=0)
     keep_every: int = safe(
         0, "also save and keep the checkpoint of every N-th step, for at-step; 0 = none", ge=0)
-    model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
-    model_language: str = safe("", "comma-separated languages in the model card, such as en,de")
 
 
 class LogConfig(Section):
-    """Logs, reports and measurements."""
+    """Logs."""
 
     log_every: int = interval(30, 10, "lines on the console and in metrics.jsonl; 0 = never")
     log_all_ranks: bool = safe(False, "print the lines of all ranks on the console, not only rank 0's")
     ledger_checksum: bool = safe(
         False, "write a checksum of the weights after each step into ledger.jsonl; on with REPRODUCIBLE")
-    report: bool = safe(True, "write report.html into the run folder at each save and at the end")
-    peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
-    power_hz: float = safe(
-        1.0, "samples of power, clock and temperature per second (NVML, or RAPL on a CPU); 0 = none", ge=0,
-        le=1000)
-    profile_steps: Optional[str] = safe(
-        None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
-    memory_snapshot: Optional[int] = safe(
-        None, "step whose CUDA allocations are recorded in the run folder's profile/", ge=1)
-    wandb_enabled: bool = safe(False, "also log to Weights & Biases; offline unless WANDB_API_KEY is set")
-    wandb_project: str = safe("paddock", "project name in Weights & Biases and trackio")
-    tensorboard_enabled: bool = safe(False, "also write TensorBoard files")
-    trackio_enabled: bool = safe(False, "also log to trackio (pip install trackio)")
-    wandb_api_key: Optional[SecretStr] = safe(None, "API key of Weights & Biases; secret, never a flag")
-    hf_token: Optional[SecretStr] = safe(None, "token for gated repositories; secret, never a flag")
-
-
-def step_window(text: Optional[str]) -> Optional[range]:
-    """Parse "FIRST:LAST" (inclusive) into a range of steps; None stays None. Raises ValueError."""
-    if text is None:
-        return None
-    numbers = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
-    first, last = map(int, numbers.groups()) if numbers else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(text)
-    return range(first, last + 1)
 
 
 # Linear layers of a block with Hugging Face's names, in the model's order.
@@ -378,12 +328,16 @@ class LoraConfig(Section):
     lora_rslora: bool = fixed(False, "scale the adapters by alpha / sqrt(rank) instead of alpha / rank")
     lora_dropout: float = fixed(0.0, "dropout on the adapters' inputs", ge=0, lt=1)
     lora_target_modules: str = fixed(
-        ",".join(LORA_LAYERS), "comma-separated layers to adapt; all-linear and q_proj etc. also work")
+        ",".join(LORA_LAYERS), "comma-separated layers to adapt; all-linear and q_proj etc. also work",
+        separator=",")
     lora_train_head: bool = fixed(False, "also train the whole head")
     lora_train_embeddings: bool = fixed(False, "also train the whole embedding")
     lora_train_tokens: str = fixed(
         "auto", "token rows to train too: auto = tokens new to the base, none, or control tokens")
     lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "quantize the base (bitsandbytes)")
+
+    def is_used(self) -> bool:
+        return self.lora_enabled
 
     @field_validator("lora_target_modules")
     @classmethod
@@ -412,6 +366,9 @@ class PreferenceConfig(Section):
     simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
     simpo_gamma: float = fixed(1.0, "SimPO's target reward margin; half of SIMPO_BETA is common", ge=0)
 
+    def is_used(self) -> bool:
+        return self.training_stage == "dpo"
+
 
 class DistillationConfig(Section):
     """Distillation from a teacher model."""
@@ -428,30 +385,8 @@ class DistillationConfig(Section):
         1.0, "in grpo: share of micro-batches of own answers; the rest has the records' answers", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
 
-
-class OnlineConfig(Section):
-    """Training on the model's own answers, which functions reward (GRPO)."""
-
-    reward: str = fixed(
-        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
-        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
-    reward_timeout: float = safe(10.0, "seconds in which all functions must reward an answer", gt=0, le=3600)
-    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
-    grpo_max_tokens: Optional[int] = fixed(
-        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
-    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
-        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
-    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
-    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
-    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
-    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
-                              ge=1, le=1000)
-
-    @property
-    def reward_terms(self) -> list[tuple[str, float]]:
-        """The names in REWARD with their weights. Raises ValueError."""
-        terms = [term.strip().rpartition("*") for term in self.reward.split(",") if term.strip()]
-        return [(name.strip(), float(weight)) if name else (weight, 1.0) for name, _, weight in terms]
+    def is_used(self) -> bool:
+        return self.distillation_enabled
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
@@ -465,7 +400,6 @@ KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py")
          "prompts": ("GRPO_DATA_PATH", "scripts/load_prompts_dataset.py")}
 KIND_OF_STAGE = dict(zip(("pretrain", "sft", "dpo", "grpo"), KINDS))
 STAGE_OF_KIND = {kind: stage for stage, kind in KIND_OF_STAGE.items()}
-BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "math_verify", "length")
 
 
 class EvalTask(NamedTuple):
@@ -477,8 +411,23 @@ class EvalTask(NamedTuple):
     setting: str  # the setting with the path, for errors
 
 
-class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
-             CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig, OnlineConfig):
+def extension_module(name: str) -> Optional[ModuleType]:
+    """Return a module of extensions/; None if it, or the folder, does not exist."""
+    try:
+        return import_module(f"extensions.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("extensions", f"extensions.{name}"):
+            raise  # it exists, and imports what does not
+        return None
+
+
+CORE_SECTIONS = (RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
+                 CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig)
+EXTENSION_SECTIONS: dict[str, type[Section]] = getattr(extension_module("settings"), "SECTIONS", {})
+SECTIONS = (*CORE_SECTIONS, *EXTENSION_SECTIONS.values())
+
+
+class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
     """All sections in one; functions that need one section accept a Config."""
 
     @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
@@ -528,29 +477,9 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return next((getattr(self, name) for name in names), None)
 
     @property
-    def answers_per_prompt(self) -> int:
-        """Training rows that become of a row of the data."""
-        return self.grpo_group if self.training_stage == "grpo" else 1
-
-    @property
     def rows_read(self) -> int:
         """Rows of the data that a step reads, over all ranks."""
         return self.rows_per_step // self.answers_per_prompt
-
-    @property
-    def answer_tokens(self) -> int:
-        """Maximum tokens of a generated answer."""
-        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
-
-    @property
-    def answers_per_row(self) -> int:
-        """Answers of GRPO that share a training row, in which their prompt is computed once."""
-        fits = self.grpo_group * self.answer_tokens <= self.max_seq_len and not self.distillation_enabled
-        return self.grpo_group if fits and self.training_stage == "grpo" else 1
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.grpo_updates if self.training_stage == "grpo" else 1
 
     @property
     def has_loss_curve(self) -> bool:
@@ -580,16 +509,16 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return self.shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, self.world_size)))
 
     def public(self) -> dict[str, Any]:
-        """Return all settings as JSON-like values by name, without secrets and passwords in URLs."""
+        """Return all settings as JSON-like values by name, without passwords in URLs."""
         return {name.upper(): without_passwords(value) if isinstance(value, str) else value
-                for name, value in self.model_dump(exclude=set(SECRETS)).items()}
+                for name, value in self.model_dump().items()}
 
 
-SECTIONS = Config.__bases__
 # Settings of earlier versions, which runs recorded, and the values with which they had no effect.
 DROPPED = {"restart_slow": False, "distillation_top_k": 0, "keep_layers": None, "grow_layers": None,
-           "grow_ffn_dim": None, "power_steps": None}
-SECRETS = [name for name, field in Config.model_fields.items() if field.annotation == Optional[SecretStr]]
+           "grow_ffn_dim": None, "power_steps": None, "prefetch_steps": 2, "hellaswag_batch_tokens": 16_384,
+           "loss_spike_window": 128, "model_language": "", "reward_timeout": 10.0, "wandb_project": "paddock"}
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # variables of libraries, which are no settings
 
 
 def on_resume(name: str) -> str:
@@ -603,7 +532,7 @@ def on_resume(name: str) -> str:
 def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     """Yield a sentence for every conflict, with all settings involved."""
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
-                  online_rules, measurement_rules):
+                  *(section.rules for section in EXTENSION_SECTIONS.values())):
         yield from topic(config)
     # A start checkpoint completes the model's shape when it is read.
     if start_is_read or config.named_checkpoint is None:
@@ -735,7 +664,7 @@ def input_rules(c: Config) -> Iterator[str]:
 
 
 def evaluation_rules(c: Config) -> Iterator[str]:
-    """Check the names of multiple-choice sets, and that the stage has answers to evaluate."""
+    """Check the names of multiple-choice sets."""
     names = [task.name for task in c.further_tasks]
     for name, _, path, setting in c.further_tasks:
         if not path:
@@ -747,12 +676,6 @@ def evaluation_rules(c: Config) -> Iterator[str]:
             yield f"{setting}{path}: {name} occurs {names.count(name)} times; rename all but one"
         elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
             yield f"{setting}{path}: {name} is already the name of another metric; choose another"
-    if c.generation_eval_every and c.training_stage == "dpo" and c.preference_objective == "kto":
-        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares with good answers, which "
-               "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
-    if c.generation_eval_every and c.training_stage in ("pretrain", "grpo"):
-        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which only the stages sft "
-               f"and dpo have; set it to 0 with TRAINING_STAGE={c.training_stage}")
 
 
 def stage_rules(c: Config) -> Iterator[str]:
@@ -760,6 +683,8 @@ def stage_rules(c: Config) -> Iterator[str]:
     checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
+    if c.training_stage == "grpo" and "online" not in EXTENSION_SECTIONS:
+        yield "TRAINING_STAGE=grpo needs extensions/online.py, which does not exist"
     if c.training_stage in ("dpo", "grpo") and has_none:
         yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
@@ -776,43 +701,3 @@ def stage_rules(c: Config) -> Iterator[str]:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"
     if c.distillation_enabled and c.teacher_model is None:
         yield "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub name"
-
-
-def online_rules(c: Config) -> Iterator[str]:
-    """Check the groups and the reward, and that GRPO supports the features."""
-    if c.training_stage != "grpo":
-        return
-    if c.micro_batch_size % c.grpo_group:
-        groups = -(-c.micro_batch_size // c.grpo_group)
-        yield (f"MICRO_BATCH_SIZE={c.micro_batch_size} must be a multiple of GRPO_GROUP={c.grpo_group}, as "
-               f"the answers to a prompt are generated together; try {groups * c.grpo_group}")
-    if c.grpo_group == 1 and not c.distillation_enabled:
-        yield "GRPO_GROUP=1 compares an answer with no other; set it to 2 or more"
-    if c.answer_tokens >= c.max_seq_len:
-        yield (f"GRPO_MAX_TOKENS={c.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
-               f"{c.max_seq_len}; lower it")
-    try:
-        unknown = [name for name, _ in c.reward_terms if name not in BUILT_IN_REWARDS and ":" not in name]
-        if unknown or not c.reward_terms:
-            yield (f"REWARD={c.reward}: {unknown[0] if unknown else 'it'} is not one of "
-                   f"{', '.join(BUILT_IN_REWARDS)}, and does not have the form module:function")
-    except ValueError:
-        yield f"REWARD={c.reward} does not have the form name*weight, ...; an example is math*2,length*-0.01"
-    refused = {f"SHARDING={c.sharding}": c.sharding != "none", "PRECISION=fp16": c.precision == "fp16",
-               f"LOSS_SPIKE_POLICY={c.loss_spike_policy}": c.loss_spike_policy != "warn",
-               f"EARLY_STOPPING_PATIENCE={c.early_stopping_patience}": c.early_stopping_patience > 0}
-    if c.distillation_enabled:  # the teacher scores new answers
-        refused[f"GRPO_BETA={c.grpo_beta}"] = c.grpo_beta > 0
-    for feature in (feature for feature, is_used in refused.items() if is_used):
-        yield (f"{feature} does not work with TRAINING_STAGE=grpo"
-               f"{' and DISTILLATION_ENABLED=true' * c.distillation_enabled}; remove it")
-
-
-def measurement_rules(c: Config) -> Iterator[str]:
-    """Check the steps to measure."""
-    try:
-        step_window(c.profile_steps)
-    except ValueError:
-        yield f"PROFILE_STEPS={c.profile_steps} must be the first and the last step from 1, such as 3:7"
-    if c.memory_snapshot and c.device == "cpu":
-        yield f"MEMORY_SNAPSHOT={c.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove it"

@@ -22,8 +22,9 @@ from checkpoint.tensors import LazyTensor, TensorFile, lazy, open_tensors, write
 from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
+from common.section import MAX_NUMBER, Section
 from common.text import command
-from config import LINEAR_LAYERS, MAX_NUMBER, SCALING_SETTINGS, ModelConfig, Section
+from config import LINEAR_LAYERS, SCALING_SETTINGS, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 from common.errors import CheckpointError
 from config import (
     DROPPED,
+    EXTENSION_SECTIONS,
     MODEL_SETTINGS,
+    SECTIONS,
     SHAPE_SETTINGS,
     START_FROM,
     Config,
-    DistillationConfig,
-    LoraConfig,
     ModelConfig,
-    OnlineConfig,
-    PreferenceConfig,
     lora_layers,
     on_resume,
 )
@@ -55,10 +53,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
     # Settings of features that are off are not compared.
-    sections = ((LoraConfig, config.lora_enabled), (PreferenceConfig, config.training_stage == "dpo"),
-                (OnlineConfig, config.training_stage == "grpo"),
-                (DistillationConfig, config.distillation_enabled))
-    unused = {name for section, is_used in sections if not is_used for name in section.model_fields}
+    unused = {name for section in SECTIONS if not section.is_used(config) for name in section.model_fields}
     unused -= {"lora_enabled", "distillation_enabled"}
     fixed = {*now_identity} | ({"MICRO_BATCH_SIZE"} if config.reproducible else set())
     changed: dict[str, list[str]] = {"safe": [], "curve": [], "fixed": []}
@@ -87,6 +82,10 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     warnings = [*texts.values()]
     warnings += [f"{name}={value} of the checkpoint's run is not a setting of this version, and has no effect"
                  for name, value in before.items() if value != DROPPED.get(name.lower(), value)]
+    unknown = sorted(before.keys() - now.keys() - {name.upper() for name in DROPPED})
+    if unknown and not EXTENSION_SECTIONS:
+        warnings.append("Without extensions/, these settings of the checkpoint's run have no effect: "
+                        f"{', '.join(unknown)}")
     if state["world_size"] != config.world_size and not config.reproducible:
         has_dropout = config.lora_enabled and config.lora_dropout
         dropout = ", and LoRA dropout draws different numbers" if has_dropout else ""

@@ -22,6 +22,7 @@ from run.life import Run
 from run.log import evaluation_columns
 from run.paired import difference_text
 
+CHOICE_TOKENS = 16_384  # per forward pass for multiple choice
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
 MEASURED_WITH_ERROR = ("loss", "reward_accuracy")  # validation metrics that are logged with one
 
@@ -216,11 +217,11 @@ def validation(run: Run) -> Result:
 @collective
 def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
     """Return acc, acc_norm, n, the standard error of acc, and chance."""
-    config, ranks, tasks, n = run.config, run.ranks, choices.tasks, len(choices.tasks)
+    ranks, tasks, n = run.ranks, choices.tasks, len(choices.tasks)
     correct_N2 = np.zeros((n, 2), np.uint8)
     batches = evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size,
-                               device=ranks.device, batch_tokens=config.hellaswag_batch_tokens)
-    count = -(-len(batches_of(tasks, config.hellaswag_batch_tokens)) // ranks.world_size)
+                               device=ranks.device, batch_tokens=CHOICE_TOKENS)
+    count = -(-len(batches_of(tasks, CHOICE_TOKENS)) // ranks.world_size)
     with forced_eager():
         for indices, correct_B2 in run.context.progress(batches, count, choices.title):
             correct_N2[indices] = correct_B2

@@ -22,7 +22,14 @@ from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
 from common.text import counted, printable
-from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig, parameter_count
+from config import (
+    EXTENSION_SECTIONS,
+    LOCAL_PATHS,
+    NAMES_OR_PATHS,
+    CheckpointConfig,
+    LogConfig,
+    parameter_count,
+)
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
 from extensions.report.data import segments, setting_lines
@@ -33,8 +40,9 @@ from run.life import Run, trained_count
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
 # Settings that do not affect training, or differ between machines.
-NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.model_fields)),
-                 *(name.upper() for name in Config.model_fields if name.startswith("sample_")),
+UNTRAINED = (LogConfig, CheckpointConfig,
+             *(section for name, section in EXTENSION_SECTIONS.items() if name not in ("online", "guards")))
+NOT_IN_RECIPE = {*(name.upper() for section in UNTRAINED for name in section.model_fields),
                  "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
                  "EXTENSIONS", "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT",
                  "PREPARATION_WORKERS", "VERIFY_DATA"}
@@ -134,7 +142,6 @@ def run_card(run: Run) -> str:
     """Return the card of a run's next checkpoint. Called on rank 0 only."""
     config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
     data, scores = [*data_sets(run)], [*newest_scores(run)]
-    languages = [name.strip() for name in config.model_language.split(",") if name.strip()]
     digest = run.log.history.ledger_sha256(progress.step)
     task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
     results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
@@ -142,7 +149,7 @@ def run_card(run: Run) -> str:
     metadata = origin(Path(progress.base) if progress.base else None, config.model_license)
     relation = "adapter" if config.lora_enabled else "finetune"
     metadata |= {
-        "base_model_relation": relation if metadata["base_model"] else "", "language": languages,
+        "base_model_relation": relation if metadata["base_model"] else "",
         "datasets": [*dict.fromkeys(entry["hub_name"] for entry in data if entry["hub_name"])],
         "library_name": "peft" if config.lora_enabled else "transformers", "pipeline_tag": "text-generation",
         "tags": [config.model_type, "paddock", task, *["lora"] * config.lora_enabled,
@@ -163,7 +170,7 @@ def run_card(run: Run) -> str:
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
         trained=trained_count(run.model, vocab_size), stage=STAGES[config.training_stage],
         adapts=progress.base if config.lora_enabled else None,
-        is_chat=config.training_stage != "pretrain", data=data, scores=scores, languages=languages,
+        is_chat=config.training_stage != "pretrain", data=data, scores=scores,
         compute_optimal=COMPUTE_OPTIMAL, device=device_name(run.ranks.device), torch=torch.__version__,
         paddock=__version__, commit=commit(), changes=[entry for entry in changes if entry[1]],
         settings=settings, tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)

@@ -42,6 +42,7 @@ from model import SHARED_PREFIX, Transformer
 from parallel.ranks import RunContext, collective
 from run.life import Run
 
+REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
 POLL_SECONDS = 1.0
 WINDOW_STEPS = 20  # over which the warnings of equal rewards and of long answers look
@@ -82,7 +83,7 @@ class Rewards:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
-        return self._reply(self.config.reward_timeout)
+        return self._reply(REPLY_SECONDS)
 
     def _reply(self, seconds: float) -> list[float | bool] | str:
         """Return the next reply; end the process if it is late."""
@@ -99,7 +100,7 @@ class Rewards:
         self.process = None
         if left > 0:
             return f"the process of the functions ended with code {process.returncode}"
-        return f"no reply within REWARD_TIMEOUT={seconds:g} seconds"
+        return f"no reply within {seconds:g} seconds"
 
 
 def end(process: subprocess.Popen) -> None:
@@ -325,8 +326,7 @@ class Rollouts:
         if all(answer.failure for answer in answers):
             error = DataError(f"{place}: REWARD={self.config.reward} failed for all {len(answers)} answers, "
                               f"first for the record {answers[0].record[:SHOWN_RECORD]}: "
-                              f"{answers[0].failure}; correct the function or the data, or raise "
-                              "REWARD_TIMEOUT")
+                              f"{answers[0].failure}; correct the function or the data")
             error.on_all_ranks = True
             raise error
 

@@ -13,13 +13,15 @@ from typing import Optional
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from common.errors import SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import counted, last_line
-from config import Config, step_window
+from config import Config
 from dataloaders import Batch
 from extensions.cost import StepFlops, Work
 from extensions.phases import Phases
 from extensions.power import SLOWDOWNS, Reading, power_metrics, start_sampler
+from extensions.settings import step_window
 from model_utils import forced_eager
 from parallel.fsdp import is_sharded
 from parallel.process import number_of
@@ -68,6 +70,9 @@ class Measurements(Extension):
 
     @collective
     def run_start(self, run: Run) -> None:
+        if run.config.memory_snapshot and run.ranks.device.type != "cuda":
+            raise SettingsError(f"MEMORY_SNAPSHOT={run.config.memory_snapshot} records CUDA allocations, but "
+                                "torch sees no GPU here; remove it")
         self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
         self.flops = step_flops(run, run.config)
         self.work, self.warned_of = Work(), 0

@@ -78,6 +78,10 @@ class Tracker:
         self.warn(why)
 
 
+def project() -> str:
+    return os.environ.get("WANDB_PROJECT", "paddock")
+
+
 class Wandb:
     """A wandb run: WANDB_MODE if set, else online with an API key and offline without."""
 
@@ -92,7 +96,7 @@ class Wandb:
         self.mode = os.environ.get("WANDB_MODE") or default_mode
         settings = wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True)
         self.module = wandb
-        self.run = wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow",
+        self.run = wandb.init(project=project(), name=run_dir.name, id=run_id, resume="allow",
                               dir=run_dir, config=config.public(), mode=self.mode, settings=settings)
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -130,7 +134,7 @@ class Trackio(Wandb):
         self.module, self.run_id = trackio, run_id
         self.last_step = -1 if last_step is None else last_step  # trackio would show repeated steps twice
         # trackio finds a run only by this name.
-        self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
+        self.run = trackio.init(project=project(), name=f"{run_dir.name}-{run_id}", resume="allow",
                                 config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
     def report(self, path: Path) -> None:

@@ -4,21 +4,18 @@ The core imports no extension: without the folder `extensions/`, runs have the s
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from importlib import import_module
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Optional
 
 from common.errors import SettingsError
-from config import Config, Section
+from config import Config, extension_module
 
 ORDER = Config.model_fields["extensions"].default.split(",")
 
 
 class Extension:
     """What a run calls on every rank, of each extension in ORDER; `run_end` in the reverse order."""
-
-    settings: Optional[type[Section]] = None  # its section of the settings
 
     def run_start(self, run) -> None: ...  # the run's folder is open
     def step_begin(self, run) -> None: ...  # before the batches of step `run.progress.step` + 1 are read
@@ -41,12 +38,10 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
     names = dict.fromkeys(filter(None, map(str.strip, config.extensions.split(","))))
     found, missing = [], []
     for name in sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
-        try:
+        if module := extension_module(name):
             # A module without a class registers what it adds.
-            found.append(getattr(import_module(f"extensions.{name}"), "EXTENSION", Extension)())
-        except ModuleNotFoundError as error:
-            if error.name not in ("extensions", f"extensions.{name}"):
-                raise  # it exists, and imports what does not
+            found.append(getattr(module, "EXTENSION", Extension)())
+        else:
             missing.append(name)
     if missing and "extensions" in config.model_fields_set:
         raise SettingsError(f"EXTENSIONS={config.extensions}: extensions/ has no {' and no '.join(missing)}; "
@@ -58,15 +53,11 @@ def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extensi
 
 def find(name: str, purpose: str) -> ModuleType:
     """Return an extension's module; SettingsError if a purpose needs it and it does not exist."""
-    try:
-        return import_module(f"extensions.{name}")
-    except ModuleNotFoundError as error:
-        if error.name not in ("extensions", f"extensions.{name}"):
-            raise
-        raise SettingsError(f"{purpose} needs extensions/{name}.py, which does not exist") from error
+    if module := extension_module(name):
+        return module
+    raise SettingsError(f"{purpose} needs extensions/{name}.py, which does not exist")
 
 
 def load_kernels() -> None:
     """Load the kernels of extensions, if there are any, for a model that no run trains."""
-    with suppress(ModuleNotFoundError):
-        import_module("extensions.cpu_kernels")
+    extension_module("cpu_kernels")

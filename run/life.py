@@ -43,6 +43,7 @@ from run.folder import RunFolder
 from run.log import RunLog, disk_errors
 from run.saving import Saving, Share
 
+PREFETCH_STEPS = 2  # that the loader prepares in advance
 
 @dataclass(frozen=True)
 class Inputs:
@@ -88,7 +89,7 @@ class Inputs:
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int):
         return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
-                          config.prefetch_steps)
+                          PREFETCH_STEPS)
 
     def validation_batches(self, config: Config, ranks: Ranks):
         rows = min(config.validation_rows, len(self.validation_rows))

@@ -108,9 +108,6 @@ def prepare_device(config: Config) -> torch.device:
     device = torch.device(model_utils.choose_device(config))
     if device.type == "mps" and (refused := [*mps_rules(config)]):
         raise SettingsError(*refused)
-    if config.memory_snapshot and device.type != "cuda":
-        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, but torch "
-                            "sees no GPU here; remove it")
     model_utils.make_deterministic(config, device.type)
     return device
 
@@ -169,15 +166,15 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
 def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:
     """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
     rows, held_out = None, []
-    if config.validate_every or config.generation_eval_every:
+    if config.validate_every or config.prompts_to_answer:
         rows = dataloaders.open_rows(config, "validation", tokenizer, verify)
-    if config.generation_eval_every:
+    if config.prompts_to_answer:
         if verify != "never":  # one rank scores for all
             with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
                 import rouge_score.rouge_scorer  # noqa: F401
             with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
                 import sacrebleu  # noqa: F401
-        held_out = dataloaders.read_held_out(rows, config.generation_eval_examples)
+        held_out = dataloaders.read_held_out(rows, config.prompts_to_answer)
     choice_sets = config.choice_sets if config.hellaswag_every else ()
     return {"validation_rows": rows if config.validate_every else None,
             "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,

@@ -20,15 +20,22 @@ from common.command_line import VERSION, filled, suggestion
 from common.errors import SettingsError
 from common.files import read_text
 from common.text import command, counted, exit_if_unread, print_safely, show, without_passwords
-from config import DROPPED, SECRETS, SECTIONS, Config, input_rules, on_resume, rules
+from config import (
+    CORE_SECTIONS,
+    DROPPED,
+    EXTENSION_SECTIONS,
+    Config,
+    input_rules,
+    on_resume,
+    rules,
+)
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
+from settings.aliases import SWITCHES, misspelt, shortened, unknown, unknown_flag, validate
 from settings.derived import PRESETS_DIR
-from settings.names import SWITCHES, misspelt, shortened, unknown, unknown_flag, validate
 
-# Settings with several values, and their separator. In JSON and YAML they may be lists.
-LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
-         "eval_tasks": ",", "extensions": ","}
+# The separators of settings with several values, which may be lists in JSON and YAML.
+SEPARATORS = {name: field.json_schema_extra["separator"] for name, field in Config.model_fields.items()}
 # Environment variables for libraries, also allowed in `.env`.
 LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA"
@@ -45,6 +52,7 @@ class Layer(NamedTuple):
     values: Values
     problems: list[str]
     exports: Mapping[str, str] = {}  # the libraries' variables in `.env`
+    unused: Sequence[str] = ()  # settings of extensions/, which is missing
     is_env: bool = False  # `.env`, or a preset that it names
     # Of the command line only:
     env_file: Optional[str] = None
@@ -62,7 +70,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
         return Layer({}, [f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"])
-    values, problems, earlier = {}, [], {}
+    values, problems, unused, earlier = {}, [], [], {}
     known = ChainMap(environ, earlier)
     for binding in parse_stream(io.StringIO(text)):
         key, value, source = binding.key, binding.value, binding.original.string
@@ -84,14 +92,17 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
             problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
                             "environment nor in an earlier line; set it, or write ${NAME:-default}")
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
-            problems.append(unknown(where, key))
+            message = unknown(where, key)
+            problems += [message] if message else []
+            unused += [] if message else [key]
         elif name in values:
             problems.append(f"{where}: {key} is set a second time (first at {values[name][1]}); keep one")
         else:
             values[name] = (value, where)
     given = {name: pair for name, pair in values.items() if pair[0] != ""}
     exports = {name: value for name, (value, _) in given.items() if name not in Config.model_fields}
-    return Layer({name: pair for name, pair in given.items() if name not in exports}, problems, exports)
+    return Layer({name: pair for name, pair in given.items() if name not in exports}, problems, exports,
+                 unused)
 
 
 def yaml_content(node: Any) -> Any:
@@ -120,7 +131,7 @@ def read_config_file(path: Path) -> Layer:
     if not isinstance(content, tuple):
         example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
         return Layer({}, [f"{path}: expected an object of settings, such as {example}"])
-    values, problems = {}, []
+    values, problems, unused = {}, [], []
 
     def add(pairs: tuple, section: str = "") -> None:
         for key, value, *line in pairs:
@@ -132,22 +143,25 @@ def read_config_file(path: Path) -> Layer:
                 continue
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                problems.append(unknown(where if line else file, key))
+                message = unknown(where if line else file, key)
+                problems.extend([message] if message else [])
+                unused.extend([] if message else [name.upper()])
             elif name in values:
                 problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
-            elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
-                values[name] = (LISTS[name].join(value), where)
+            elif isinstance(value, list) and (separator := SEPARATORS[name]) and all(
+                    isinstance(part, str) for part in value):
+                values[name] = (separator.join(value), where)
             else:
                 values[name] = (value, where)
 
     add(content)
-    return Layer(values, problems)
+    return Layer(values, problems, unused=unused)
 
 
 def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
     """Return the settings among the flags. `script_flags` are also suggested for unknown flags."""
-    # argparse would stop at the first error, print the values of secrets, and read -1e-3 as a flag.
-    values, problems, config_files = {}, [], []
+    # argparse would stop at the first error, print values, which may be secrets, and read -1e-3 as a flag.
+    values, problems, unused, config_files = {}, [], [], []
     env_file, check = None, False
     known = (*Config.model_fields, "env_file", "config", "check", "num_train_epochs")
     arguments = [*argv]
@@ -167,10 +181,9 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
             value, has_value = "true", "="
 
         if not flag.startswith("--") or name not in known:
-            problems.append(unknown_flag(flag, (*known, *script_flags)))
-        elif name in SECRETS:
-            problems.append(f"command line: {flag} is a secret, and every user can read flags in the process "
-                            f"list; set {name.upper()} in .env or the environment")
+            message = unknown_flag(flag, (*known, *script_flags))
+            problems += [message] if message else []
+            unused += [] if message else [flag]
         elif not has_value or (value == "" and name in ("env_file", "config")):
             problems.append(f"command line: {flag} needs a value")
         elif name == "check":
@@ -181,23 +194,24 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
             config_files.append(value)
         else:
             values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
-    return Layer(values, problems, env_file=env_file, config_files=config_files, check=check)
+    return Layer(values, problems, unused=unused, env_file=env_file, config_files=config_files, check=check)
 
 
 def read_preset(names: str, where: str) -> Layer:
     """Return the settings of one or several comma-separated presets."""
-    values, problems = {}, []
+    values, problems, unused = {}, [], []
     known = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in known:
             layer = read_env_file(known[name])
             values.update(layer.values)
             problems += layer.problems
+            unused += layer.unused
         else:
             guess = suggestion(name, known)
             advice = f"did you mean {guess}? " if guess else ""
             problems.append(f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
-    return Layer(values, problems)
+    return Layer(values, problems, unused=unused)
 
 
 def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
@@ -319,10 +333,12 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     places = dict.fromkeys(recorded, str(checkpoint)) | sources
     notes += decisions(config, places, by_depth, by_start, by_stage)
     notes += [f"MAX_STEPS={config.max_steps} sets {text}"] if (text := assigned(by_length)) else []
-    misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
-                     for key in environ if (guess := misspelt(key)) is not None]
+    warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
+                for key in environ if (guess := misspelt(key)) is not None]
+    if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
+        warnings.append(f"Without extensions/, there is no setting of these names: {', '.join(unused)}")
     notes += notes_on_layers(layers, given, environ)
-    return Settings(config, sources, (*notes,), (*misspelt_keys, *missing),
+    return Settings(config, sources, (*notes,), (*warnings, *missing),
                   flags.check, is_plan, tuple(deferred), exported(layers))
 
 
@@ -369,7 +385,7 @@ def notes_on_layers(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]
         yield f"From the preset, which overrides .env: {', '.join(overridden)}"
     in_environment = [f"{name.upper()}={shortened(without_passwords(value))}"
                       for name, (value, where) in given.items()
-                      if where == "environment" and name not in (*SECRETS, "world_size")]  # set by torchrun
+                      if where == "environment" and name != "world_size"]  # set by torchrun
     if in_environment:
         yield f"From the environment: {', '.join(in_environment)}"
     for where, same in ((".env", True), ("the environment, which overrides .env", False)):
@@ -409,7 +425,7 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
 class SettingLine(NamedTuple):
     """A setting as in --help and docs/settings.md."""
 
-    section: str
+    section: str  # of the core, or the extension
     name: str
     default: str  # empty: none
     meaning: str
@@ -417,9 +433,10 @@ class SettingLine(NamedTuple):
 
 
 def describe_settings() -> Iterator[SettingLine]:
-    """Yield every setting, in order."""
-    for section in SECTIONS:
-        title = section.__name__.removesuffix("Config")
+    """Yield every setting, those of the core first."""
+    titles = {section.__name__.removesuffix("Config"): section for section in CORE_SECTIONS}
+    titles |= {f"Extension {name}": section for name, section in EXTENSION_SECTIONS.items()}
+    for title, section in titles.items():
         for name, info in section.model_fields.items():
             default = "" if info.default is None else str(info.default)
             default = default.lower() if info.annotation is bool else default
@@ -432,7 +449,8 @@ def help_text(usage: str) -> str:
     """Return the text of --help: every setting with its default and meaning."""
     lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
              *filled("Priority: defaults < .env < preset < --config < environment < flags. A preset named in "
-                     ".env has lower priority than .env. The flag for MAX_STEPS is --max-steps."), ""]
+                     ".env has lower priority than .env. The flag for MAX_STEPS is --max-steps. Variables of "
+                     "libraries (HF_TOKEN, WANDB_API_KEY, NCCL_DEBUG, ...) may be in .env too."), ""]
 
     def add(flag: str, meaning: str) -> None:
         lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
@@ -445,10 +463,9 @@ def help_text(usage: str) -> str:
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", section]
         for _, name, default, meaning, _ in settings:
-            is_secret = name.lower() in SECRETS
-            flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
             known = f": {presets}" if name == "PRESET" else ""
-            add(flag, f"{meaning}{known} [{default.replace(',', ', ') or 'none'}]")
+            add(f"--{name.lower().replace('_', '-')}",
+                f"{meaning}{known} [{default.replace(',', ', ') or 'none'}]")
     return "\n".join(lines)
 
 
@@ -489,11 +506,7 @@ def exit_with(error: SettingsError) -> NoReturn:
 
 
 def export(loaded: Settings) -> None:
-    """Export `.env`'s secrets and library variables, before the libraries are imported."""
+    """Export `.env`'s library variables, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)
     configure_allocator(derived.huge_pages_pay(loaded.config))
-    for name in SECRETS:
-        secret = getattr(loaded.config, name)
-        if secret is not None:
-            os.environ[name.upper()] = secret.get_secret_value()

@@ -49,7 +49,7 @@ NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew"
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 32, "MICRO_BATCH_SIZE": 2,
         "TOTAL_BATCH_SIZE": 256, "MAX_STEPS": 6, "LEARNING_RATE": 0.01, "WARMUP_STEPS": 2, "DEVICE": "cpu", "PRECISION": "fp32",
         "COMPILE": "false", "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3,
-        "HELLASWAG_BATCH_TOKENS": 128, "SAMPLE_EVERY": 6, "SAMPLE_TOKENS": 4, "SAVE_EVERY": 2, "KEEP_LAST": 0, "KEEP_BEST": 1,
+        "SAMPLE_EVERY": 6, "SAMPLE_TOKENS": 4, "SAVE_EVERY": 2, "KEEP_LAST": 0, "KEEP_BEST": 1,
         "DISTRIBUTED_TIMEOUT": 600, "REPORT": "false", "RUN_NAME": "run"}
 
 

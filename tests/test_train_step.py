@@ -161,9 +161,8 @@ def test_an_update_that_is_left_out_changes_no_bit(kind, bad):
 def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, above, updated):
     """The recent losses are chosen so that the limit is as close to the loss of the step as they can bring it."""
     loss = a_step(uneven_batches(2))[0].loss
-    recent = [(loss + above) / 1.5] * 16  # flat: a deviation of 1 % of the median
-    result, _, model = a_step(uneven_batches(2), recent_losses=recent, LOSS_SPIKE_POLICY=policy, LOSS_SPIKE_THRESHOLD=50,
-                              LOSS_SPIKE_WINDOW=16)
+    recent = [(loss + above) / 1.5] * 64  # flat: a deviation of 1 % of the median
+    result, _, model = a_step(uneven_batches(2), recent_losses=recent, LOSS_SPIKE_POLICY=policy, LOSS_SPIKE_THRESHOLD=50)
     fresh = new_model(model.config, 512, seed=1)
     assert result.updated == updated != all(map(torch.equal, model.parameters(), fresh.parameters()))
     assert (result.spike > 0) == (above < 0) and result.finite

@@ -214,7 +214,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
                             "config.json; name a run's folder, such as runs/first")
     saved = read_config_file(file)
     merged = {**saved.values, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
-              "cpu_offload": (False, "replay"), "memory_snapshot": (None, "replay")}
+              "cpu_offload": (False, "replay")}
     config, invalid = validate(merged)
     problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:

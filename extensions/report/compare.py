@@ -29,10 +29,10 @@ class Metric(NamedTuple):
 
 
 # Settings of how a run is watched, kept and repeated do not change what it is.
-WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT", "DRIFT_CHECK_EVERY", "PREFETCH_STEPS",
+WATCHED = {*NOT_COMPARED, "CACHE_DIR", "DEBUG", "DISTRIBUTED_TIMEOUT",
            "PREPARATION_WORKERS", "STOP_STEP", "VERIFY_DATA",
-           *(line.name for line in describe_settings()
-             if line.on_resume == "safe" and line.section in ("Evaluation", "Checkpoint", "Log"))}
+           *(line.name for line in describe_settings() if line.on_resume == "safe"
+             and line.section.startswith(("Evaluation", "Checkpoint", "Log", "Extension")))}
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
 METRICS = {"correct": Metric("accuracy", mcnemar, "items"),

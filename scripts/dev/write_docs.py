@@ -26,7 +26,7 @@ def env_example() -> str:
     lines = ["# Copy this file to .env and uncomment what should differ from the default. .env overrides a",
              "# preset that it names. Other presets, the environment and flags override .env. MAX_STEPS is",
              "# --max-steps as a flag. Empty values are ignored, and ${NAME} is expanded. Variables of",
-             "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
+             "# libraries (HF_TOKEN, WANDB_API_KEY, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:

@@ -11,11 +11,11 @@ import torch
 from factories import TinyRun, assert_same_run
 
 from common.errors import SettingsError
-from config import Config, rules, step_window
+from config import Config, rules
 from extensions import power, profile
 from extensions.power import Reading, Sample
 from extensions.profile import Measurements, Profiling, peak_flops
-from run.start import prepare_device
+from extensions.settings import step_window
 
 # What the run of `whole` measures besides.
 MEASURED = {"PROFILE_STEPS": "3:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
@@ -134,7 +134,7 @@ def test_windows_are_checked():
             f"PROFILE_STEPS={wrong} must be the first and the last step from 1, such as 3:7"]
     assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
     with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, but torch sees no GPU here; remove it"):
-        prepare_device(Config(memory_snapshot=3, device="cpu"))
+        Measurements().run_start(SimpleNamespace(config=Config(memory_snapshot=3), ranks=SimpleNamespace(device=torch.device("cpu"))))
     assert power.SLOWDOWNS
 
 

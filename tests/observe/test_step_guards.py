@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import train
 from checkpoint import store
 from common.heartbeat import HEARTBEAT
+from config import OptimConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
 from extensions.report.data import RunReader
@@ -54,9 +55,10 @@ def poison(monkeypatch, *steps: int) -> None:
 
 
 @pytest.fixture
-def long_run(tiny_run):
+def long_run(tiny_run, monkeypatch):
     """Make a run that is long enough to fill the window of recent losses."""
-    return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
+    monkeypatch.setattr(OptimConfig, "loss_spike_window", 16)
+    return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, **settings})
 
 
 def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):

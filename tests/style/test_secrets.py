@@ -49,6 +49,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / ".env").write_text(f"HF_TOKEN={IN_ENV_FILE}\nWANDB_ENABLED=true\nTENSORBOARD_ENABLED=true\n")
     monkeypatch.setenv("WANDB_API_KEY", IN_ENVIRONMENT)
     monkeypatch.setenv("HF_TOKEN", "")  # so that monkeypatch undoes the export
+    monkeypatch.delenv("HF_TOKEN")
     yield tmp_path
     sys.modules.pop("wandb", None)
 
@@ -162,7 +163,7 @@ def test_a_secret_as_a_flag_is_refused_in_every_spelling_and_not_repeated(comman
 
 
 LINES = {"OPENAI_API_KEY=canary": "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY='canary'": "AWS_SECRET_ACCESS_KEY",
-         "HF_TOKN=canary": "did you mean HF_TOKEN", "HF_TOKEN: canary": "not of the form NAME=value",
+         "HF_TOKN=canary": "HF_TOKEN in .env", "HF_TOKEN: canary": "not of the form NAME=value",
          "HF_TOKEN canary": "not of the form NAME=value", "HF_TOKEN='canary": "not of the form NAME=value",
          "HF_TOKEN=canary-1\nHF_TOKEN=canary-2": "set a second time",
          "export DATABASE_URL=postgres://me:canary@host/x": "DATABASE_URL"}

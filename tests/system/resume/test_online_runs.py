@@ -16,6 +16,7 @@ from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
+from extensions import online
 from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
 from extensions.report.page import Report
@@ -201,9 +202,10 @@ def test_the_log_has_every_answer_with_its_rewards(whole):
 
 
 @pytest.mark.parametrize("function, reason", [("fails", "ValueError: too bad"),
-                                              ("hangs", "REWARD_TIMEOUT=0.5 seconds"), ("dies", "ended with code 7")])
-def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(function, reason, functions, stages, tmp_path, capsys):
-    run = stages.run("grpo", tmp_path / "runs", REWARD=f"rated:{function}", REWARD_TIMEOUT=0.5, MAX_STEPS=1, VALIDATE_EVERY=0,
+                                              ("hangs", "no reply within 0.5 seconds"), ("dies", "ended with code 7")])
+def test_a_failing_reward_names_the_record_and_its_answer_does_not_count(function, reason, functions, stages, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online, "REPLY_SECONDS", 0.5)
+    run = stages.run("grpo", tmp_path / "runs", REWARD=f"rated:{function}", MAX_STEPS=1, VALIDATE_EVERY=0,
                      HELLASWAG_EVERY=0)
     assert run.train() == 0
     failed = [line for line in run.lines("rollouts") if line["reward"] is None]

@@ -1,4 +1,4 @@
-"""Validate the names and values of settings, and suggest a setting for an unknown name."""
+"""Aliases of settings and values in other trainers, and the check of names and values."""
 
 import json
 import re
@@ -11,21 +11,22 @@ from pydantic import ValidationError
 
 from common.command_line import suggestion
 from common.text import printable
-from config import SECRETS, Config
+from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-_TABLES = json.loads(Path(__file__).with_name("foreign_names.json").read_text(encoding="utf-8"))
+_TABLES = json.loads(Path(__file__).with_name("aliases.json").read_text(encoding="utf-8"))
 # Names of these settings in other trainers, with the same meaning and unit.
-FOREIGN_NAMES = {foreign: name for name, names in _TABLES["same"].items() for foreign in names.split()}
+ALIASES = {alias: name for name, aliases in _TABLES["same"].items() for alias in aliases.split()}
 # Names in other trainers of what is set in another way here, or needs no setting, with a sentence about it.
-OTHER_WAYS = {foreign: sentence for names, sentence in _TABLES["other"].items() for foreign in names.split()}
+OTHER_WAYS = {alias: sentence for aliases, sentence in _TABLES["other"].items() for alias in aliases.split()}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
-FOREIGN_VALUES = _TABLES["values"]
+VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
 SECTIONS_OF_OTHERS = ("train", "training", "optimizer", "lr_scheduler", "model", "job", "metrics",
                       "profiling", "parallelism")
 
+NO_SUCH_SETTING = "there is no such setting (--help lists all)"
 # Messages for pydantic's types of errors.
 EXPECTATIONS = {
     "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
@@ -39,20 +40,25 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
            shown: Callable[[str], str] = str.upper) -> str:
     """Return what to do about an unknown name: a setting that it may mean, or what does it here."""
     section, _, last = name.lower().replace("-", "_").rpartition(".")  # torchtitan's --training.steps
-    forms, names = [f"{section}_{last}".lstrip("_")], (*known, *FOREIGN_NAMES, *OTHER_WAYS)
+    forms, names = [f"{section}_{last}".lstrip("_")], (*known, *ALIASES, *OTHER_WAYS)
     if section in ("", *SECTIONS_OF_OTHERS):
         forms += [last, re.sub("^(use|enable)_|_enabled$", "", last)]
     way = next((form for form in forms if form in names), None) or suggestion(
         name, (each for each in names if each in known or "_" in each))  # many words differ by a letter
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
-    guess = FOREIGN_NAMES.get(way, way)
-    no_setting = "there is no such setting (--help lists all)"
-    return f"did you mean {shown(guess)}?" if guess in known else no_setting
+    guess = ALIASES.get(way, way)
+    return f"did you mean {shown(guess)}?" if guess in known else NO_SUCH_SETTING
 
 
 def unknown(where: str, name: str) -> str:
-    return f"{where}: unknown setting {shortened(name)}; {advice(name)}"
+    """Return the message for an unknown name; empty if it may be one of the extensions, which are missing."""
+    found = advice(name)
+    return f"{where}: unknown setting {shortened(name)}; {found}" * (not may_be_missing(found))
+
+
+def may_be_missing(advice: str) -> bool:
+    return not EXTENSION_SECTIONS and advice == NO_SUCH_SETTING
 
 
 def shortened(text: str) -> str:
@@ -70,22 +76,22 @@ def misspelt(key: str) -> Optional[str]:
     name = key.lower()
     if key != key.upper():
         return name if name in Config.model_fields and "_" in name else None
-    if name in Config.model_fields or len(name) < 6:
+    if name in Config.model_fields or key in SECRETS or len(name) < 6:
         return None
-    if name in FOREIGN_NAMES and "_" in name and name not in NAMES_OF_OTHERS:
-        return FOREIGN_NAMES[name]
-    match = suggestion(name, Config.model_fields)
+    if name in ALIASES and "_" in name and name not in NAMES_OF_OTHERS:
+        return ALIASES[name]
+    match = suggestion(name, (*Config.model_fields, *map(str.lower, SECRETS)))
     return None if match is None or ("_" not in match and name.startswith(match)) else match
 
 
 def unknown_flag(flag: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown flag."""
+    """Return the message for an unknown flag, or "" as in `unknown`."""
     name = flag.lstrip("-").lower().replace("-", "_")
     if name.removeprefix("no_") in SWITCHES:
         what_to_do = f"did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
     else:
         what_to_do = advice(name, known, lambda guess: f"--{guess.replace('_', '-')}")
-    return f"command line: unknown flag {shortened(flag)}; {what_to_do}"
+    return f"command line: unknown flag {shortened(flag)}; {what_to_do}" * (not may_be_missing(what_to_do))
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
@@ -113,12 +119,11 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
             message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
             name = str(detail["loc"][0])
             is_choice, choices = detail["type"] == "literal_error", Config.model_fields[name].annotation
-            guess = is_choice and suggestion(str(values[name]), get_args(choices), FOREIGN_VALUES)
+            guess = is_choice and suggestion(str(values[name]), get_args(choices), VALUE_ALIASES)
             invalid[name] = message.format(**detail.get("ctx", {})) + f"; did you mean {guess}?" * bool(guess)
         config = build()
     messages = {}
     for name, message in invalid.items():
         value, where = merged[name]
-        shown = "***" if name in SECRETS else shortened(str(value))
-        messages[name] = f"{where}: {name.upper()}={shown}: {message}"
+        messages[name] = f"{where}: {name.upper()}={shortened(str(value))}: {message}"
     return config, messages

@@ -1,0 +1,50 @@
+"""How a setting is declared, in config.py for the core and in extensions/settings.py for the extensions."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_NUMBER = 2**53  # larger numbers are typos, and JSON would round them
+
+
+def setting(on_resume: str, default, meaning: str, **limits):
+    """Return a field with a help text and its behavior on resume. Every number has an upper limit.
+
+    `separator` divides several values, which may be a list in JSON and YAML.
+    """
+    if limits and not {"lt", "le", "separator"} & set(limits):
+        limits["le"] = MAX_NUMBER
+    extra = {"on_resume": on_resume, "times": limits.pop("times", None),
+             "separator": limits.pop("separator", None)}
+    return Field(default, description=meaning, json_schema_extra=extra, **limits)
+
+
+# If a resuming run differs from its checkpoint in a safe setting, a note reports it; in a curve setting, a
+# warning says that the training curve changes; in a fixed setting, it is an error, unless
+# ALLOW_RESUME_MISMATCH lists the setting.
+safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
+
+
+def interval(times: int, most: int, meaning: str):
+    """Return a field for the steps between two events; settings/derived.py divides MAX_STEPS by `times`."""
+    return safe(most, f"steps between {meaning}; default: MAX_STEPS / {times}, at most {most}", ge=0,
+                times=times)
+
+
+class Section(BaseModel):
+    """A group of settings; frozen, so that the logged values are those in use.
+
+    The methods are called by their section with all settings, because every section has its own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
+                              hide_input_in_errors=True)
+
+    def is_used(self) -> bool:
+        """Return whether the settings have an effect; otherwise they may differ from a checkpoint's."""
+        return True
+
+    def rules(self) -> Iterator[str]:
+        """Yield a sentence for every conflict, with all settings involved."""
+        yield from ()

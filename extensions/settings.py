@@ -1,0 +1,186 @@
+"""The settings of the extensions, without torch: config.py finds SECTIONS and adds them to the core's."""
+
+import re
+from collections.abc import Iterator
+from typing import Literal, Optional
+
+from common.section import Section, curve, fixed, interval, safe
+
+BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "math_verify", "length")
+
+
+class OnlineConfig(Section):
+    """Training on the model's own answers, which functions reward (GRPO)."""
+
+    reward: str = fixed(
+        "exact", "sum of functions: exact, contains, regex, math, math_verify, length, module:function; "
+        "comma-separated, perhaps with weights: math*2,rewards:polite*-0.5")
+    grpo_group: int = fixed(8, "answers to each prompt, which are compared with each other", ge=1, le=4096)
+    grpo_max_tokens: Optional[int] = fixed(
+        None, "maximum tokens per answer, with its end; none = half of MAX_SEQ_LEN", ge=1)
+    grpo_loss: Literal["grpo", "dr_grpo", "dapo"] = fixed(
+        "dapo", "mean over: each answer's tokens (grpo), GRPO_MAX_TOKENS (dr_grpo), or all tokens (dapo)")
+    grpo_clip_low: float = fixed(0.2, "clip the probability ratio below 1 minus this", gt=0, lt=1)
+    grpo_clip_high: float = fixed(0.2, "clip the probability ratio above 1 plus this; DAPO: 0.28", gt=0)
+    grpo_beta: float = fixed(0.0, "weight of the KL divergence from the start model; 0 = no reference", ge=0)
+    grpo_updates: int = fixed(1, "updates on the answers of a step; the ratio is clipped from the second on",
+                              ge=1, le=1000)
+
+    @property
+    def reward_terms(self) -> list[tuple[str, float]]:
+        """The names in REWARD with their weights. Raises ValueError."""
+        terms = [term.strip().rpartition("*") for term in self.reward.split(",") if term.strip()]
+        return [(name.strip(), float(weight)) if name else (weight, 1.0) for name, _, weight in terms]
+
+    @property
+    def answers_per_prompt(self) -> int:
+        return self.grpo_group if self.training_stage == "grpo" else 1
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.grpo_updates if self.training_stage == "grpo" else 1
+
+    @property
+    def answer_tokens(self) -> int:
+        """Maximum tokens of a generated answer."""
+        return self.grpo_max_tokens or max(1, self.max_seq_len // 2)
+
+    @property
+    def answers_per_row(self) -> int:
+        """Answers of GRPO that share a training row, in which their prompt is computed once."""
+        fits = self.grpo_group * self.answer_tokens <= self.max_seq_len and not self.distillation_enabled
+        return self.grpo_group if fits and self.training_stage == "grpo" else 1
+
+    def is_used(self) -> bool:
+        return self.training_stage == "grpo"
+
+    def rules(self) -> Iterator[str]:
+        """Check the groups and the reward, and that GRPO supports the features."""
+        if self.training_stage != "grpo":
+            return
+        if self.micro_batch_size % self.grpo_group:
+            groups = -(-self.micro_batch_size // self.grpo_group)
+            yield (f"MICRO_BATCH_SIZE={self.micro_batch_size} must be a multiple of GRPO_GROUP="
+                   f"{self.grpo_group}, as the answers to a prompt are generated together; try "
+                   f"{groups * self.grpo_group}")
+        if self.grpo_group == 1 and not self.distillation_enabled:
+            yield "GRPO_GROUP=1 compares an answer with no other; set it to 2 or more"
+        if self.answer_tokens >= self.max_seq_len:
+            yield (f"GRPO_MAX_TOKENS={self.grpo_max_tokens} leaves no room for a prompt in MAX_SEQ_LEN="
+                   f"{self.max_seq_len}; lower it")
+        try:
+            names = [name for name, _ in self.reward_terms]
+            unknown = [name for name in names if name not in BUILT_IN_REWARDS and ":" not in name]
+            if unknown or not names:
+                yield (f"REWARD={self.reward}: {unknown[0] if unknown else 'it'} is not one of "
+                       f"{', '.join(BUILT_IN_REWARDS)}, and does not have the form module:function")
+        except ValueError:
+            yield (f"REWARD={self.reward} does not have the form name*weight, ...; an example is "
+                   "math*2,length*-0.01")
+        refused = {f"SHARDING={self.sharding}": self.sharding != "none",
+                   "PRECISION=fp16": self.precision == "fp16",
+                   f"LOSS_SPIKE_POLICY={self.loss_spike_policy}": self.loss_spike_policy != "warn",
+                   f"EARLY_STOPPING_PATIENCE={self.early_stopping_patience}":
+                       self.early_stopping_patience > 0}
+        if self.distillation_enabled:  # the teacher scores new answers
+            refused[f"GRPO_BETA={self.grpo_beta}"] = self.grpo_beta > 0
+        for feature in (feature for feature, is_used in refused.items() if is_used):
+            yield (f"{feature} does not work with TRAINING_STAGE=grpo"
+                   f"{' and DISTILLATION_ENABLED=true' * self.distillation_enabled}; remove it")
+
+
+class ReportConfig(Section):
+    """The report."""
+
+    report: bool = safe(True, "write report.html into the run folder at each save and at the end")
+
+
+class CardConfig(Section):
+    """The model card."""
+
+    model_license: str = safe(
+        "", "license in the model card, such as apache-2.0; empty = the base model's")
+
+
+class TrackersConfig(Section):
+    """Logs for other programs."""
+
+    wandb_enabled: bool = safe(False, "also log to Weights & Biases; offline unless WANDB_API_KEY is set")
+    tensorboard_enabled: bool = safe(False, "also write TensorBoard files")
+    trackio_enabled: bool = safe(False, "also log to trackio (pip install trackio)")
+
+
+class GuardsConfig(Section):
+    """Explanations of bad steps."""
+
+    drift_check_every: int = safe(
+        500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
+
+
+class EvaluateConfig(Section):
+    """Evaluations that generate text."""
+
+    generation_eval_every: int = safe(
+        0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
+    generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
+    generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
+    sample_every: int = interval(3, 500, "generated samples; 0 = never")
+    sample_prompts: str = safe(
+        "", "prompts for samples, separated by |; none = for chats, held-out prompts", separator="|")
+    sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
+    sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
+    sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
+
+    @property
+    def prompts_to_answer(self) -> int:
+        return self.generation_eval_examples if self.generation_eval_every else 0
+
+    def rules(self) -> Iterator[str]:
+        """Check that the stage has answers to evaluate."""
+        every, stage = self.generation_eval_every, self.training_stage
+        if every and stage == "dpo" and self.preference_objective == "kto":
+            yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
+                   "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")
+        if every and stage in ("pretrain", "grpo"):
+            yield (f"GENERATION_EVAL_EVERY={every} compares answers, which only the stages sft "
+                   f"and dpo have; set it to 0 with TRAINING_STAGE={stage}")
+
+
+class ProfileConfig(Section):
+    """Measurements of speed, memory and power."""
+
+    peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
+    power_hz: float = safe(
+        1.0, "samples of power, clock and temperature per second (NVML, or RAPL on a CPU); 0 = none", ge=0,
+        le=1000)
+    profile_steps: Optional[str] = safe(
+        None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
+    memory_snapshot: Optional[int] = safe(
+        None, "step whose CUDA allocations are recorded in the run folder's profile/", ge=1)
+
+    def rules(self) -> Iterator[str]:
+        """Check the steps to measure."""
+        try:
+            step_window(self.profile_steps)
+        except ValueError:
+            yield (f"PROFILE_STEPS={self.profile_steps} must be the first and the last step from 1, such as "
+                   "3:7")
+        if self.memory_snapshot and self.device == "cpu":
+            yield (f"MEMORY_SNAPSHOT={self.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove "
+                   "it")
+
+
+def step_window(text: Optional[str]) -> Optional[range]:
+    """Parse "FIRST:LAST" (inclusive) into a range of steps; None stays None. Raises ValueError."""
+    if text is None:
+        return None
+    numbers = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
+    first, last = map(int, numbers.groups()) if numbers else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(text)
+    return range(first, last + 1)
+
+
+# By extension, in the order of the documents.
+SECTIONS = {"online": OnlineConfig, "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
+            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
