@@ -35,7 +35,7 @@ from data_pipeline.prepare import (
     read_prepared,
 )
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault
-from data_pipeline.sources import SHORTCUTS, Source, kind_of, local_files, source_of
+from data_pipeline.sources import SHORTCUTS, Source, format_of, local_files, source_of
 from data_pipeline.templates import text_tokenizer
 from settings.load import export, load_config, read_flags
 from tokenizer import load_tokenizer
@@ -295,4 +295,4 @@ def is_source(kind: str, path: str) -> bool:
     if not names and source_of(path, NAMES[kind]).name:  # a hub name or a missing path
         owner, _, name = path.partition("/")
         return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
-    return is_url(path) or any(kind_of(name)[0] for name in names)
+    return is_url(path) or any(format_of(name)[0] for name in names)

@@ -156,7 +156,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
         except DataError as error:
             reading.refuse(where, str(error))
             continue
-        reading.drop(dropped)
+        reading.dropped.update(dropped)
         yield from (example._replace(options=options) for example in examples)
 
 

@@ -29,7 +29,7 @@ from common.files import FileLock, disk_errors, json_sha256, read_json, sync_fol
 from common.text import counted, is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, Filter
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
-from data_pipeline.sources import Document, Place, Reading, Source, identify, kind_of, read_texts
+from data_pipeline.sources import Document, Position, Reading, Source, format_of, identify, read_texts
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import (
     SPLITS,
@@ -295,9 +295,9 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
-                # Arrow files of a dataset of the hub, and documents whose ends are held out, have no place.
-                has_place = fraction is not None and (plan.inputs[0].path or chunk.end.place.state)
-                end = {"end": {**chunk.end._asdict(), "split": split_plan}} if has_place else {}
+                # Documents whose ends are held out have no position.
+                has_position = fraction is not None
+                end = {"end": {**chunk.end._asdict(), "split": split_plan}} if has_position else {}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
                     "removed": overlaps.removed, **end})
@@ -331,7 +331,7 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
         return islice(kind.read(source, reading), most - done if most else None)
 
     if "split" in (end := journal.get("end", {})):  # read the last item of the last chunk again, and go on
-        reading.start = Place(*end["place"])
+        reading.start = Position(*end["position"])
         next(items := read(reading, end["items"] - 1))
         vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
         return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"][:2])
@@ -356,7 +356,7 @@ def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, ove
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
-    is_text = not kind and any(kind_of(path)[0] == "text" for path in paths)
+    is_text = not kind and any(format_of(path)[0] == "text" for path in paths)
     split_text = ", or split the text into more (--documents)" if is_text else ""
     return f"add more {'examples' if kind else 'documents'}{split_text}"
 
@@ -365,7 +365,7 @@ class ChunkEnd(NamedTuple):
     """Where a chunk ends."""
 
     fraction: float | None  # of the source that has been read
-    place: Place  # where the last item begins
+    position: Position  # where the last item begins
     items: int  # in all chunks so far
     counts: dict[str, Any]  # see Reading
 
@@ -373,7 +373,7 @@ class ChunkEnd(NamedTuple):
 def cut_chunks(items: Iterable, reading: Reading, done: int = 0) -> Iterator[tuple[list, ChunkEnd]]:
     """Yield chunks of about CHUNK_CHARACTERS, and where each ends, after `done` items."""
     def end() -> ChunkEnd:
-        return ChunkEnd(reading.fraction, reading.item or reading.place, done, reading.counts)
+        return ChunkEnd(reading.fraction, reading.item or reading.position, done, reading.counts)
 
     chunk, characters = [], 0
     try:

@@ -10,11 +10,10 @@ import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -26,25 +25,25 @@ from common.errors import DataError, PaddockError, SettingsError, requires_packa
 from common.files import WrongContentError, advice_on_encoding, check_start, sha256
 from common.text import counted, pip_install, without_passwords
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
-         ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
+# Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
+# reads them in blocks, so errors would not name the line, one bad record would end the file, and all
+# records would get the columns and types of the first ones.
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
+           ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
+TABLES = ("parquet", "arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
-READABLE = f"{' '.join(KINDS)}, also compressed as {' '.join(COMPRESSIONS)}"
-LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, LISTED_COLUMNS, LISTED_DROPPED = 1000, 20, 20, 1000
-MAX_LINE_BYTES = 1 << 30  # lines are held in memory, and compressed files may unpack to much more
-SNIFF_BYTES = 8192  # read first, to distinguish text from binary, and JSON lines from an array
-BLOCK_CHARACTERS = 1 << 16  # read from a JSON array at once
-BLANK = re.compile(r"[ \t\r\n]*")
+READABLE = f"{' '.join(FORMATS)}, also compressed as {' '.join(COMPRESSIONS)}"
+LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS, SHOWN_NAMES = 1000, 20, 20, 3
+START_BYTES = 8192  # read first, to distinguish JSON lines from an array, and text from other encodings
+TABLE_ROWS = 1000  # read from a table at once
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
-# Files that `datasets` writes beside the .arrow files of a saved or cached dataset.
-DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
+SAVED_FILES = ("dataset_dict.json", "state.json")  # one is in each folder that `datasets` saved
 DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
-SHOWN_NAMES = 3
 # Left out of folders, as by `datasets`: names that begin with a dot, folders that begin with __.
 HIDDEN = re.compile(r"(^|.*/)(\.|__[^/]*/)")
 ALL = ""  # the split of files without splits
 # Each field of a source: on which sources it has an effect, and what to do on others. `hub` is a dataset, and
-# `files` its --files; `splits` and `configs` are those of a folder; `text` and `records` are kinds of files.
+# `files` its --files; `splits` and `configs` are those of a folder; `text` and `records` are formats.
 EFFECTS = {
     "config": ("hub configs", "only datasets on the hub, and folders with configs in README.md, have any; "
                "remove it"),
@@ -120,13 +119,12 @@ class Document(NamedTuple):
         return self.text
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a record of a source's files begins."""
 
     file: int = 0
     record: int = 0  # records, or lines, before it in the file
-    offset: int = 0  # bytes before it in a file of lines that is not compressed
-    state: dict | None = None  # before it, of a stream of `datasets`
+    state: dict | None = None  # of a table or dataset of the hub, before the rows around it
 
 
 @dataclass
@@ -146,9 +144,9 @@ class Reading:
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
     unread: Sequence[str] = ()  # columns of the current table that are not read
     advance: Callable[[], Any] = lambda: None  # called regularly while reading
-    start: Place = Place()  # the first record to read
-    place: Place = Place()  # the record that was read last
-    item: Place | None = None  # where the item that was read last begins, if it consists of several records
+    start: Position = Position()  # the first record to read
+    position: Position = Position()  # the record that was read last
+    item: Position | None = None  # where the last item begins, if it consists of several records
 
     @property
     def counts(self) -> dict[str, Any]:
@@ -158,12 +156,6 @@ class Reading:
     @property
     def fraction(self) -> float | None:
         return self.bytes_done / self.bytes_total if self.bytes_total else None
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Count unused fields."""
-        for name in names:
-            is_listed = name in self.dropped or len(self.dropped) < LISTED_DROPPED
-            self.dropped[name if is_listed else "others"] += 1
 
     def refuse(self, where: str, reason: str) -> None:
         """Count and list an unusable record; without `skip_bad`, `settle` raises DataError."""
@@ -196,7 +188,7 @@ class StoredFile:
     fs: Any
     name: str
     size: int
-    kind: str
+    format: str
     compression: str | None
 
     @property
@@ -243,7 +235,7 @@ def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: 
         raise SettingsError("a source is empty; set it to a file, folder, glob or hub dataset")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
-    is_hub_name = remote.HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
+    is_hub_name = remote.HUB_NAME.fullmatch(text) and not os.path.exists(text) and not format_of(text)[0]
     return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
 
 
@@ -265,17 +257,17 @@ def identify(source: Source, known: dict[str, list],
     files = []
     for file in list_files(source):
         with reading_errors(file.url):
-            files.append([file.kind, file.compression, file.size, file.identity(known, advance)])
+            files.append([file.format, file.compression, file.size, file.identity(known, advance)])
     return {"files": files, **reading}
 
 
-def kind_of(name: str) -> tuple[str | None, str | None]:
-    """Return (kind, compression) by a file's suffixes; the kind is None if unsupported."""
+def format_of(name: str) -> tuple[str | None, str | None]:
+    """Return (format, compression) by a file's suffixes; the format is None if unsupported."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:
         suffix = os.path.splitext(stem)[1]
-    return KINDS.get(suffix), compression
+    return FORMATS.get(suffix), compression
 
 
 def list_files(source: Source) -> list[StoredFile]:
@@ -297,37 +289,31 @@ def list_files(source: Source) -> list[StoredFile]:
                 raise DataError(f"{path} has no split {split!r}, only {', '.join(splits)}; choose one with "
                                 f"--split, or read all files with a glob: {everything!r}")
             chosen, of_split = splits.pop(split), f" of split {split}"
-        files = [_stored_file(fs, name) for name in chosen if kind_of(name)[0]]
+        files = []
+        for name in (name for name in chosen if format_of(name)[0]):
+            if flaw_of(name):  # JSON files could not contain it
+                raise DataError(f"{name}: the file's name is not UTF-8; rename it")
+            if is_local(fs) and not os.path.exists(name):
+                raise DataError(f"{name}: is a link to {os.readlink(name)}, which does not exist; restore "
+                                "the file, or remove the link")
+            files.append(StoredFile(fs, name, fs.size(name) or 0, *format_of(name)))
         if not files:
-            raise DataError(f"{path}: no file of a supported kind; use {READABLE}")
+            raise DataError(f"{path}: no file of a supported format; use {READABLE}")
     others = {name: f"of split {split}" for split, those in splits.items() for name in those}
     for name in {*names}.difference(file.name for file in files):
-        if os.path.basename(name) not in DATASET_FILES:
-            reason = others.get(name, "in no split") if kind_of(name)[0] else "of other kinds"
+        if os.path.basename(name) not in (*SAVED_FILES, "dataset_info.json"):
+            reason = others.get(name, "in no split") if format_of(name)[0] else "of other formats"
             unread[reason].append(name)
-    check_flags(source, {"text" if file.kind == "text" else "records" for file in files}
+    check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
-    if unread:
-        listed = "; ".join(f"{len(those):,} {reason} ({_names(root, those)})"
-                           for reason, those in sorted(unread.items()))
+    listed = []
+    for reason, those in sorted(unread.items()):
+        shown = [os.path.relpath(name, root) if root else name for name in sorted(those)[:SHOWN_NAMES]]
+        listed.append(f"{len(those):,} {reason} ({', '.join(shown)}{', ...' * (len(those) > SHOWN_NAMES)})")
+    if listed:
         remote.say_once(f"{without_passwords(path)}: reading {counted(len(files), 'file')}{of_split}; "
-                        f"not read: {listed}")
+                        f"not read: {'; '.join(listed)}")
     return files
-
-
-def _names(root: str, names: list[str]) -> str:
-    shown = [os.path.relpath(name, root) if root else name for name in sorted(names)[:SHOWN_NAMES]]
-    return ", ".join([*shown, "..."] if len(names) > SHOWN_NAMES else shown)
-
-
-def _stored_file(fs: Any, name: str) -> StoredFile:
-    if flaw_of(name):  # JSON files could not contain it
-        raise DataError(f"{name}: the file's name is not UTF-8; rename it")
-    if is_local(fs) and not os.path.isfile(name):
-        raise DataError(f"{name}: " + ("is not a plain file; give another" if os.path.exists(name) else
-                                       f"is a link to {os.readlink(name)}, which does not exist; restore the "
-                                       "file, or remove the link"))
-    return StoredFile(fs, name, fs.size(name) or 0, *kind_of(name))
 
 
 def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
@@ -347,7 +333,10 @@ def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
 
 
 def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
-    """Return the files below a local folder, also behind links, sorted; add what is skipped to `unread`."""
+    """Return the files below a local folder, sorted; add what is skipped to `unread`.
+
+    Unlike fsspec and `datasets`, it follows links to folders.
+    """
     def fail(error: OSError) -> None:
         raise error
 
@@ -397,37 +386,45 @@ def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list
 
 
 def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[dict[str, list[str]], bool]:
-    """Return the files of each split in a folder, or all as the split ALL; and whether it has configs."""
+    """Return the files of each split in a folder, or all as the split ALL; and whether it has configs.
+
+    The splits are those of `datasets`: of a folder that it saved, else by the configs in README.md or by the
+    names of the files.
+    """
     if not root:
         return {ALL: names}, False
-    if any(os.path.basename(name) in DATASET_FILES for name in names) and any(
-            name.endswith(".arrow") for name in names):
-        return _splits_of_saved(fs, root, names), False
-    if source.split == "":
-        return {ALL: names}, False
-    return _splits_of_folder(fs, root, names, source.config)
-
-
-def _splits_of_folder(fs: Any, root: str, names: list[str], config: str) -> tuple[dict[str, list[str]], bool]:
-    """Return the splits as `datasets` finds them, by the configs in README.md or by the names of files."""
     with requires_package("datasets", f"{root}, a folder,"):
+        import datasets
         from datasets import data_files as finder
         from datasets.utils.metadata import MetadataConfigs
         from huggingface_hub import DatasetCard
+    saved = {name for name in names if os.path.basename(name) in SAVED_FILES}
+    if saved and any(name.endswith(".arrow") for name in names):
+        if saved.isdisjoint(f"{root}/{name}" for name in SAVED_FILES):
+            raise DataError(f"{root} has folders saved by `datasets`; use one, such as "
+                            f"{os.path.dirname(min(saved))}")
+        if not is_local(fs):
+            raise DataError(f"{root} was saved by `datasets`; copy it to a local folder")
+        loaded = datasets.load_from_disk(root)
+        loaded = loaded if isinstance(loaded, dict) else {ALL: loaded}
+        return {split: [file["filename"] for file in rows.cache_files]
+                for split, rows in loaded.items()}, False
+    if source.split == "":
+        return {ALL: names}, False
     card, params, configs = f"{root}/{DATASET_CARD}", {}, {}
     if card in names:
         with reading_errors(card):
             content = fs.cat_file(card).decode("utf-8-sig")
             if content.startswith("---"):
                 configs = MetadataConfigs.from_dataset_card_data(DatasetCard(content).data)
-                chosen = config or configs and configs.get_default_config_name()
+                chosen = source.config or configs and configs.get_default_config_name()
     if configs:
         if chosen not in configs:
-            raise DataError(f"{root} has {f'no config {config!r}' if config else 'several configs'}; choose "
+            raise DataError(f"{root} has {f'no config {chosen!r}' if chosen else 'several configs'}; choose "
                             f"one with --config-name: {', '.join(configs)}")
         params = configs[chosen]
     base = os.path.join(root, params.get("data_dir") or "", "").replace("/./", "/")
-    inside = {name.removeprefix(base): name for name in names if name.startswith(base) and kind_of(name)[0]
+    inside = {name.removeprefix(base): name for name in names if name.startswith(base) and format_of(name)[0]
               and os.path.basename(name) not in finder.FILES_TO_IGNORE}
 
     def resolve(pattern: str) -> list[str]:
@@ -440,31 +437,6 @@ def _splits_of_folder(fs: Any, root: str, names: list[str], config: str) -> tupl
         return {ALL: [*inside.values()]}, bool(configs)
     return {str(split): sorted({inside[name] for pattern in those for name in resolve(pattern)})
             for split, those in patterns.items()}, bool(configs)
-
-
-def _splits_of_saved(fs: Any, root: str, names: list[str]) -> dict[str, list[str]]:
-    """Return the .arrow files of each split in a folder saved or cached by `datasets`, or of ALL.
-
-    Not by datasets.load_from_disk, which maps the files and ignores that other caches are in the same folder.
-    """
-    def content_of(name: str) -> dict:
-        return json.loads(fs.cat_file(f"{root}/{name}")) if f"{root}/{name}" in names else {}
-
-    def saved_in(folder: str) -> list[str] | None:
-        files = content_of(f"{folder}state.json").get("_data_files")
-        return files and [f"{root}/{folder}{os.path.basename(file['filename'])}" for file in files]
-
-    arrow = [name for name in names if name.endswith(".arrow")]
-    if not any(f"{root}/{name}" in names for name in DATASET_FILES):
-        raise DataError(f"{root} has folders of `datasets`; use one, such as {os.path.dirname(arrow[0])}")
-    if splits := content_of("dataset_dict.json").get("splits"):
-        return {split: saved_in(f"{split}/") or [] for split in splits}
-    if saved := saved_in(""):
-        return {ALL: saved}
-    # A folder of the cache: name-split.arrow or name-split-00000-of-00002.arrow
-    splits = content_of("dataset_info.json").get("splits")
-    return {split: [name for name in arrow if re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", name)]
-            for split in splits} if splits else {ALL: arrow}
 
 
 def check_flags(source: Source, traits: set[str]) -> None:
@@ -483,35 +455,12 @@ def check_flags(source: Source, traits: set[str]) -> None:
 
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
-    before, place = reading.bytes_done, reading.place
-    # Read lines as bytes, of limited length to protect memory.
-    lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if file.compression:
-        lines = islice(lines, place.record, None)
-    else:
-        stream.seek(place.offset)
-    if file.kind == "text" and not place.record:  # --on-bad-record skip must not accept a binary file
-        first, size = [], 0
-        while size < SNIFF_BYTES and (line := next(lines, b"")):
-            first.append(line)
-            size += len(line)
-        bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
-        if 2 * len(bad) > len(first):
-            sample = b"".join(bad)
-            way = "" if b"\0" in sample else advice_on_encoding(file.url, sample)
-            raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} lines have "
-                            f"NULs or bytes that are not UTF-8; remove the file{way and f', or {way}'}")
-        lines = chain(first, lines)
-    # Decode the lines.
-    offset, advice, valid = place.offset, reading.advice, b""  # a line of UTF-8 that is not ASCII
-    for number, line in enumerate(lines, place.record + 1):
-        where, reading.place = f"{file.url}:{number}", Place(place.file, number - 1, offset)
-        offset += len(line)
+    before, start = reading.bytes_done, reading.position
+    advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
+    for number, line in enumerate(islice(stream, start.record, None), start.record + 1):
+        where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1)
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{where}: the line has more than {MAX_LINE_BYTES >> 20:,} MiB; correct it, or "
-                            "remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()
@@ -537,14 +486,14 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
             stream = io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
             stem = os.path.splitext(file.name)[0]
-        check_start(file.url, stream.peek(SNIFF_BYTES), is_text=True)
-        if file.kind == "text":
+        start = stream.peek(START_BYTES)
+        check_start(file.url, start, is_text=True)
+        if file.format == "text":
             column = columns[0] if columns else ""
             for where, line in _read_lines(file, raw, stream, reading):
                 yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
             return
-        start = stream.peek(SNIFF_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-        is_array = stem.lower().endswith(".json") and start.startswith(b"[")
+        is_array = stem.lower().endswith(".json") and start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
         values = _read_array if is_array else _read_json_lines
         for where, record in values(file, raw, stream, reading):
             if isinstance(record, dict):
@@ -571,67 +520,65 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
-    """Yield the items of a JSON array file, with one item and a block of text in memory."""
-    text, at, line, advice = "", 0, 1, reading.advice  # text in memory, and the current position
-    before, place = reading.bytes_done, reading.place
-    number, expected = 0, "["  # next character; "item", or "" for the end
-
-    def fault(reason: str) -> DataError:
-        return DataError(f"{file.url}:{line}: {reason}; correct it, or remove the file")
-
-    def fill() -> bool:
-        """Read more text, doubling the amount, so that a long item is not decoded too often."""
-        nonlocal text, at
-        more = decoded.read(max(BLOCK_CHARACTERS, len(text) - at))
-        if UNDECODED.search(more):
-            way = advice_on_encoding(file.url, more.encode("utf-8", "surrogateescape"))
-            reading.advice = f"{advice}; {way}" if way else advice
-        if more:
-            text, at = text[at:] + more, 0
-        return bool(more)
-
+    """Yield the items of a JSON array file, whose text is read into memory."""
+    content, start = stream.read(), reading.position
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
-    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as decoded:
-        while True:
-            # Skip white space.
-            end = BLANK.match(text, at).end()
+    text = content.decode("utf-8-sig", "surrogateescape")
+    if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
+        reading.advice = f"{reading.advice}; {way}"
+    line, at, number, fault = 1, 0, 0, "expected , or ]"
+    try:
+        # Each item follows a bracket or a comma.
+        while border := re.compile(r"\s*,\s*" if number else r"\s*\[\s*").match(text, at):
+            line, at = line + text.count("\n", at, border.end()), border.end()
+            if text[at:at + 1] == "]" and not number:
+                break
+            item, end = json.JSONDecoder().raw_decode(text, at)
+            number += 1
+            if number > start.record:
+                reading.position = Position(start.file, number - 1)
+                yield f"{file.url}:{line} (item {number})", item
             line, at = line + text.count("\n", at, end), end
-            if at == len(text) and fill():
-                continue
-            sign = text[at:at + 1]
-            if not expected:
-                if sign:
-                    raise fault("there is text after the end of the array")
-                return
-            if expected == "item" and (number or sign != "]"):
-                try:
-                    value, end = json.JSONDecoder().raw_decode(text, at)
-                except json.JSONDecodeError as error:
-                    # At the end of the text in memory, an error may only mean that the item continues.
-                    is_torn = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
-                    if is_torn and len(text) - at < MAX_LINE_BYTES and fill():
-                        continue
-                    line += text.count("\n", at, error.pos)
-                    raise fault(f"not valid JSON: {error.msg}") from error
-                except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
-                    raise fault(f"not valid JSON: {error}") from error
-                if end == len(text) and fill():  # a number may continue
-                    continue
-                number += 1
-                if number > place.record:
-                    reading.place = Place(place.file, number - 1)
-                    yield f"{file.url}:{line} (item {number})", value
-                line, at, expected = line + text.count("\n", at, end), end, ",]"
-                if number % 64 == 0:
-                    reading.bytes_done = before + raw.tell()
-                    reading.advance()
-                continue
-            # A bracket or a comma.
-            if not sign:
-                raise fault("the array has no end: the file is truncated")
-            if sign not in expected and expected != "item":
-                raise fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
-            at, expected = at + 1, "" if sign == "]" else "item"
+    except (ValueError, RecursionError) as error:  # also an endless number; nested too deeply
+        is_syntax = isinstance(error, json.JSONDecodeError)
+        line += text.count("\n", at, error.pos) if is_syntax else 0
+        fault = error.msg if is_syntax else error
+    if fault != "expected , or ]" or text[at:].strip() != "]":
+        raise DataError(f"{file.url}:{line}: not valid JSON: {fault}; correct it, or remove the file")
+
+
+def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
+    with requires_package("datasets", f"{file.url}, a table,"):
+        import datasets
+    with reading_errors(file.url), file.open() as raw:
+        check_start(file.url, raw.peek(START_BYTES))
+        name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
+        options = {"batch_size": TABLE_ROWS} if file.format == "parquet" else {}
+        rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True, **options)
+        yield from _read_rows(rows, columns, f"{file.url}:", reading)
+
+
+def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -> Records:
+    """Yield the rows of an `IterableDataset`, with these columns if it has them, else with all."""
+    start, done = reading.position, 0
+    if state := start.state:
+        rows.load_state_dict(state["dataset"])
+        done = state["rows"]
+    if columns and rows.column_names and {*columns} <= {*rows.column_names}:
+        reading.unread = [column for column in rows.column_names if column not in columns]
+        rows = rows.select_columns(list(columns))
+    correct = {field.name: _without_added_nulls(field.type)
+               for field in (rows.features.arrow_schema if rows.features else ())}
+    for number, record in enumerate(rows, done + 1):
+        if number > start.record:
+            # Without types, all structs lose their nulls.
+            record = {column: (correct.get(column, _without_nulls) or (lambda value: value))(value)
+                      for column, value in record.items()}
+            reading.position = Position(start.file, number - 1, state)
+            yield f"{name} row {number}", record
+        if number % TABLE_ROWS == 0:
+            state = {"rows": number, "dataset": rows.state_dict()}
+            reading.advance()
 
 
 def _without_nulls(value: Any) -> Any:
@@ -640,82 +587,28 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def _cell_reader(arrow_type: Any, is_parsed: bool = False) -> Callable[[Any], Any] | None:
-    """Return a function that corrects values of a type from Arrow; None if there is nothing to correct.
+def _without_added_nulls(arrow_type: Any) -> Callable[[Any], Any] | None:
+    """Return a function that removes the nulls with which Arrow gives the structs of a column the same keys.
 
-    Parses JSON, as `datasets` stores its type Json, and removes the nulls with which Arrow gives the structs
-    of a column the same keys.
+    None if the type has no structs. Values of the type Json of `datasets` keep their nulls.
     """
     import pyarrow as pa
 
-    if getattr(arrow_type, "extension_name", "") == "arrow.json":
-        return None if is_parsed else lambda value: json.loads(value) if isinstance(value, str) else value
     if pa.types.is_struct(arrow_type):
-        readers = {arrow_type.field(place).name: _cell_reader(arrow_type.field(place).type, is_parsed)
-                   for place in range(arrow_type.num_fields)}
+        fields = {arrow_type.field(index).name: _without_added_nulls(arrow_type.field(index).type)
+                  for index in range(arrow_type.num_fields)}
         return lambda value: value and {
-            name: readers[name](each) if readers[name] else each
+            name: fields[name](each) if fields[name] else each
             for name, each in value.items() if each is not None}
-    read = _cell_reader(arrow_type.value_type, is_parsed) if hasattr(arrow_type, "value_type") else None
-    return read and (lambda value: [*map(read, value)] if isinstance(value, list) else read(value))
-
-
-def _cell(value: Any, read: Callable[[Any], Any] | None) -> Any:
-    """Return a cell's value. It may be an error, so that only a record that uses it is refused."""
-    try:
-        return read(value.as_py()) if read else value.as_py()
-    except Exception as error:  # text that is not UTF-8, a date before year 1, a missing time zone, ...
-        return error
-
-
-def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the rows of a Parquet or Arrow file, with these columns if the file has them, else with all."""
-    is_parquet, before, place, row = file.kind == "parquet", reading.bytes_done, reading.place, 0
-    with requires_package("pyarrow", f"{file.url}, {'a Parquet' if is_parquet else 'an Arrow'} file,"):
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    with reading_errors(file.url), file.open() as raw:
-        check_start(file.url, raw.peek(SNIFF_BYTES))
-        if is_parquet:
-            table = pq.ParquetFile(raw)
-            has_all = columns and {*columns} <= {*table.schema_arrow.names}
-            groups = [*range(table.num_row_groups)]
-            while groups and row + (rows := table.metadata.row_group(groups[0]).num_rows) <= place.record:
-                row += rows
-                del groups[0]
-            batches = table.iter_batches(1024, groups, columns if has_all else None)
-        elif raw.peek(6)[:6] == b"ARROW1":  # with an index (Feather), else a stream as written by `datasets`
-            table = pa.ipc.open_file(raw)
-            batches = (table.get_batch(number) for number in range(table.num_record_batches))
-        else:
-            batches = table = pa.ipc.open_stream(raw)
-        all_names = (table.schema_arrow if is_parquet else table.schema).names
-        for batch in batches:
-            if columns and all(batch.schema.names.count(name) == 1 for name in columns):
-                batch = batch.select(list(columns))
-            reading.unread = [name for name in all_names if name not in batch.schema.names]
-            read = [*map(_cell_reader, batch.schema.types)]
-            names = batch.schema.names
-            if twice := [name for name, count in Counter(names).items() if count > 1]:
-                raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; drop all but one")
-            for number, cells in enumerate(zip(*batch.columns), row + 1):
-                if number <= place.record:
-                    continue
-                where, reading.place = f"{file.url}: row {number}", Place(place.file, number - 1)
-                yield where, dict(zip(names, map(_cell, cells, read)))
-            row += batch.num_rows
-            reading.bytes_done = before + (int(file.size * row / table.metadata.num_rows) if is_parquet else
-                                           raw.tell())
-
-
-READERS = {"jsonl": _read_file, "text": _read_file, "parquet": _read_table, "arrow": _read_table}
+    change = _without_added_nulls(arrow_type.value_type) if hasattr(arrow_type, "value_type") else None
+    return change and (lambda value: [*map(change, value)] if isinstance(value, list) else change(value))
 
 
 def columns_of(record: Mapping[str, Any]) -> str:
     """Return the names of a record's columns, for an error message."""
     names = [f"{name!r:.40}" + (" (null)" if value is None else "")
-             for name, value in islice(record.items(), LISTED_COLUMNS)]
-    more = f" and {len(record) - LISTED_COLUMNS:,} more" if len(record) > LISTED_COLUMNS else ""
+             for name, value in islice(record.items(), SHOWN_COLUMNS)]
+    more = f" and {len(record) - SHOWN_COLUMNS:,} more" if len(record) > SHOWN_COLUMNS else ""
     return ", ".join(names) + more or "no columns"
 
 
@@ -729,8 +622,6 @@ def contents_of(record: Mapping[str, Any]) -> str:
 
 
 def type_name(value: Any) -> str:
-    if isinstance(value, Exception):  # see `_cell`
-        return f"unreadable ({remote.first_line(value)})"
     return TYPE_NAMES.get(type(value), type(value).__name__)
 
 
@@ -755,12 +646,13 @@ def read_records(source: Source, reading: Reading) -> Records:
 
 
 def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
-    """Yield (kind, records) for each file of a source, or once for a hub dataset."""
+    """Yield (format, records) for each file of a source, or once for a hub dataset."""
     renamed = source.renamed
     # Only text has a column. Of its tables, no others are read.
     column = renamed.get(source.text_column, source.text_column)
     columns = [*dict.fromkeys([column, *renamed.values()])] if column else []
     if source.name:
+        reading.position = reading.start
         yield "hub", _rename_columns(_read_hub(source, columns, reading), renamed, reading)
         return reading.settle()
     files = list_files(source)
@@ -769,8 +661,9 @@ def _read_files(source: Source, reading: Reading) -> Iterator[tuple[str, Records
         before = reading.bytes_done
         if number >= reading.start.file:
             reading.unread = ()
-            reading.place = reading.start if number == reading.start.file else Place(number)
-            yield file.kind, _rename_columns(READERS[file.kind](file, columns, reading), renamed, reading)
+            reading.position = reading.start if number == reading.start.file else Position(number)
+            read = _read_table if file.format in TABLES else _read_file
+            yield file.format, _rename_columns(read(file, columns, reading), renamed, reading)
         reading.bytes_done = before + file.size
         if reading.failed:
             break
@@ -786,7 +679,7 @@ def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Readi
             reading.refuse(where, f"has no column {missing[0]!r}; it has {columns_of(record)} (--map)")
         else:
             others = {name: value for name, value in record.items() if name not in renamed.values()}
-            reading.drop(name for name in others if name in renamed and others[name] is not None)
+            reading.dropped.update(name for name in others if name in renamed and others[name] is not None)
             yield where, {**others, **{new: record[old] for new, old in renamed.items()}}
 
 
@@ -798,36 +691,28 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
     if not COMMIT.fullmatch(revision):
         revision = remote.hub_revision(source.name, revision, source.config)
     copy = remote.cached_dataset(source.name, source.config, revision)
-    if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
-        if not source.files and not reading.start.state:
-            for file in list_files(Source(path=str(copy), split=split)):
-                reading.place = Place()
-                yield from READERS[file.kind](file, columns, reading)
-            return
-        copy = None
+    path, config, files = str(copy or source.name), source.config or None, source.files
     with reading_errors(f"{source.name} ({source.config or 'default'}, {split})"):
+        if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config
+            path = source.name
+            if not files:
+                path, config = "arrow", None
+                files = [glob.escape(str(file)) for file in sorted(copy.glob("*.arrow"))
+                         if re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", file.name)]
+                if not files:
+                    raise DataError(f"{copy}, a local copy of {source.name}, has no split {split!r}; choose "
+                                    "another --split")
         # datasets and the hub's client retry requests for rows.
         rows = remote.retry(source.name, lambda: datasets.load_dataset(
-            str(copy or source.name), source.config or None, split=split, streaming=True,
-            revision=revision or None, data_files={split: source.files} if source.files else None))
-        state = reading.start.state
-        if state:
-            rows.load_state_dict(state)
-        types = rows.features.arrow_schema if rows.features else ()
-        read = {field.name: _cell_reader(field.type, is_parsed=True) for field in types}
-        for number, record in enumerate(rows, reading.start.record + 1):
-            # A null column counts as missing. Without types, all structs lose their nulls.
-            record = {name: (read.get(name, _without_nulls) or (lambda value: value))(value)
-                      for name, value in record.items()}
-            reading.place = Place(record=number - 1, state=state)
-            yield f"{source.name}[{split}] row {number}", record
-            state = rows.state_dict()
+            path, config, split=split, streaming=True, revision=revision or None if path != "arrow" else None,
+            data_files={split: files} if files else None))
+        yield from _read_rows(rows, columns, f"{source.name}[{split}]", reading)
 
 
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     """Yield the non-empty documents of a source: the valid texts of its column, split into documents."""
-    for kind, records in _read_files(source, reading):
-        has_lines = kind == "text" or source.splitter != "whole"
+    for format, records in _read_files(source, reading):
+        has_lines = format == "text" or source.splitter != "whole"
         for document in _documents(records, source, has_lines and source.splitter != "line", reading):
             if document.text and not document.text.isspace():
                 yield document
@@ -845,17 +730,17 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
     Documents are whole files, are separated by blank lines or by the line in `source.splitter`, or start at
     a line like ` = Title = ` (wikitext). A document with an unusable line is left out as a whole.
     """
-    column, begin, place, kept, reading.item = source.text_column, "", reading.place, [], None
+    column, begin, position, lines, reading.item = source.text_column, "", reading.position, [], None
     refused = reading.refused
 
     def end() -> Iterator[Document]:
-        nonlocal kept, refused
-        if kept and reading.refused == refused:
-            reading.item = place
-            yield Document(begin, "".join(kept))
-        elif kept and reading.skip_bad:
+        nonlocal lines, refused
+        if lines and reading.refused == refused:
+            reading.item = position
+            yield Document(begin, "".join(lines))
+        elif lines and reading.skip_bad:
             reading.refuse(begin, "the document that begins here is left out, because a line of it is bad")
-        kept, refused = [], reading.refused
+        lines, refused = [], reading.refused
 
     for where, record in records:
         if column not in record:
@@ -863,7 +748,7 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
             continue
         text = record[column]
         if len(record) > 1 or reading.unread:
-            reading.drop([*(name for name in record if name != column and record[name] is not None),
+            reading.dropped.update([*(name for name in record if name != column and record[name] is not None),
                           *reading.unread])
         if flaw := flaw_of(text):
             reading.refuse(where, f"column {column!r} {flaw}")
@@ -876,6 +761,6 @@ def _documents(records: Records, source: Source, join: bool, reading: Reading) -
         if is_separator or source.splitter == "wikitext" and WIKITEXT_TITLE.fullmatch(text):
             yield from end()
         if not is_separator:
-            begin, place = (begin, place) if kept else (where, reading.place)
-            kept.append(text)
+            begin, position = (begin, position) if lines else (where, reading.position)
+            lines.append(text)
     yield from end()

@@ -54,7 +54,7 @@ def main() -> None:
     sources = [*map(source_of, args.sources)]
     if args.column is not None:  # if none of the sources has columns, the first one is an error
         tables = [source for source in sources if source.name
-                  or any(file.kind != "text" for file in list_files(source))] or sources[:1]
+                  or any(file.format != "text" for file in list_files(source))] or sources[:1]
         sources = [replace(source, column=args.column) if source in tables else source for source in sources]
     texts = (document.text for source in sources for document in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)

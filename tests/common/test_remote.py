@@ -91,7 +91,7 @@ def texts(url: str) -> list[str]:
 @pytest.mark.parametrize("faults", [[], [503, 503], [429, 500, 502, 504], ["drop", "drop"], ["cut", "cut", 503, "cut"]], ids=str)
 def test_a_file_behind_a_url_arrives_whole_whatever_the_line_does(server, name, faults, capfd):
     files = list_files(Source(path=f"{server.url}/{name}"))  # the listing has its own requests, and patience
-    assert [file.kind for file in files] == ["jsonl"]
+    assert [file.format for file in files] == ["jsonl"]
     server.faults = [*faults]
     assert texts(f"{server.url}/{name}") == LINES
     assert not server.faults

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from faults import flip_bit
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -73,17 +73,13 @@ def test_any_lines_as_jsonl(folder, lines):
 def test_any_lines_as_text(folder, lines, ended):
     path = folder / "any.txt"
     content = b"\n".join(lines) + b"\n" * ended
+    assume(content.count(0) < 2)  # otherwise it looks like UTF-16
     path.write_bytes(content)
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     lines = lines if lines[-1] else lines[:-1]
     # A byte-order mark alone in the last line still makes a line.
     lines = lines or [b""] * content.startswith(b"\xef\xbb\xbf")
     texts = [line.decode(errors="surrogateescape") for line in lines]
-    if 2 * sum(flaw_of(text) is not None for text in texts) > len(texts):
-        for skip_bad in (True, False):
-            with pytest.raises(DataError, match="any.txt: is not UTF-8 text"):
-                read(path, skip_bad, documents="line")
-        return
     sound = [text for text in texts if text.strip() and flaw_of(text) is None and not text.endswith("\r")]
     texts, _ = read(path, True, documents="line")
     assert [text for text in (text.removesuffix("\n") for text in texts) if text in sound] == sound
@@ -95,14 +91,13 @@ def test_any_cells_of_a_parquet_file(folder, cells):
     path = folder / "any.parquet"
     array = pa.array(cells, pa.binary())
     pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), len(array), array.buffers())}), path)
-    sound = []
-    for cell in cells:
-        try:
-            text = cell.decode() if cell is not None else ""
-        except UnicodeDecodeError:
-            continue
-        if text.strip() and flaw_of(text) is None:
-            sound.append(text)
+    try:
+        texts = [(cell or b"").decode() for cell in cells]
+    except UnicodeDecodeError:
+        with pytest.raises(DataError, match="any.parquet: .*utf-8"):
+            read(path, True)
+        return
+    sound = [text for text in texts if text.strip() and flaw_of(text) is None]
     texts, _ = read(path, True)
     assert texts == sound
     check_reading(path, len(cells), sound)
