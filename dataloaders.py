@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from common.activity import tick
 from common.errors import DataError
 from common.files import json_sha256
-from common.heartbeat import HEARTBEAT
 from common.text import counted
 from config import KIND_OF_STAGE, Config
 from data_pipeline import shards
@@ -33,7 +33,6 @@ from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS = 10
-BEAT_SECONDS = 1.0  # between looks at a slow reader
 
 # --------------------------------------------------------------------------------------------- order of rows
 
@@ -667,7 +666,6 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
     """
     ready: queue.SimpleQueue = queue.SimpleQueue()
     room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
-    was_read = threading.Event()
 
     def read_ahead() -> None:
         try:
@@ -680,22 +678,14 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                 batches = []
                 for rows in order.micro_batches(step):
                     batches.append(read_rows(rows))
-                    was_read.set()
+                    tick()  # a slow disk is not a hang
                 units = sum(int(count(batch)) for batch in batches)
                 ready.put(([batch.pin_memory() for batch in batches] if on_gpu else batches, units))
         except BaseException as error:  # of any kind: otherwise the training loop would wait forever
             ready.put(error)
 
-    def next_item() -> Any:
-        while True:
-            with suppress(queue.Empty):
-                return ready.get(timeout=BEAT_SECONDS)
-            if was_read.is_set():  # a slow disk is not a hang
-                was_read.clear()
-                HEARTBEAT.beat()
-
     def steps() -> Iterator[tuple[list[Batch], int]]:
-        while not isinstance(item := next_item(), BaseException):
+        while not isinstance(item := ready.get(), BaseException):
             room.release()
             batches, units = item
             yield [batch.to(device) for batch in batches], units

@@ -42,14 +42,14 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY, phase
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.objectives import Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
-from run.extensions import find
+from run.extensions import Extension, find
 from run.life import (
     Run,
     StepResult,
@@ -96,17 +96,19 @@ def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
 def train(loaded: Settings) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
-        with status_line(lambda: f"step {HEARTBEAT.step}: {HEARTBEAT.phase}"), open_run(loaded) as run:
+        with status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"), open_run(loaded) as run:
             print_overview(run)
             reducer = make_reducer(run.model, run.ranks, run.config)
             start_writing(run)
-            HEARTBEAT.enter("data", run.progress.step + 1)
+            ACTIVITY.phase, ACTIVITY.step = "other", run.progress.step
+            ACTIVITY.hooks = [extension.phase for extension in run.extensions
+                              if type(extension).phase is not Extension.phase]
             for extension in run.extensions:
                 extension.run_start(run)
             with saves_end(run):
                 code = train_loop(run, reducer)
             del reducer  # destroying a DDP model after its process group can hang
-            HEARTBEAT.enter("the end")
+            ACTIVITY.phase, ACTIVITY.hooks = "the end", ()
             return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED
@@ -130,11 +132,11 @@ def train_loop(run: Run, reducer: Reducer) -> int:
             while not (run.finished or run.stops_here):
                 for extension in run.extensions:
                     extension.step_begin(run)
-                HEARTBEAT.enter("data", progress.step + 1)
-                begun = time.perf_counter()
-                prepared = prepare_step(run, *next(loader))
-                seed_step(config.seed, progress.step, run.ranks.rank)
-                lr = learning_rate(progress.updates, config)
+                ACTIVITY.step, begun = progress.step + 1, time.perf_counter()
+                with phase("data"):
+                    prepared = prepare_step(run, *next(loader))
+                    seed_step(config.seed, progress.step, run.ranks.rank)
+                    lr = learning_rate(progress.updates, config)
                 result = take_updates(run, reducer, prepared, lr)
                 seconds.append(time.perf_counter() - begun)
 
@@ -177,7 +179,8 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
         if (changed := extension.batches(run, batches)) is not batches:
             batches, count = changed, sum(int(run.objective.count(batch)) for batch in changed)
     if prepare := getattr(run.objective, "prepare_step", None):
-        return prepare(batches, run.progress.step)
+        with phase("forward"):
+            return prepare(batches, run.progress.step)
     return Prepared(batches, count, {})
 
 
@@ -194,6 +197,7 @@ def take_updates(run: Run, reducer: Reducer, prepared: Prepared, lr: float) -> S
     return result._replace(metrics=metrics | result.metrics)
 
 
+@phase("optimizer")
 @collective
 def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
     """Take one optimizer step on the exact mean over all units of the global batch.
@@ -202,17 +206,16 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     the update (it is not finite, or LOSS_SPIKE_POLICY excludes it), and the host reads the decision later.
     `count` is the number of units (targets or pairs) in this rank's micro-batches.
     """
-    HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
-    units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
-    reducer.begin(units, run.progress)
+    with phase("forward"):
+        units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
+        reducer.begin(units, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
     fits, largest = reducer.reduce(units)
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
     norm = reducer.norm()
-    HEARTBEAT.enter("update")
     for extension in run.extensions:
         extension.before_update(run, batches)
 
@@ -229,8 +232,7 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     skipped = ~(means[0].isfinite() & norms.isfinite() & fits)
     if config.loss_spike_policy != "warn":
         skipped |= means[0] > limit
-    with run.phase("optimizer"):
-        run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
+    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), skipped.float())
 
     # The only wait for the device.
     values = torch.stack([widened(value) for value in
@@ -264,14 +266,13 @@ def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> di
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
         with reducer.add(run.progress.step, is_last=number == len(batches)):
-            with run.phase("forward"):
+            with phase("forward"):
                 total, metrics = run.objective.loss_sum(reducer.model, batch)
                 mean = total * reducer.loss_scale
-            with run.phase("backward"):
+            with phase("backward"):
                 (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + reducer.place(value)
-        HEARTBEAT.beat()
     return sums
 
 

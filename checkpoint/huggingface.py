@@ -501,7 +501,7 @@ def weight_files(tensors: Mapping[str, LazyTensor], head_dim: int = 1) -> dict[s
 def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: ModelConfig, tokenizer,
                   max_seq_len: int) -> None:
     """Write the other files of a model folder: configurations, the tokenizer and an index of the weights."""
-    # Not by huggingface_hub, which is optional, and writes a file in one call without a heartbeat.
+    # Not by huggingface_hub, which is optional, and writes a file in one call, without ticks.
     tensors = {name: tensor for file in files.values() for name, tensor in file.tensors.items()}
     # Keep what the model's own file says, and add the ends of texts and turns.
     named = tokenizer.generation.get("eos_token_id", ())

@@ -24,9 +24,9 @@ from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sea
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
+from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
-from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
 from common.text import counted, print_safely, printable
 from config import ModelConfig
@@ -182,7 +182,7 @@ def retrying(attempt: Callable[[], T], warn: Warn) -> T:
             warn(f"{error}; retrying in {seconds:g} s")
             for _ in range(round(seconds) or 1):
                 time.sleep(seconds / (round(seconds) or 1))
-                HEARTBEAT.beat()  # waiting for the disk is not a hang
+                tick()  # waiting for the disk is not a hang
 
 
 def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:

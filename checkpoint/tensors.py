@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint.manifest import GONE, block_rows, rows_of_part, tree_hash
+from common.activity import tick
 from common.errors import CheckpointError, unreadable
 from common.files import BLOCK_BYTES, plain
-from common.heartbeat import HEARTBEAT
 
 # Widest first, the order of tensors in a safetensors file.
 DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
@@ -103,7 +103,7 @@ class TensorFile:
     """A safetensors file to write, by rows and by one or several ranks.
 
     The bytes equal those of safetensors.torch.save_file, which copies all GPU tensors to the host at once,
-    and has no heartbeats that distinguish a slow disk from a hang.
+    and does not tick, which distinguishes a slow disk from a hang.
 
     Args:
         block_multiple: hashed blocks have a multiple of so many rows.
@@ -146,7 +146,7 @@ class TensorFile:
                     rows_of_block = data[place * row_bytes:(place + block) * row_bytes]
                     hashes += hashlib.sha256(rows_of_block).hexdigest()
                 del data, rows_of_block
-                HEARTBEAT.beat()
+                tick()
         return hashes
 
     def entry(self, parts: Iterable[Sequence[str]]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
         def read(start: int, stop: int) -> Tensor:
             # Reopened each time: while a mapped file is open, all that was read from it counts as memory.
             with _opened(path, version) as (file, _):
-                HEARTBEAT.beat()
+                tick()
                 return file.get_slice(name)[start:stop] if shape else file.get_tensor(name)
 
         return LazyTensor(shape, (rows[:0] if shape else file.get_tensor(name)).dtype, read)

@@ -1,4 +1,4 @@
-"""Shared by all packages: errors, text, files, remote files, the command line, signals, the heartbeat."""
+"""Shared by all packages: errors, text, files, remote files, the command line, signals, the activity."""
 
 import sys
 

@@ -21,15 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
+from common.activity import tick
 from common.errors import PaddockError
-from common.heartbeat import HEARTBEAT
 from common.text import ROOT, is_url, show
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
 # Errors of a network disk that is temporarily unavailable. A full or read-only disk is an error immediately.
 TRANSIENT_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN,
                     errno.EHOSTDOWN, errno.ENETUNREACH}
-BLOCK_BYTES = 1 << 26  # written or synced between heartbeats
+BLOCK_BYTES = 1 << 26  # written or synced between ticks
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -219,20 +219,20 @@ def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None
     while block := file.read(min(1 << 20, size)):
         digest.update(block)
         size -= len(block)
-        HEARTBEAT.beat()
+        tick()
         advance(len(block))
     return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Flush a file to the disk, block by block with heartbeats. Raises OSError."""
+    """Flush a file to the disk, block by block, and tick. Raises OSError."""
     # A descriptor reports a failed write only once, so blocks are flushed through a separate one.
     with open(path, "rb") as file, open(path, "rb") as ahead:
         if hasattr(LIBC, "sync_file_range"):
             for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
                 LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES),
                                      SYNC_AND_WAIT)
-                HEARTBEAT.beat()
+                tick()
         os.fsync(file.fileno())
 
 

@@ -14,8 +14,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from common.activity import foreign_call
 from common.errors import DataError, requires_package
-from common.heartbeat import HEARTBEAT
 from common.text import print_safely, without_passwords
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
         pass
     url = hub.hf_hub_url(name, required_file, revision=revision)
     retry(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS), only_if_answered=True)
-    with HEARTBEAT.beat_in_background():  # the hub's client has its own time-outs
+    with foreign_call():  # the hub's client has its own time-outs
         return Path(retry(name, snapshot))
 
 

@@ -28,9 +28,9 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
+from common.activity import tick
 from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
-from common.heartbeat import HEARTBEAT
 from common.remote import is_hub_name
 from common.text import command, counted, print_safely
 from config import KINDS
@@ -614,7 +614,7 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
     with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
         def advance(read: int) -> None:
-            HEARTBEAT.beat()
+            tick()
             with lock:
                 bar.update(read)
 

@@ -10,8 +10,8 @@ import torch
 
 from checkpoint import item_scores
 from checkpoint.store import BEST
+from common.activity import phase
 from common.files import json_sha256
-from common.heartbeat import HEARTBEAT
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from learn.objectives import Objective, sums_by_item
@@ -51,7 +51,7 @@ class Evaluation(NamedTuple):
     """A configured evaluation."""
 
     title: str
-    phase: str  # name in the heartbeat
+    phase: str  # its name for the watchdog and the measurements
     every: int  # interval in steps
     metric: str  # a metric that is always present
     measure: Callable[[], Result]  # collective
@@ -93,13 +93,13 @@ def due(every: int, step: int, last: bool = False) -> bool:
 def evaluate(run: Run) -> None:
     """Run the evaluations that are due, once each, and add them to `progress.pending_metrics`."""
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
-    for title, phase, every, metric, measure in evaluations(run):
+    for title, name, every, metric, measure in evaluations(run):
         # Only validation is fast: run others before the first step only if the run repeats them.
-        worthwhile = phase == "validation" or progress.step > 0 or run.finished or every < config.max_steps
+        worthwhile = name == "validation" or progress.step > 0 or run.finished or every < config.max_steps
         if metric in metrics or not (worthwhile and due(every, progress.step, run.finished)):
             continue
-        HEARTBEAT.enter(phase, progress.step)
-        result = measure()
+        with phase(name):
+            result = measure()
         metrics.update(result.metrics)
         run.log.append("evaluations", {"step": progress.step, **result.line})
         best = ""

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from checkpoint import item_scores, peft, store
+from common.activity import foreign_call, phase
 from common.errors import DataError, SettingsError, requires_package
 from common.files import json_sha256
-from common.heartbeat import HEARTBEAT
 from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
@@ -51,10 +51,10 @@ class Evaluate(Extension):
     def evaluate(self, run: Run) -> dict[str, Any]:
         config, step = run.config, run.progress.step
         if step > 0 and due(config.sample_every, step, run.finished):
-            HEARTBEAT.enter("samples", step)
-            for prompt, text in samples(run.model, run.inputs.tokenizer, config, step,
-                                        run.inputs.validation_rows):
-                run.log.sample(step, prompt, text)
+            with phase("samples"):
+                for prompt, text in samples(run.model, run.inputs.tokenizer, config, step,
+                                            run.inputs.validation_rows):
+                    run.log.sample(step, prompt, text)
         return {}
 
 
@@ -269,7 +269,7 @@ class Harness:
             model.all_gather = lambda count: torch.tensor(ranks.all_gather_json(int(count)))
             model.gather_object = lambda metrics, dst=0: gather_metrics(metrics, ranks)
             try:
-                with HEARTBEAT.beat_in_background():  # the harness does not beat
+                with foreign_call():  # the harness does not tick
                     output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
                                              limit=self.limit, task_manager=manager, log_samples=False)
             except (OSError, ValueError) as error:  # what `datasets` raises

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import item_scores
+from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.heartbeat import HEARTBEAT
 from common.text import CALLED_FROM, ROOT
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
@@ -89,7 +89,7 @@ class Rewards:
         """Return the next reply; end the process if it is late."""
         deadline, process = time.monotonic() + seconds, self.process
         while (left := deadline - time.monotonic()) > 0:
-            HEARTBEAT.beat()
+            tick()
             if select([process.stdout], [], [], min(left, POLL_SECONDS))[0]:
                 break
         # A reply is written at once, so that a readable line is whole.
@@ -174,18 +174,18 @@ class Rollouts:
         is_logged = config.log_every and ((step + 1) % config.log_every == 0 or step + 1 == config.max_steps)
         batches, answers, units = [], [], 0
         for batch in prompts:
-            HEARTBEAT.enter("generate")
-            # An answer's number in the group is lower, so that it draws other numbers.
-            dice = np.random.default_rng((config.seed, step, place, config.grpo_group))
-            if config.distillation_enabled and dice.random() >= config.distillation_lambda:
-                ids = self.recorded(batch)
-            else:
-                ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
-            HEARTBEAT.enter("reward")
-            found = self.reward(batch, ids, with_values=not config.distillation_enabled)
-            advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
-            trained = training_batch(batch, ids, advantages_PG, self.together, *self.row_size)
-            batches.append(trained.to(ranks.device))
+            with phase("generate"):
+                # An answer's number in the group is lower, so that it draws other numbers.
+                dice = np.random.default_rng((config.seed, step, place, config.grpo_group))
+                if config.distillation_enabled and dice.random() >= config.distillation_lambda:
+                    ids = self.recorded(batch)
+                else:
+                    ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
+            with phase("reward"):
+                found = self.reward(batch, ids, with_values=not config.distillation_enabled)
+                advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
+                trained = training_batch(batch, ids, advantages_PG, self.together, *self.row_size)
+                batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
             for answer, advantage in zip(found, advantages_PG.flatten().tolist()):
                 answers.append(answer._replace(advantage=advantage) if is_logged else answer._replace(
@@ -222,7 +222,7 @@ class Rollouts:
             for request in requests:
                 engine.add(request)
             while not (engine.idle or until_first and all(request.output_ids for request in requests)):
-                HEARTBEAT.beat()
+                tick()
                 for request in engine.step():
                     if request.output_ids[-1] in self.chat_format.stop_ids:
                         engine.cancel(request)

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from common.heartbeat import HEARTBEAT
 from parallel.ranks import collective
 from run.life import Run
 
 ONLINE_PHASES = ("generate", "reward")  # of a step that trains on answers of the model
 STEP_PHASES = ("data", *ONLINE_PHASES, "forward", "backward", "optimizer", "communication")
-PHASES = (*STEP_PHASES, "save", "other")  # the heartbeat's other phases are evaluations
+PHASES = (*STEP_PHASES, "save", "other")  # all other phases are evaluations
 PAUSES = ("evaluation", "save", "other")
 # Without the backward: it includes waiting for slower ranks, so that the fast ones look slow.
 COMPARED = ("data", "forward", "evaluation", "save")
@@ -114,7 +113,7 @@ class Mark(NamedTuple):
 
 
 class Phases:
-    """The seconds that a run's steps spend in each phase of the heartbeat.
+    """The seconds that a run's steps spend in each phase, without the phases within it.
 
     Waiting for other ranks outside the backward counts as "communication". On a GPU, marks are read without
     waiting when the next step begins.
@@ -124,9 +123,9 @@ class Phases:
         self.run, self.started = run, time.perf_counter()
         self.clock = CudaClock() if run.ranks.device.type == "cuda" else HostClock()
         self.marks: deque[Mark] = deque()
-        self.step = -1
+        self.step_begins = False
         self.steps: list[Counter[str]] = []  # the seconds of each step since the last reading
-        self.pauses: Counter[tuple[str, int]] = Counter()  # seconds by the heartbeat's phase and step
+        self.pauses: Counter[tuple[str, int]] = Counter()  # seconds by phase and step
         self.totals: Counter[str] = Counter()
         self.slow_ranks, self.compared_at = SlowRanks(), self.started
         self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
@@ -135,14 +134,16 @@ class Phases:
 
     def mark(self, name: str, waits: bool) -> None:
         """Record that a phase begins, or that waiting for other ranks begins or ends."""
-        begins_step, step = False, HEARTBEAT.step
         waits = waits and self.run.ranks.world_size > 1
-        if self.marks and self.marks[-1][1:4] == (name, waits, step):
+        if self.marks and not self.step_begins and self.marks[-1][1:3] == (name, waits):
             return
-        if name == "data" and step != self.step:
-            self._read_marks()
-            self.step, begins_step = step, True
-        self.marks.append(Mark(self.clock.now(), name, waits, step, begins_step))
+        self.marks.append(Mark(self.clock.now(), name, waits, self.run.progress.step, self.step_begins))
+        self.step_begins = False
+
+    def begin_step(self) -> None:
+        """Read the marks that a GPU has passed; the next mark begins a step."""
+        self._read_marks()
+        self.step_begins = True
 
     def _read_marks(self, wait: bool = False) -> None:
         while len(self.marks) > 1:
@@ -197,7 +198,7 @@ class Phases:
         self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
         if not news:
             return
-        log, step = self.run.log, HEARTBEAT.step
+        log, step = self.run.log, self.run.progress.step
         hosts = self.run.ranks.all_gather_json(socket.gethostname())
         for rank, phase, ratio in news:
             place = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
@@ -210,7 +211,6 @@ class Phases:
 
     def read_pauses(self) -> dict[str, float]:
         """Return the seconds of evaluations and saves since the last reading; log each evaluation."""
-        HEARTBEAT.begin("other")
         self._read_marks(wait=True)
         pauses, self.pauses, sums = self.pauses, Counter(), Counter()
         for (name, step), seconds in pauses.items():

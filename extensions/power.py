@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 
+from common.activity import ACTIVITY
 from common.files import plain
-from common.heartbeat import HEARTBEAT
 from common.text import once, pip_install
 from parallel.process import number_of
 from run.life import Run
@@ -263,8 +263,8 @@ class PowerSampler:
             watts = "" if sample.watts is None else f"{sample.watts:.3f}"
             reasons = None if sample.throttle_reasons is None else hex(sample.throttle_reasons)
             values = ["" if value is None else str(value) for value in (watts, *sample[2:-1], reasons)]
-            self.lines.append(",".join((f"{at:.6f}", self.gpu, *values, HEARTBEAT.subphase,
-                                        str(HEARTBEAT.step))) + "\n")
+            self.lines.append(",".join((f"{at:.6f}", self.gpu, *values, ACTIVITY.phase,
+                                        str(ACTIVITY.step))) + "\n")
             if now >= written + WRITE_SECONDS:
                 written = now
                 self._write()

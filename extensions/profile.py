@@ -6,15 +6,16 @@ Rank 0 writes torch.profiler's trace (PROFILE_STEPS) and the CUDA allocator's hi
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
+from common.activity import foreign_call
 from common.errors import SettingsError
-from common.heartbeat import HEARTBEAT
 from common.text import counted, last_line
 from config import Config
 from dataloaders import Batch
@@ -64,7 +65,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Measurements(Extension):
-    """Measures the steps, driven by the heartbeat's phases. Steps count from 1."""
+    """Measures the steps and their phases. Steps count from 1."""
 
     phases: Optional[Phases] = None
 
@@ -80,27 +81,38 @@ class Measurements(Extension):
         self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # true if any rank samples
         self.profiling = Profiling(run)
         self.phases = Phases(run)
-        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # runs may be nested
-        HEARTBEAT.begin("other")
+        self.current = "other", False
+        self._mark(*self.current)
 
     def run_end(self, run: Run, error: Optional[BaseException]) -> None:
         if self.phases:
-            HEARTBEAT.on_mark = self.before
+            self.phases = None
             self.profiling.close(failed=error is not None)
-        if self.phases and self.sampler:
-            self.sampler.stop()
+            if self.sampler:
+                self.sampler.stop()
 
-    def _mark(self, phase: str, waits: bool) -> None:
-        self.phases.mark(phase, waits)
-        self.profiling.mark(phase)
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self.phases is None:  # the run has not started, or has ended
+            yield
+            return
+        before = self.current
+        self._mark(*((before[0], True) if name == "communication" else (name, False)))
+        yield
+        self._mark(*before)  # not after a device error, which a mark would raise again
+
+    def _mark(self, name: str, waits: bool) -> None:
+        self.current = name, waits
+        self.phases.mark(name, waits)
+        self.profiling.mark(name)
 
     def step_begin(self, run: Run) -> None:
         if self.sampler:
             self.sampler.begin()
+        self.phases.begin_step()
         self.profiling.begin(run.progress.step + 1)
 
     def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
-        HEARTBEAT.begin("other")
         batches = batches * run.config.updates_per_step
         self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
         if self.sampler:
@@ -149,7 +161,7 @@ class Measurements(Extension):
                 names = ", ".join(f"GPU{number_of(rank)}" for rank in slow)
                 self.run.log.warn(f"{names}: slowed down by {cause}, to {first.sm_clock_mhz:,.0f} MHz at "
                                   f"{first.watts:,.0f} W and {first.temperature:.0f} °C; reported once")
-                self.run.log.event("throttled", HEARTBEAT.step, ranks=slow, cause=cause)
+                self.run.log.event("throttled", self.run.progress.step, ranks=slow, cause=cause)
 
 
 EXTENSION = Measurements
@@ -240,7 +252,7 @@ class Profiling:
     def _write(self, name: str, write: Callable[[str], object], hint: str) -> None:
         path = self.run.folder / "profile" / name
         try:
-            with HEARTBEAT.beat_in_background():
+            with foreign_call():
                 path.parent.mkdir(exist_ok=True)
                 write(str(path))
         except (OSError, RuntimeError) as error:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from checkpoint.schema import SavedProgress
+from common.activity import waiting
 from common.errors import SettingsError
-from common.heartbeat import HEARTBEAT
 from config import Config
 from dataloaders import first_micro_batch
 from learn.optim import REDUCERS, Reducer
@@ -171,7 +171,7 @@ class ExactReducer(Reducer):
         for each, divisor in zip(self.sharded.values(), divisors[len(self.whole):]):
             if each.integers is not None:
                 if self.model.copies is not None:
-                    with HEARTBEAT.waiting():
+                    with waiting():
                         dist.all_reduce(each.integers, group=self.model.copies)
                 each.gradients.copy_(each.integers.double().div_(divisor))
         largest = self.largest.max().int().view(torch.float32).double()
@@ -190,7 +190,7 @@ class ExactReducer(Reducer):
             if end > start and (is_divided(parameter) or mesh is None or mesh.get_local_rank(SHARD) == 0):
                 sums[start:end] = row_sums(rows.square().view(end - start, -1))
         if mesh is not None:
-            with HEARTBEAT.waiting():
+            with waiting():
                 dist.all_reduce(sums_R, group=mesh.get_group(SHARD))
         return row_sums(sums_R[None])[0].sqrt()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.heartbeat import HEARTBEAT
+from common.activity import tick
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.attention import SHARED_PREFIX
 from fused.head import IGNORE_INDEX, add_at, slices
@@ -300,11 +300,9 @@ class KTO(PairwiseObjective):
 
     @torch.no_grad()
     def prepare_step(self, batches: list, step: int) -> Prepared:
-        if HEARTBEAT.phase == "data":  # else a validation calls it, maybe before the first step
-            HEARTBEAT.enter("forward and backward")
         sums = []
         for batch in batches:
-            HEARTBEAT.beat()
+            tick()
             batch.stored["reference_BP2"] = self.reference(batch)
             # The point needs only the other answers, and the loss only the own ones.
             _, gain_BP2 = self.gains(self.model.eval(), self.only(batch, -1))

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint.schema import SavedProgress
 from checkpoint.tensors import LazyTensor, lazy
+from common.activity import tick
 from common.errors import CheckpointError, SettingsError
-from common.heartbeat import HEARTBEAT
 from config import Config, OptimConfig
 from parallel.fsdp import (
     average_vectors,
@@ -123,13 +123,6 @@ def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataPar
     if gradient_dtype == "bf16":
         # As another function, because DDP refuses the original with gloo, although it works there.
         parallel.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
-
-    def start_waiting(parameter: Tensor) -> None:
-        HEARTBEAT.is_waiting = True
-
-    # The backward reaches the first parameter (nearly) last, and then waits for the other ranks.
-    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-    first.register_post_accumulate_grad_hook(start_waiting)
     return parallel
 
 
@@ -353,4 +346,4 @@ class Optimizer:
             # A fused AdamW counts its steps on the parameter's device.
             rows = (0, 1) if entry == "step" else local_span(self.sharded.get(parameter, parameter))
             optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
-            HEARTBEAT.beat()
+            tick()

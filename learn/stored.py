@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
+from common.activity import ACTIVITY
 from common.errors import DataError
 from common.files import FileLock, atomic_write, disk_errors
-from common.heartbeat import HEARTBEAT
 from common.text import counted
 from data_pipeline.shards import Cache
 from dataloaders import Batch, ExampleRows
@@ -131,7 +131,7 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, provenance
 
         # Every rank computes equally many batches. Pairs without a place in a row keep 0.
         model, size = load_model(), micro_batch_size
-        HEARTBEAT.enter("reference")
+        ACTIVITY.phase = "reference"
         batches = -(-len(rows) // (size * ranks.world_size))
         log.info(f"Reference: the log-probabilities of {counted(rows.examples, 'pair')}, computed once")
         logprob_E2 = torch.zeros(len(rows.example_set), 2)

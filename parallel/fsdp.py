@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common.heartbeat import HEARTBEAT
+from common.activity import waiting
 from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks, collective
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
     """Return rank 0's tensor on every rank of a sharded model, so that all agree. Collective there."""
     if is_sharded(model):
-        with HEARTBEAT.waiting():
+        with waiting():
             dist.broadcast(tensor, src=0)
     return tensor
 
@@ -201,7 +201,7 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
                 result = torch.empty(shapes[batch], dtype=dtype, device=ranks.device)
             if size > 1:
                 result = result.contiguous()
-                with HEARTBEAT.waiting():
+                with waiting():
                     dist.broadcast(result, src=owner)
             yield result
 
@@ -227,7 +227,7 @@ def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
     counts, numels = [each.numel() for each in sent], [shape.numel() for shape in shapes]
     flat = torch.cat([each.flatten() for each in sent])
     received = flat.new_empty(sum(numels))
-    with HEARTBEAT.waiting():
+    with waiting():
         dist.all_to_all_single(received, flat, *([*each, *[0] * (group.size() - len(each))]
                                                  for each in (numels, counts)), group=group)
     return [each.view(shape) for each, shape in zip(received.split(numels), shapes)]
@@ -258,7 +258,7 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     sharded = torch.stack([norms[index] for index in divided]).to(mesh.device_type)
     if mesh[SHARD].size() > 1:
         squares = sharded.square()
-        with HEARTBEAT.waiting():
+        with waiting():
             dist.all_reduce(squares, group=mesh.get_group(SHARD))
         sharded = squares.sqrt()
     for index, norm in zip(divided, sharded.unbind()):  # in the order of the tensors, for the sum's bits
@@ -276,7 +276,7 @@ def add_shards(values: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
     # Each rank of the group has a whole vector; it counts on the first.
     counted = torch.stack([value.to(mesh.device_type) * (is_divided(parameter) or group.rank() == 0)
                            for value, parameter in zip(values, like)])
-    with HEARTBEAT.waiting():
+    with waiting():
         dist.all_reduce(counted, group=group)
     return counted
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from common import errors
+from common.activity import ACTIVITY, tick, waiting
 from common.errors import HangError, PaddockError, SettingsError
-from common.heartbeat import HEARTBEAT
 from common.text import counted, duration
 from parallel import process
 from parallel.hang import HangWatchdog
@@ -65,7 +65,7 @@ class Ranks:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum the tensor over all ranks in place, without waiting for a GPU."""
         if self.world_size > 1:
-            with HEARTBEAT.waiting():
+            with waiting():
                 dist.all_reduce(tensor)
         return tensor
 
@@ -75,7 +75,7 @@ class Ranks:
         if self.world_size == 1:
             return tensor
         total = self.all_reduce(tensor.to(self.device))
-        with HEARTBEAT.waiting():
+        with waiting():
             return total.cpu()
 
     @collective
@@ -86,7 +86,7 @@ class Ranks:
 
     def tolist(self, tensor: torch.Tensor) -> list[float]:
         """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
-        with HEARTBEAT.waiting():
+        with waiting():
             return tensor.tolist()
 
     @collective
@@ -105,7 +105,7 @@ class Ranks:
         senders = senders or self.world_size
         data = json.dumps(value).encode() if self.rank < senders else b""
         longest = torch.tensor(len(data), device=self.device)
-        with HEARTBEAT.waiting():
+        with waiting():
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             # Not an all-gather, whose number of hops grows with the number of ranks.
             padded = bytearray(data.ljust(int(longest)))
@@ -171,7 +171,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
         if processes > gpus:
             raise SettingsError(f"{processes} processes of this machine share {counted(gpus, 'GPU')}; "
                                 f"start torchrun with --nproc_per_node {gpus} at most")
-    HEARTBEAT.enter("start-up", 0)
+    ACTIVITY.phase, ACTIVITY.step = "start-up", 0
     ranks = Ranks(rank, local_rank, world_size, device)
     if world_size > 1:
         try:
@@ -195,7 +195,7 @@ def watch(store: dist.Store, ranks: Ranks, timeout_seconds: float, store_on_rank
     """Start this process's watchdog, and then make its GPU current, which waits for the driver."""
     global watchdog
     stop_watchdog()
-    watchdog = HangWatchdog(HEARTBEAT, store, (ranks.rank, ranks.world_size), timeout_seconds, store_on_rank0)
+    watchdog = HangWatchdog(store, ranks.rank, ranks.world_size, timeout_seconds, store_on_rank0)
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
 
@@ -210,7 +210,7 @@ def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
         if ranks.world_size == 1:  # this process may go on with something else
             stop_watchdog()
         raise
-    HEARTBEAT.enter("the end")
+    ACTIVITY.phase = "the end"
     # When one rank exits, the launcher ends the others, which may still be closing their logs.
     ranks.barrier()
     stop_ranks()
@@ -251,7 +251,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         # time-out. Its own connection does not queue behind a collective's request.
         watch(connect(timeout_seconds), ranks, timeout_seconds, store_on_rank0)
         is_cuda = ranks.device.type == "cuda"
-        with HEARTBEAT.waiting():
+        with waiting():
             dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
                                     world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
                                     timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
@@ -322,7 +322,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
                           "grep Xid` there has the driver's reason. The same command resumes from the last "
                           "checkpoint; if the GPU fails again, leave it out with --gpus", 1)
     if any(words in text for words in TIMED_OUT):
-        return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
+        return ExitReport(f"hang: rank {rank} waited in {ACTIVITY.phase} (step {ACTIVITY.step}) for "
                           f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "
                           "merely slow", HangError.exit_code)
     if any(words in text for words in CONNECTION_LOST):
@@ -378,13 +378,16 @@ class StopSignals:
         os.close(readable)
 
 
+BEFORE_UPDATE = ("data", "generate", "reward", "forward", "backward")  # before ranks exchange their signals
+
+
 def what_follows_a_signal() -> str:
     """Return what this process will do if the first stop signal arrives now."""
-    if HEARTBEAT.phase in ("start-up", "reference", "teacher"):
+    if ACTIVITY.phase in ("start-up", "reference"):
         return "stopping before the first step; repeat to exit immediately"
-    if HEARTBEAT.phase in ("data", "forward and backward"):  # before ranks exchange signals
-        return f"finishing step {HEARTBEAT.step}, then saving; repeat to exit without saving"
-    if HEARTBEAT.phase == "the end":
+    if ACTIVITY.phase in BEFORE_UPDATE:
+        return f"finishing step {ACTIVITY.step}, then saving; repeat to exit without saving"
+    if ACTIVITY.phase == "the end":
         return "everything is saved; closing the logs; repeat to exit immediately"
     return "saving after at most one more step; repeat to exit without saving"
 
@@ -412,7 +415,7 @@ class RunContext:
         started = logged = time.perf_counter()
         is_hidden = None if self.ranks.is_rank0 else True  # None: unless this is a terminal
         for done, part in enumerate(tqdm(parts, title, count, delay=1, leave=False, disable=is_hidden)):
-            HEARTBEAT.beat()  # a single process never waits for others
+            tick()  # a single process never waits for others
             self.leave_if_stopped()
             now = time.perf_counter()
             if done and now - logged > PROGRESS_SECONDS:

@@ -19,7 +19,7 @@ class Extension:
 
     def run_start(self, run) -> None: ...  # the run's folder is open
     def step_begin(self, run) -> None: ...  # before the batches of step `run.progress.step` + 1 are read
-    def phase(self, name: str) -> AbstractContextManager: return nullcontext()  # a part such as "backward"
+    def phase(self, name: str) -> AbstractContextManager: return nullcontext()  # or "communication" in it
     def batches(self, run, batches: list) -> list: return batches  # of this rank; may mask targets
     def before_update(self, run, batches: list) -> None: ...  # gradients are complete, but not clipped
     def step_end(self, run, batches: list, result) -> None: ...  # before the step counts; may stop the run

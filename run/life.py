@@ -23,9 +23,9 @@ from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
 from checkpoint.tensors import TensorFile
 from common import __version__
+from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
 from common.files import commit
-from common.heartbeat import HEARTBEAT, Background
 from common.text import DIM, ROOT, command, counted, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
@@ -180,15 +180,6 @@ class Run:
         """The last known path of the run's folder."""
         return self.run_folder.path
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A `with` block around a part of a step, which extensions measure."""
-        HEARTBEAT.begin(name)
-        with ExitStack() as stack:
-            for extension in self.extensions:
-                stack.enter_context(extension.phase(name))
-            yield
-
     @property
     def finished(self) -> bool:
         patience = self.config.early_stopping_patience
@@ -302,7 +293,7 @@ def start_writing(run: Run) -> None:
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, commit=commit() if run.ranks.is_rank0 else "",
-                  seconds=time.time() - HEARTBEAT.started, **run.log.previous, **restarted)
+                  seconds=time.time() - ACTIVITY.started, **run.log.previous, **restarted)
 
 
 @collective
@@ -316,7 +307,7 @@ def follow_folder(run: Run) -> bool:
         path = getattr(run, name)
         if path and path.is_relative_to(before):
             setattr(run, name, run.folder / path.relative_to(before))
-    HEARTBEAT.stacks_folder = run.folder / "log"
+    ACTIVITY.stacks_folder = run.folder / "log"
     process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
     run.log.follow(run.folder, run.progress.step)
     run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
@@ -373,6 +364,7 @@ def record_settings(run: Run) -> None:
 # --------------------------------------------------------------------------------------- checkpoints
 
 
+@phase("save")
 @collective
 def save_checkpoint(run: Run, wait: bool = False) -> None:
     """Save the state after the last finished step, and delete old checkpoints.
@@ -383,7 +375,6 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     started, step = time.perf_counter(), run.progress.step
     finish_saving(run)
     finish_pruning(run)
-    HEARTBEAT.enter("save", step)
     config, progress, ranks = run.config, run.progress, run.ranks
     is_lost = not follow_folder(run)
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
@@ -446,6 +437,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     run.log.event("save", step, seconds=saving.blocked, checkpoint=checkpoint.name)
 
 
+@phase("save")
 @collective
 def finish_saving(run: Run) -> None:
     """Wait for the checkpoint that is being written, if there is one, complete it, and delete old ones.
@@ -455,7 +447,6 @@ def finish_saving(run: Run) -> None:
     saving, run.saving = run.saving, None
     if saving is None:
         return
-    HEARTBEAT.enter("save", run.progress.step)
     is_lost = not follow_folder(run)
     if is_lost and saving.folder:  # a save of the current state reports it
         if saving.thread:
@@ -488,7 +479,6 @@ def finish_saving(run: Run) -> None:
         raise error
     for extension in run.extensions:
         extension.saved(run)
-    HEARTBEAT.begin("other")
 
 
 @collective

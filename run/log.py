@@ -18,9 +18,9 @@ from typing import Any, Optional, TextIO
 from checkpoint.item_scores import item_scores, measured_as
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common import files
+from common.activity import tick
 from common.errors import CheckpointError
 from common.files import plain
-from common.heartbeat import HEARTBEAT
 from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
@@ -178,7 +178,7 @@ class LineFile:
                 while self.file and self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten):]
                     if threading.current_thread() is threading.main_thread():  # a slow disk is not a hang
-                        HEARTBEAT.beat()
+                        tick()
             except OSError as error:
                 self.warn(f"{self.file.name} cannot be written: {error.strerror}; the run continues, and the "
                           "lines are written as soon as possible")

@@ -14,9 +14,9 @@ from torch import Tensor
 from checkpoint import store
 from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile
+from common.activity import Background, tick
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, free_host_memory, sync
-from common.heartbeat import HEARTBEAT, Background
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
 
@@ -91,7 +91,7 @@ class Share:
         try:
             for name in new if fits else ():
                 self.kept[name] = self._empty(name, pinned)
-                HEARTBEAT.beat()
+                tick()
         except RuntimeError:  # the memory cannot be pinned
             fits = False
         if self.ranks.all_agree(fits):
@@ -124,7 +124,7 @@ class Share:
             else:
                 copied.copy_(rows, non_blocking=True)
             self.copied[name] = copied
-            HEARTBEAT.beat()
+            tick()
         if self.ranks.device.type != "cpu":
             torch.get_device_module(self.ranks.device).synchronize()
 

@@ -20,8 +20,8 @@ import model_utils
 from checkpoint import huggingface, peft, store
 from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
+from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
-from common.heartbeat import HEARTBEAT
 from common.text import counted
 from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
 from fused.head import choose_head_chunk
@@ -78,7 +78,7 @@ def open_run(loaded: Settings) -> Iterator[Run]:
         inputs = ranks.raise_on_all(lambda: verified or read_inputs(config, verify=False))
         warnings = [*loaded.warnings]
         folder = stack.enter_context(open_run_folder(config, ranks, warnings.append))
-        HEARTBEAT.stacks_folder = folder.path / "log"
+        ACTIVITY.stacks_folder = folder.path / "log"
         start = find_start(loaded, inputs, folder.path, ranks)
         log = RunLog(start.config, ranks.rank, device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import CheckpointError, LossSpikeError, NonFiniteError
-from common.heartbeat import HEARTBEAT
 from parallel import fsdp
 from parallel.ranks import collective
 from run.life import Run, StepResult, finish_saving, save_checkpoint
@@ -32,7 +31,6 @@ def rows_crc32(rows: np.ndarray) -> str:
 def log_step(run: Run, result: StepResult) -> None:
     """Append the step's line to ledger.jsonl. Warn once if the run diverges or stops learning."""
     step = run.progress.step + 1
-    HEARTBEAT.begin("other")  # a slow disk is not part of the step
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,

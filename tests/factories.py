@@ -591,7 +591,7 @@ def spike_in(*steps: int) -> None:
 
     def loss_sum(self, model, batch):
         summed = original(self, model, batch)
-        return summed._replace(total=summed.total + 20.0 * self.count(batch) * (train.HEARTBEAT.step in steps))
+        return summed._replace(total=summed.total + 20.0 * self.count(batch) * (train.ACTIVITY.step in steps))
 
     NextToken.loss_sum = loss_sum
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.heartbeat import HEARTBEAT
+from common.activity import tick
 from extensions.inference.engine import Engine, Request, Sampling, Score
 from extensions.inference.text import Prompt, TextStream
 from model import Transformer
@@ -27,7 +27,7 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
         engine = Engine(model, len(prompts), longest + max_new_tokens, len(prompts) * longest)
         requests = add_all(engine, with_stop, max_new_tokens, sampling)
         while not engine.idle:
-            HEARTBEAT.beat()
+            tick()
             engine.step()
     finally:
         model.train(was_training)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Optional
 
-from common.heartbeat import HEARTBEAT
+from common.activity import foreign_call
 from common.text import ROOT, command, last_line
 from parallel.process import STOP_SIGNALS
 from run.extensions import Extension
@@ -78,7 +78,7 @@ class BackgroundReport:
         self.warned = False
         self.start(folder, warn, is_final=True)
         if self.process:
-            with suppress(subprocess.TimeoutExpired), HEARTBEAT.beat_in_background():
+            with suppress(subprocess.TimeoutExpired), foreign_call():
                 self.process.wait(seconds)
             if self.process.poll() is None:
                 self._kill(folder)

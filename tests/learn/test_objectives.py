@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
-from common.heartbeat import HEARTBEAT
 from config import Config, ModelConfig, PreferenceConfig
 from dataloaders import Batch
 from fused import head
@@ -421,14 +420,6 @@ def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
     for part in (first, second):
         replace(objective, gather=lambda _: told).prepare_step([part], 0)
     torch.testing.assert_close(torch.cat([first.stored["point_B1"], second.stored["point_B1"]]), point)
-
-
-@pytest.mark.parametrize("phase, then", [("data", "forward and backward"), ("validation", "validation")])
-def test_kto_s_reference_point_of_a_validation_is_no_part_of_a_step(phase, then, monkeypatch):
-    """A validation before the first step has no step whose time it could be."""
-    monkeypatch.setattr(HEARTBEAT, "phase", phase)
-    KTO(Config(compile=False), partial(frozen_logprobs, model_of(99)), model_of(0)).prepare_step([unpaired_rows(2, point=None)], 0)
-    assert HEARTBEAT.phase == then
 
 
 def test_orpo_equals_trl_on_each_pair():

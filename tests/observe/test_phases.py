@@ -13,20 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY, phase, waiting
 from extensions import phases
 from extensions.phases import Phases, SlowRanks, percentages
+from extensions.profile import Measurements
 from learn.objectives import NextToken
 from run import life
 
 
 @contextmanager
 def marking(phases: Phases) -> Iterator[Phases]:
-    """A `with` block in which the heartbeat tells phases."""
-    before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, phases.mark
-    HEARTBEAT.begin("other")
+    """A `with` block in which phases are measured, as in a run."""
+    measurements = Measurements()
+    measurements.phases, measurements.profiling = phases, SimpleNamespace(mark=lambda name: None)
+    measurements._mark("other", False)
+    ACTIVITY.hooks = [measurements.phase]
     yield phases
-    HEARTBEAT.on_mark = before
+    ACTIVITY.hooks = ()
 
 
 def fake_run(world_size=1, device="cpu"):
@@ -34,7 +37,7 @@ def fake_run(world_size=1, device="cpu"):
                             all_gather_json=lambda values: [values] * world_size)
     log = SimpleNamespace(events=[], info=pytest.fail, warn=pytest.fail)
     log.event = lambda event, step, **facts: log.events.append((event, step, facts))
-    return SimpleNamespace(ranks=ranks, log=log)
+    return SimpleNamespace(ranks=ranks, log=log, progress=SimpleNamespace(step=0))
 
 
 @pytest.fixture
@@ -75,42 +78,34 @@ def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_an
     run = fake_run(world_size=2, device="cuda")
     with marking(Phases(run)) as measured:
         for step in range(1, 9):
-            take_step(clock, step)
+            take_step(clock, measured)
             assert step == 1 or len(measured.steps) == step - 1, "as far as the GPU was when this step began"
             Event.done = clock.now
         assert measured.read_steps() == {"step_seconds": 51, **{f"{name}_seconds": value for name, value in SECONDS.items()}}
-    assert len(Event.made) < 2 * 13, "those of two steps"
-
-
-@pytest.fixture(autouse=True)
-def quiet_heartbeat():
-    """The heartbeat as at the start of a process."""
-    HEARTBEAT.step, HEARTBEAT.subphase = 0, "start-up"
-    yield
-    HEARTBEAT.enter("start-up", 0)
+    assert len(Event.made) < 2 * 18, "those of two steps"
 
 
 def after(clock, seconds: float) -> None:
     clock.now += seconds
 
 
-def take_step(clock, step: int, scale: float = 1.0) -> None:
+def take_step(clock, measured: Phases, scale: float = 1.0) -> None:
     """A step of two micro-batches: data 1 s, forward 2 and 3, backward 4 and 5, waits of 10 and 20, update 6."""
-    HEARTBEAT.enter("data", step)
-    after(clock, 1 * scale)
-    HEARTBEAT.enter("forward and backward")
-    with HEARTBEAT.waiting():
-        after(clock, 10 * scale)
-    for forward, backward in ((2, 4), (3, 5)):
-        HEARTBEAT.begin("forward")
-        after(clock, forward * scale)
-        HEARTBEAT.begin("backward")
-        after(clock, backward * scale)
-    HEARTBEAT.enter("update")
-    with HEARTBEAT.waiting():
-        after(clock, 20 * scale)
-    after(clock, 6 * scale)
-    HEARTBEAT.begin("other")
+    measured.begin_step()
+    with phase("data"):
+        after(clock, 1 * scale)
+    with phase("optimizer"):
+        with phase("forward"), waiting():
+            after(clock, 10 * scale)
+        for forward, backward in ((2, 4), (3, 5)):
+            with phase("forward"):
+                after(clock, forward * scale)
+            with phase("backward"):
+                after(clock, backward * scale)
+        with waiting():
+            after(clock, 20 * scale)
+        after(clock, 6 * scale)
+    measured.run.progress.step += 1
     after(clock, 100)
 
 
@@ -120,15 +115,14 @@ SECONDS = {"data": 1, "forward": 5, "backward": 9, "optimizer": 6, "communicatio
 def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
     run = fake_run(world_size=2)
     with marking(Phases(run)) as measured:
-        for step, scale in ((1, 1), (2, 3)):
-            take_step(clock, step, scale)
+        for scale in (1, 3):
+            take_step(clock, measured, scale)
         read = measured.read_steps()
         assert read == {"step_seconds": 102, **{f"{name}_seconds": 2 * value for name, value in SECONDS.items()}}
         assert [step.total() for step in measured.to_compare] == [153], "without the first step, which compiles"
-        take_step(clock, 3)
+        take_step(clock, measured)
         assert measured.read_steps()["step_seconds"] == 51, "only the steps since the last reading"
         assert [step.total() for step in measured.to_compare] == [153, 51]
-    assert HEARTBEAT.on_mark.__name__ == "<lambda>"
 
 
 @given(st.dictionaries(st.text(), st.floats(0, 1e6), min_size=1).filter(lambda values: sum(values.values()) > 1e-3))
@@ -141,17 +135,16 @@ def test_percentages_are_within_a_tenth_and_add_up(values):
 def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):
     run = fake_run(world_size=2)
     with marking(Phases(run)) as measured:
-        take_step(clock, 1)
-        HEARTBEAT.enter("validation", 1)
-        after(clock, 3)
-        with HEARTBEAT.waiting():
-            after(clock, 4)
-        HEARTBEAT.enter("a new task", 1)
-        after(clock, 1)
+        take_step(clock, measured)
+        with phase("validation"):
+            after(clock, 3)
+            with waiting():
+                after(clock, 4)
+        with phase("a new task"):
+            after(clock, 1)
         assert measured.read_pauses() == {"evaluation_seconds": 8}
-        HEARTBEAT.enter("save", 1)
-        after(clock, 7)
-        HEARTBEAT.enter("data", 2)
+        with phase("save"):
+            after(clock, 7)
         assert measured.read_pauses() == {"save_seconds": 7}
         assert measured.read_pauses() == {}
         assert measured.own_pauses == {"evaluation": 4, "save": 7}, "without the waits"

@@ -16,7 +16,7 @@ import pytest
 from factories import PATIENCE, wait_until
 from nvml_stub import GIB, Pynvml
 
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY
 from extensions import power
 from extensions.power import (
     HEADER,
@@ -173,11 +173,12 @@ def test_a_file_continues_after_its_last_whole_line_and_what_a_full_disk_refuses
     assert len(notes) == 2 and "power.csv cannot be written" in notes[1] and "measurements are lost" in notes[1]
 
 
-def test_each_sample_has_the_phase_and_the_step_of_its_time(tmp_path):
+def test_each_sample_has_the_phase_and_the_step_of_its_time(tmp_path, monkeypatch):
     meter, notes = Meter(), []
+    monkeypatch.setattr(ACTIVITY, "phase", "data")
     sampler = sampler_of(meter, tmp_path, 500, notes)
     for step in (1, 2):
-        HEARTBEAT.enter("data", step)
+        monkeypatch.setattr(ACTIVITY, "step", step)
         sampler.begin()
         wait_until(lambda least=len(sampler.samples) + 20: len(sampler.samples) >= least)
         sampler.end()

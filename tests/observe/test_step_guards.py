@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import train
 from checkpoint import store
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY
 from config import OptimConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
@@ -163,7 +163,7 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     run, by_item = long_run(MAX_STEPS=12, VALIDATE_EVERY=4), NextToken.by_item
     poison(monkeypatch, *range(2, 13))
     monkeypatch.setattr(NextToken, "by_item", lambda *arguments: (summed := by_item(*arguments))._replace(
-        total=summed.total * (4 if HEARTBEAT.step >= 2 else 1)))
+        total=summed.total * (4 if ACTIVITY.step >= 2 else 1)))
     for step in (3, 7):
         with stop_at(step):
             assert run.train() == train.EXIT_PREEMPTED

@@ -163,7 +163,7 @@ def poison_rank_1() -> None:
 
     def loss_sum(self, model, batch):
         total, metrics = original(self, model, batch)
-        if model.training and train.HEARTBEAT.step == 3:
+        if model.training and train.ACTIVITY.step == 3:
             total = total * 1.0
             total.register_hook(lambda gradient: gradient * math.inf)
         return LossSum(total, metrics)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY
 from parallel import process, ranks
 from parallel.ranks import StopSignals
 
@@ -25,15 +25,15 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
 
 
 @pytest.mark.parametrize(("number", "phase", "said"), [
-    (signal.SIGINT, "forward and backward", "Ctrl-C: finishing step 7, then saving; repeat to exit without saving\n"),
+    (signal.SIGINT, "backward", "Ctrl-C: finishing step 7, then saving; repeat to exit without saving\n"),
     (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; repeat to exit without saving\n"),
     (signal.SIGUSR1, "validation", "SIGUSR1: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "save", "SIGTERM: saving after at most one more step; repeat to exit without saving\n"),
-    (signal.SIGTERM, "teacher", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),
+    (signal.SIGTERM, "reference", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),
     (signal.SIGINT, "the end", "Ctrl-C: everything is saved; closing the logs; repeat to exit immediately\n")])
 def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monkeypatch):
-    monkeypatch.setattr(HEARTBEAT, "phase", phase)
-    monkeypatch.setattr(HEARTBEAT, "step", 7)
+    monkeypatch.setattr(ACTIVITY, "phase", phase)
+    monkeypatch.setattr(ACTIVITY, "step", 7)
     before = [signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)
     signals, printed = answers(capfd, number, signal.SIGTERM)
     assert printed == said and signals.received == number, "the second one came within a second, and is the same"

@@ -15,7 +15,7 @@ from factories import UNMEASURED, assert_same_run, at_step, do_in_step, run_rank
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
-from common.heartbeat import HEARTBEAT, Background, Cancelled
+from common.activity import Background, Cancelled, tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
@@ -130,7 +130,7 @@ def test_an_exit_that_does_not_wait_stops_the_thread_and_nothing_is_left_of_its_
 
     def write_rows(*_):
         while True:
-            HEARTBEAT.beat()
+            tick()
             halted.set()
             time.sleep(0.01)
 
@@ -226,27 +226,13 @@ def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run
     assert run.hashes(2) == before
 
 
-def test_beats_of_a_thread_show_that_its_work_moves_but_not_that_the_process_does(monkeypatch):
-    go, moved = threading.Event(), threading.Event()
-
-    def work(warn) -> str:
-        warn("slow")
-        HEARTBEAT.beat()
-        moved.set()
-        assert go.wait(PATIENCE)
-        return "done"
-
-    HEARTBEAT.beat()
-    before = HEARTBEAT.last_beat
-    thread = Background(work)
-    assert moved.wait(PATIENCE) and HEARTBEAT.last_beat == before
-    go.set()
+def test_a_thread_returns_its_value_and_warnings_and_ends_when_it_is_cancelled():
     told = []
-    assert thread.result(told.append) == "done" and told == ["slow"]
+    assert Background(lambda warn: warn("slow") or "done").result(told.append) == "done" and told == ["slow"]
 
     def endless(warn) -> None:
         while True:
-            HEARTBEAT.beat()
+            tick()
             time.sleep(0.001)
 
     thread = Background(endless)

@@ -16,7 +16,7 @@ from commands import during
 from factories import do_in_step, is_rank
 
 import train
-from common.heartbeat import Background
+from common.activity import Background
 from run import life
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")

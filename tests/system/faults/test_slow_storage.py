@@ -11,8 +11,7 @@ import pytest
 import torch
 from factories import assert_same_run
 
-import dataloaders
-from common.heartbeat import HEARTBEAT
+from common.activity import ACTIVITY
 from data_pipeline import shards
 from dataloaders import RowOrder, load_steps
 from extensions.report.data import RunReader
@@ -85,7 +84,7 @@ def test_a_read_that_fails_now_and_then_is_repeated_and_one_that_always_fails_en
 
 def test_a_slow_disk_is_told_by_the_goodput_and_not_counted_as_steps(tiny_run, monkeypatch):
     run, seconds, phases = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, SAVE_EVERY=0), 0.05, []
-    on_disk(monkeypatch, lambda: phases.append(HEARTBEAT.subphase), seconds, names=("ledger", "metrics"))
+    on_disk(monkeypatch, lambda: phases.append(ACTIVITY.phase), seconds, names=("ledger", "metrics"))
     assert run.train() == 0
     assert set(phases) == {"other"}, "not a phase of the step"
     reader = RunReader(run.folder, "run")
@@ -94,43 +93,31 @@ def test_a_slow_disk_is_told_by_the_goodput_and_not_counted_as_steps(tiny_run, m
     assert parts["other"] + parts["start-up"] > (len(phases) - 10) * seconds > 0
 
 
-def beats(make, monkeypatch) -> int:
-    """The number of heartbeats while `make` is called."""
-    found = []
-    monkeypatch.setattr(HEARTBEAT, "beat", lambda: found.append(1))
-    make()
-    return len(found)
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_slow_reader_is_no_hang_but_one_that_does_not_read_is(reads, monkeypatch):
-    monkeypatch.setattr(dataloaders, "BEAT_SECONDS", 0.01)
-    order, goes_on, read = RowOrder(8, 8, 1, 0, 0, 1), threading.Event(), []
+def test_a_slow_reader_makes_progress_and_one_that_does_not_read_makes_none():
+    order, may_read = RowOrder(8, 8, 1, 0, 0, 1), threading.Semaphore(0)
 
     def read_rows(rows: np.ndarray) -> torch.Tensor:
-        read.append(rows)
-        goes_on.wait(0.05 if reads else 0.4 * (len(read) == 1))
+        may_read.acquire()
         return torch.zeros(1)
 
-    def load() -> None:
-        with load_steps(read_rows, order, torch.device("cpu"), torch.numel, ahead=1) as steps:
-            next(steps)
-            goes_on.set()
+    with load_steps(read_rows, order, torch.device("cpu"), torch.numel, ahead=1) as steps:
+        before = ACTIVITY.ticks
+        time.sleep(0.1)
+        assert ACTIVITY.ticks == before
+        may_read.release(100)
+        next(steps)
+        assert ACTIVITY.ticks >= before + 8
 
-    found = beats(load, monkeypatch)
-    assert found >= 2 if reads else found <= 1
 
-
-def test_a_slow_log_is_no_hang_and_the_threads_of_trackers_do_not_beat(tmp_path, monkeypatch):
+def test_a_slow_log_makes_progress_and_the_threads_of_trackers_do_not(tmp_path):
     lines = run_log.LineFile(print).open(tmp_path / "lines")
-    assert beats(lambda: lines.write("one"), monkeypatch) == 1
-
-    def write() -> None:
-        thread = threading.Thread(target=lines.write, args=("two",))
-        thread.start()
-        thread.join()
-
-    assert beats(write, monkeypatch) == 0
+    before = ACTIVITY.ticks
+    lines.write("one")
+    assert ACTIVITY.ticks == before + 1
+    thread = threading.Thread(target=lines.write, args=("two",))
+    thread.start()
+    thread.join()
+    assert ACTIVITY.ticks == before + 1
     with suppress(OSError):
         lines.close()
     assert (tmp_path / "lines").read_text() == "one\ntwo\n"
