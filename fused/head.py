@@ -3,6 +3,7 @@
 Shape suffixes: M flattened positions, D model, V vocabulary (padded), K tokens with trainable rows.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -63,6 +64,18 @@ def slices(length: int, size: int) -> list[slice]:
     """Divide `length` into slices of at most `size`, nearly equal, so that few shapes are compiled."""
     size = -(-length // max(1, -(-length // size))) or 1
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def with_any_rows(varies: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the arguments of a compiled function; if it `varies`, one graph serves all numbers of rows.
+
+    Otherwise a compiler takes the first number for a constant, and compiles again for the second. The usual
+    case, in which all tokens are targets, keeps its constant.
+    """
+    if varies and "torch._dynamo" in sys.modules:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
 
 
 # Computations over the vocabulary, which ChunkedHead.compile compiles
@@ -212,13 +225,15 @@ class ChunkedHead:
         """See `Transformer.forward`; the hidden states may have any leading shape."""
         sum_gradients_in_float32(weight.learned)
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+        # Whether the number of targets differs from call to call
+        varies = target_index_M is not None or hidden_BTD.dim() == 2
         if target_index_M is not None:
             hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
-            return self.sum_over_logits(weight, hidden_MD, targets_M, reduction)
+            return self.sum_over_logits(weight, hidden_MD, targets_M, reduction, varies)
         in_rows = reduction == "none" and hidden_BTD.dim() > 2  # compared with another model's, to the bit
         if in_rows or torch.is_grad_enabled() or hidden_MD.device.type != "cpu":
-            logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self)
+            logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self, varies)
         else:
             weight_VD = weight.values_VD.to(hidden_MD.dtype)
             logprob_M = logprob_in_tiles(hidden_MD, weight_VD, targets_M, self.vocab_size)
@@ -230,7 +245,7 @@ class ChunkedHead:
         return logprob_M.view_as(targets_BT)
 
     def sum_over_logits(self, weight: HeadWeight, hidden_MD: Tensor, targets_M: Tensor,
-                        loss: str | LogitsLoss) -> Tensor:
+                        loss: str | LogitsLoss, varies: bool) -> Tensor:
         """Return the sum of the targets' log-probabilities ("sum") or of a LogitsLoss."""
         def total_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
             logits_MV, chunk_M = linear(hidden_MD, weight_VD), targets_M[chunk]
@@ -238,11 +253,11 @@ class ChunkedHead:
                 parts = slices(len(logits_MV), 2**max(0, (CACHED_LOGITS // len(weight_VD)).bit_length() - 1))
                 totals = torch.zeros(len(parts))
                 for number, part in enumerate(parts):
-                    totals[number], logits_MV[part] = self.logprob_and_gradient(
-                        logits_MV[part], chunk_M[part], self.vocab_size)
+                    rows = with_any_rows(varies, logits_MV[part], chunk_M[part])
+                    totals[number], logits_MV[part] = self.logprob_and_gradient(*rows, self.vocab_size)
                 return totals.sum(), logits_MV
             if not callable(loss):
-                return self.logprob_and_gradient(logits_MV, chunk_M, self.vocab_size)
+                return self.logprob_and_gradient(*with_any_rows(varies, logits_MV, chunk_M), self.vocab_size)
             total, gradient_MV = loss(logits_MV[:, :self.vocab_size].float(), chunk)
             gradient_MV, padding = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
             return total, F.pad(gradient_MV, (0, padding)) if padding else gradient_MV  # F.pad by 0 copies
@@ -306,16 +321,16 @@ class LogprobOfTargets(torch.autograd.Function):
     """(M,) float32 log-probabilities of the targets; the backward recomputes logits of several chunks."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head, varies):
         weight_VD, chunks = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for chunk in chunks:
             logits_MV = linear(hidden_MD[chunk], weight_VD)
-            logprob_M[chunk], lse_M[chunk] = head.logprob_and_lse(logits_MV, targets_M[chunk],
-                                                                  head.vocab_size)
+            rows = with_any_rows(varies, logits_MV, targets_M[chunk])
+            logprob_M[chunk], lse_M[chunk] = head.logprob_and_lse(*rows, head.vocab_size)
         kept_MV = logits_MV if len(chunks) == 1 else None
         ctx.save_for_backward(hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV)
-        ctx.chunks, ctx.head = chunks, head
+        ctx.chunks, ctx.head, ctx.varies = chunks, head, varies
         return logprob_M
 
     @staticmethod
@@ -325,8 +340,8 @@ class LogprobOfTargets(torch.autograd.Function):
         gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
         for chunk in ctx.chunks:
             logits_MV = linear(hidden_MD[chunk], weight_VD) if kept_MV is None else kept_MV
-            gradient_MV = head.gradient_of_logprob(logits_MV, targets_M[chunk], lse_M[chunk],
-                                                   factor_M[chunk], head.vocab_size)
+            rows = with_any_rows(ctx.varies, logits_MV, targets_M[chunk], lse_M[chunk], factor_M[chunk])
+            gradient_MV = head.gradient_of_logprob(*rows, head.vocab_size)
             gradients.add(chunk, gradient_MV, hidden_MD[chunk], weight_VD)
-            del logits_MV, gradient_MV  # before the next ones
-        return gradients.hidden_MD, None, gradients.learned, None, None, None
+            del rows, logits_MV, gradient_MV  # before the next ones
+        return gradients.hidden_MD, None, gradients.learned, None, None, None, None

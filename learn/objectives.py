@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from common.activity import tick
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.attention import SHARED_PREFIX
-from fused.head import IGNORE_INDEX, add_at, slices
+from fused.head import IGNORE_INDEX, add_at, slices, with_any_rows
 from parallel.ranks import widened
 
 CACHE_BYTES = 2**19  # block of logits on a CPU, where memory is slower than arithmetic
@@ -507,14 +507,15 @@ class Distillation(NextToken):
 
         def loss(logits_MV: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
             """Return a chunk's loss, and its gradient, which on a CPU overwrites the logits."""
-            taught_MV, chunk_targets_M, rows = logits_of(chunk), targets_M[chunk], len(logits_MV)
+            teacher_MV, chunk_targets_M, rows = logits_of(chunk), targets_M[chunk], len(logits_MV)
             total = torch.zeros_like(sums["divergence"])
             if logits_MV.device.type == "cpu":
                 rows = CACHE_BYTES // (4 * logits_MV.shape[1])
             gradient_MV = logits_MV
             for block in slices(len(logits_MV), max(1, rows)):
-                mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block], taught_MV[block], weight,
-                                        settings)
+                inputs = with_any_rows(target_index_M is not None, logits_MV[block], chunk_targets_M[block],
+                                       teacher_MV[block])
+                mixed = self.mixed_loss(*inputs, weight, settings)
                 if rows < len(logits_MV):
                     logits_MV[block] = mixed.gradient_MV
                 else:

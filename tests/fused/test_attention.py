@@ -28,6 +28,7 @@ from fused.attention import (
     trial,
     varlen_function,
 )
+from learn.objectives import Distillation
 from model_utils import compile_model
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -329,6 +330,24 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
             model.hidden(tokens, torch.arange(256)[None].repeat(2, 1).div(length, rounding_mode="floor").int() + 1)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] == 2, "a block's and the norm's"
+
+
+@pytest.mark.filterwarnings("default")
+def test_any_number_of_targets_is_one_graph_of_each_function_of_the_head(traced_only):
+    """GRPO's answers, packed chats and a teacher's targets: their number differs from step to step."""
+    model, counters = new_model(tiny(), 128), torch._dynamo.utils.counters
+    model.head.compile()
+    distilled = Distillation(tiny(), SimpleNamespace(logits=lambda batch: lambda chunk: torch.zeros(chunk.stop - chunk.start, 128)),
+                             compiled=True)
+    counters.clear()
+    for count in (24, 23, 9, 2):
+        tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(count))
+        batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens, document_ids_BT=None, target_index_M=torch.arange(count))
+        with torch._dynamo.config.patch(recompile_limit=8):
+            for reduction in ("none", "sum"):
+                model(tokens, tokens, target_index_M=batch.target_index_M, reduction=reduction).sum().backward()
+            distilled.loss_sum(model, batch)
+        assert counters["stats"]["unique_graphs"] == 4, f"after {count} targets"
 
 
 @pytest.fixture(params=[False, True], ids=["kept", "computed again"])
