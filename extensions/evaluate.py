@@ -1,6 +1,5 @@
 """Evaluations that generate text (ROUGE, BLEU, samples), and those of a saved model, by lm-eval too."""
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from extensions.inference.weights import packed_weights
 from model import Transformer
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
-from parallel.ranks import Ranks, RunContext, collective
+from parallel.ranks import RunContext, collective
 from run.adapters import load_for_use, merge
 from run.extensions import Extension
 from run.folder import RunFolder
@@ -220,21 +219,9 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                folder)
 
 
-@collective
-def gather_metrics(metrics: dict[str, dict[tuple[str, str], list]], ranks: Ranks) -> list[dict[str, dict]]:
-    """Return all ranks' scores by task, metric and filter."""
-    lines = [[task, key, scores] for task, each in metrics.items() for key, scores in each.items()]
-    plain = json.loads(json.dumps(lines, default=lambda number: number.item()))
-    gathered: list[dict[str, dict]] = [{task: {} for task in metrics} for _ in range(ranks.world_size)]
-    for found, its_lines in zip(gathered, ranks.all_gather_json(plain)):
-        for task, key, scores in its_lines:
-            found[task][tuple(key)] = scores
-    return gathered
-
-
 @dataclass
 class Harness:
-    """Tasks of lm-evaluation-harness and their options."""
+    """Tasks of lm-evaluation-harness and their options, for a single process."""
 
     tasks: Sequence[str]
     include_path: Optional[str] = None  # folder of additional tasks
@@ -243,11 +230,8 @@ class Harness:
     use_model_tokenizer: bool = True  # False: TOKENIZER_PATH
 
     def evaluate(self, folder: Path, base: Optional[str], config: Config,
-                 ranks: Ranks) -> tuple[dict[str, float], list[Row]]:
-        """Return the metrics `<task>_<metric>` and table rows on rank 0. Adapters are merged into their base.
-
-        The ranks share each task's items, by the harness's own division.
-        """
+                 device: torch.device) -> tuple[dict[str, float], list[Row]]:
+        """Return the metrics `<task>_<metric>` and table rows. Adapters are merged into their base."""
         manager, simple_evaluate, model_class = self.task_classes
         from transformers import AutoModelForCausalLM
         is_checkpoint = bool(store.read_state(folder))
@@ -260,14 +244,10 @@ class Harness:
                 tokenizer = tempfile.mkdtemp(dir=temporary)
                 load_tokenizer(config.tokenizer_path, config.tokenizer_backend).save_huggingface(tokenizer)
             loaded = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=choose_dtype(config, ranks.device.type), use_safetensors=True)
-            model = model_class(loaded.to(ranks.device), tokenizer=tokenizer or str(folder),
+                folder, dtype=choose_dtype(config, device.type), use_safetensors=True)
+            model = model_class(loaded.to(device), tokenizer=tokenizer or str(folder),
                                 batch_size=config.micro_batch_size,
                                 max_length=config.max_seq_len if is_checkpoint else None)
-            # With a loaded model, it leaves the ranks to us; otherwise it needs accelerate and GPUs.
-            model._rank, model._world_size, model.barrier = ranks.rank, ranks.world_size, ranks.barrier
-            model.all_gather = lambda count: torch.tensor(ranks.all_gather_json(int(count)))
-            model.gather_object = lambda metrics, dst=0: gather_metrics(metrics, ranks)
             try:
                 with foreign_call():  # the harness does not tick
                     output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
@@ -276,7 +256,7 @@ class Harness:
                 raise DataError(f"--tasks {','.join(self.tasks)}: {error}; the first use downloads "
                                 "their data from the hub") from error
         metrics, rows = {}, []
-        for task, results in output["results"].items() if output else ():
+        for task, results in output["results"].items():
             for key, value in results.items():
                 metric, _, filter_name = key.partition(",")
                 if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):

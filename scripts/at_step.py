@@ -1,4 +1,4 @@
-"""Re-create the checkpoint of any past step of a run, and prove it by the run's ledger.
+"""Re-create the checkpoint of any past step of a run, and prove it by the run's step log.
 
     ./paddock at-step runs/first 1234 --output models/step-1234
 

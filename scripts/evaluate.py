@@ -165,6 +165,9 @@ def main() -> None:
     harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit,
                                     "tokenizer_path" not in flags.values)
     if harness:
+        if config.world_size > 1:
+            raise SettingsError("--tasks runs in a single process; start it without torchrun, or run lm_eval "
+                                "itself on the folder of the model")
         _ = harness.task_classes  # report a misspelt task before anything slow starts
     device, problem = prepare_device(config), None
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
@@ -177,7 +180,7 @@ def main() -> None:
         is_rank0, device = ranks.is_rank0, ranks.device
         if harness:
             try:
-                metrics, task_rows = harness.evaluate(folder, args.base, config, ranks)
+                metrics, task_rows = harness.evaluate(folder, args.base, config, device)
                 found.metrics.update(metrics)
                 found.rows.extend(task_rows)
             except PaddockError as error:  # raised after the other results have been printed

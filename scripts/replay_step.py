@@ -1,4 +1,4 @@
-"""Replay a training step: compare its loss with the ledger's, and find rows with a high or non-finite loss.
+"""Replay a training step: compare its loss with the step log's, and find rows with a high or non-finite loss.
 
     ./paddock replay runs/first --step 512
     ./paddock replay runs/first --step 512 --rows 9 --at-checkpoint

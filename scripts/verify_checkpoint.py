@@ -3,7 +3,7 @@
     ./paddock verify runs/first
     ./paddock verify copies/step-00000200 --model-only
 
-For a run, all checkpoints are verified, and its ledger is compared with the digest in the model card. A
+For a run, all checkpoints are verified, and its step log is compared with the digest in the model card. A
 copied checkpoint can be verified alone, and without installing any package. The exit code is 0 if everything
 is intact, and 5 if something is damaged, incomplete or has no manifest.
 """
@@ -66,7 +66,7 @@ def verify(folder: Path, model_only: bool) -> bool:
     if bad and not {*bad} - {*RESUME_FILES}:
         show("The model's files are intact, but files needed to resume are not (--model-only skips them).")
     show(description(manifest, folder))
-    same = ledger_is_same(folder, manifest["step"])
+    same = step_log_is_same(folder, manifest["step"])
     if same is not None:
         show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, which "
              f"{'matches' if same else 'differs from'} the model card")
@@ -107,21 +107,21 @@ def description(manifest: dict[str, Any], folder: Path) -> str:
     return "  " + ", ".join(f"{name} {value}" for name, value in entries.items() if value)
 
 
-def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
-    """Return True if the run's ledger has the digest in the card; None if either is missing."""
+def step_log_is_same(folder: Path, step: int) -> Optional[bool]:
+    """Return True if the run's step log has the digest in the card; None if either is missing."""
     expected = card_metadata(folder).get("ledger_sha256")
     checkpoints = folder.absolute().parent
-    ledger = checkpoints.parent / "ledger.jsonl"
-    if not expected or checkpoints.name != "checkpoints" or not ledger.is_file():
+    log = checkpoints.parent / "ledger.jsonl"
+    if not expected or checkpoints.name != "checkpoints" or not log.is_file():
         return None
     digest = hashlib.sha256()
     try:
-        with open(ledger, "rb", opener=plain) as file:
+        with open(log, "rb", opener=plain) as file:
             for line in file:
                 if step_of(line) <= step:
                     digest.update(line)
     except OSError as error:
-        raise CheckpointError(f"{ledger} cannot be read: {error}; check this path") from error
+        raise CheckpointError(f"{log} cannot be read: {error}; check this path") from error
     return digest.hexdigest() == expected
 
 

@@ -27,7 +27,7 @@ from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import commit, disk_errors, read_json
 from common.text import ROOT, counted, duration, last_line, show
 from config import Config
-from extensions.debug.replay import examine_rows, open_run, read_ledger, read_settings, replay_before
+from extensions.debug.replay import examine_rows, open_run, read_settings, read_step_log, replay_before
 from model_utils import choose_device, device_name
 from settings.load import Layer
 
@@ -39,12 +39,12 @@ UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_
             "MEMORY_SNAPSHOT": None, "WANDB_ENABLED": False, "TENSORBOARD_ENABLED": False,
             "TRACKIO_ENABLED": False}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the ledger
+FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the step log
 # ------------------------------------------------------------------------------------------- a past step
 
 
-class Leg(NamedTuple):
-    """Steps that one process, or one group of ranks, took."""
+class Segment(NamedTuple):
+    """The steps that a run took from one start to the next."""
 
     first: int
     last: int
@@ -56,53 +56,52 @@ class Leg(NamedTuple):
         return "".join(re.findall(r"(\d+) threads?$", self.start.get("device", "")))
 
 
-def read_legs(run_dir: Path, first: int, last: int) -> list[Leg]:
+def read_segments(run_dir: Path, first: int, last: int) -> list[Segment]:
     """Return the processes that took these steps of a run, in order."""
     starts = {entry["step"]: entry for entry in read_entries(run_dir / "events.jsonl")
               if entry["event"] == "start"}
-    segments = segment_files(run_dir) or [(1, run_dir / "config.json")]
-    ends = [begins - 1 for begins, _ in segments[1:]] + [last]
-    return [Leg(max(first, begins), min(last, end), read_json(path), starts.get(begins - 1, {}))
-            for (begins, path), end in zip(segments, ends) if max(first, begins) <= min(last, end)]
+    files = segment_files(run_dir) or [(1, run_dir / "config.json")]
+    ends = [begins - 1 for begins, _ in files[1:]] + [last]
+    return [Segment(max(first, begins), min(last, end), read_json(path), starts.get(begins - 1, {}))
+            for (begins, path), end in zip(files, ends) if max(first, begins) <= min(last, end)]
 
 
-def differences(leg: Leg) -> Iterator[str]:
+def differences(segment: Segment) -> Iterator[str]:
     """Yield what differs from the recorded steps: code, torch, device. A CPU's threads can be set."""
-    device = torch.device(choose_device(SimpleNamespace(device=leg.settings["DEVICE"])))
+    device = torch.device(choose_device(SimpleNamespace(device=segment.settings["DEVICE"])))
     now = {"paddock": (__version__, "check out that version"), "commit": (commit(), "check it out"),
            "torch": (torch.__version__, "install that version"),
            "device": (device_name(device).partition(",")[0], "use such a machine")}
     for name, (value, advice) in now.items():
-        then = str(leg.start.get(name) or value).partition(",")[0]
+        then = str(segment.start.get(name) or value).partition(",")[0]
         if then != value:
-            yield f"step {leg.first} was taken with {name} {then}, but this is {value}; {advice}"
+            yield f"step {segment.first} was taken with {name} {then}, but this is {value}; {advice}"
 
 
-def take_steps(leg: Leg, folder: Path, resume: str) -> None:
-    """Repeat the steps of a leg in `folder`/run, by train.py in new processes."""
-    ranks, settings, output = leg.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
-    changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": leg.last, "RESUME": resume}
-    # Name all settings: an older version recorded fewer, and .env would decide the others.
-    settings.write_text(json.dumps(Config().public() | leg.settings | UNNEEDED | changes))
+def take_steps(segment: Segment, folder: Path, resume: str) -> None:
+    """Repeat the steps of a segment in `folder`/run, by train.py in new processes."""
+    ranks, settings, output = segment.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
+    changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": segment.last, "RESUME": resume}
+    settings.write_text(json.dumps(segment.settings | UNNEEDED | changes))
     script = [ROOT / "train.py"]
     if ranks > 1:
         script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]
     environ = {name: value for name, value in os.environ.items()
                if name.lower() not in Config.model_fields and name not in RANK_VARIABLES}
-    if leg.threads:
-        environ["OMP_NUM_THREADS"] = leg.threads
+    if segment.threads:
+        environ["OMP_NUM_THREADS"] = segment.threads
     with open(output, "wb") as file:
         done = subprocess.run([sys.executable, *script, "--config", settings], env=environ,
                               stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     if done.returncode:
         reason = last_line(output.read_text(errors="replace")).removeprefix("error: ")
-        raise PaddockError(f"steps {leg.first} to {leg.last} could not be repeated: {reason}")
+        raise PaddockError(f"steps {segment.first} to {segment.last} could not be repeated: {reason}")
 
 
-def compare_ledgers(ledger: dict[int, dict], other: dict[int, dict]) -> tuple[Optional[int], list[str]]:
-    """Return the first common step at which two ledgers differ, and the fields that differ."""
-    for step in sorted(ledger.keys() & other.keys()):
-        one, two = ledger[step], other[step]
+def compare_step_logs(step_log: dict[int, dict], other: dict[int, dict]) -> tuple[Optional[int], list[str]]:
+    """Return the first common step at which two step logs differ, and the fields that differ."""
+    for step in sorted(step_log.keys() & other.keys()):
+        one, two = step_log[step], other[step]
         if fields := [name for name in FIELDS if one[name] != two[name] and
                       (name not in ("weights", "tensors") or None not in (one[name], two[name]))]:
             return step, fields
@@ -120,45 +119,45 @@ def kept_checkpoints(run_dir: Path, last: int) -> dict[int, Path]:
 
 def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int, Path]] = None,
              force: bool = False, ranks: Optional[int] = None) -> None:
-    """Write the checkpoint of a past step to the folder `output`, once the ledger has proved it.
+    """Write the checkpoint of a past step to the folder `output`, once the step log has proved it.
 
     It begins from one of the `kept` checkpoints, by step: None = the run's, which must have one; {} = the
     run's start. With `force`, other code, torch or devices are warnings. `ranks` needs REPRODUCIBLE.
     """
-    ledger = read_ledger(run_dir, step)
+    step_log = read_step_log(run_dir, step)
     if os.path.lexists(output) or run_dir.resolve() in output.resolve().parents:
         raise SettingsError(f"--output {output} exists, or is inside the run; choose a new folder elsewhere")
     if kept is None and not (kept := kept_checkpoints(run_dir, step)):
         raise CheckpointError(f"{run_dir} has no checkpoint of step {step} or an earlier one; add "
                               "--from-start to repeat all steps, or set KEEP_EVERY in later runs")
     nearest = max((saved for saved in kept if saved <= step), default=None)
-    base, first = (None, min(ledger)) if nearest is None else (kept[nearest], nearest + 1)
+    base, first = (None, min(step_log)) if nearest is None else (kept[nearest], nearest + 1)
     if base:
         store.verify(base)
-    legs = read_legs(run_dir, first, step)
-    for leg in legs:
-        for difference in differences(leg):
+    segments = read_segments(run_dir, first, step)
+    for segment in segments:
+        for difference in differences(segment):
             if not force:
-                raise CheckpointError(f"{difference}, or add --force: the ledger decides anyway")
+                raise CheckpointError(f"{difference}, or add --force: the step log decides anyway")
             show(f"Warning: {difference}")
-        if ranks and not leg.settings.get("REPRODUCIBLE"):
+        if ranks and not segment.settings.get("REPRODUCIBLE"):
             raise SettingsError(f"--ranks {ranks}: without REPRODUCIBLE, which this run did not set, "
                                 "the weights depend on the number of ranks; remove it")
         if ranks:
-            leg.settings.update(WORLD_SIZE=ranks, SHARD_DEGREE=0)
+            segment.settings.update(WORLD_SIZE=ranks, SHARD_DEGREE=0)
 
     # Print the time that it takes, and the recorded settings that the environment does not change.
     seconds = [entry["step_seconds"] for entry in read_entries(run_dir / "metrics.jsonl")
                if isinstance(entry.get("step_seconds"), float)]
     needed = (step + 1 - first) * statistics.median(seconds or [0])
-    needed += sum(leg.start.get("seconds") or 0 for leg in legs)  # to load
+    needed += sum(segment.start.get("seconds") or 0 for segment in segments)  # to load
     show(f"Step {step} of {run_dir}: {counted(step + 1 - first, 'step')} from "
-         + (base.name if base else "the start") + f", about {duration(needed)}" * bool(legs))
-    for leg in legs:
+         + (base.name if base else "the start") + f", about {duration(needed)}" * bool(segments))
+    for segment in segments:
         names = ("WORLD_SIZE", "SHARDING", "MICRO_BATCH_SIZE")
-        used = [f"{name}={leg.settings[name]}" for name in names]
-        show(f"Steps {leg.first} to {leg.last}: {', '.join(used)}"
-             + f", {counted(int(leg.threads or 0), 'CPU thread')} per rank" * bool(leg.threads))
+        used = [f"{name}={segment.settings[name]}" for name in names]
+        show(f"Steps {segment.first} to {segment.last}: {', '.join(used)}"
+             + f", {counted(int(segment.threads or 0), 'CPU thread')} per rank" * bool(segment.threads))
 
     with disk_errors(output, CheckpointError, "choose another folder with --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -169,19 +168,20 @@ def recreate(run_dir: Path, step: int, output: Path, kept: Optional[Mapping[int,
                 for log in run_dir.glob("*.jsonl"):
                     shutil.copy(log, again)
                 (again / "checkpoints" / f"step-{nearest:08d}").symlink_to(base.resolve())
-            for leg in legs:
-                restarts = base is None and leg is legs[0] and leg.settings["RESUME"] != "never"
-                take_steps(leg, Path(temporary), leg.settings["RESUME"] if restarts else "auto")
-                repeated = {now: line for now, line in read_ledger(again).items() if now >= leg.first}
-                wrong, fields = compare_ledgers(ledger, repeated)
+            for segment in segments:
+                restarts = base is None and segment is segments[0] and segment.settings["RESUME"] != "never"
+                take_steps(segment, Path(temporary), segment.settings["RESUME"] if restarts else "auto")
+                repeated = {now: line for now, line in read_step_log(again).items() if now >= segment.first}
+                wrong, fields = compare_step_logs(step_log, repeated)
                 if wrong:
-                    values = f"{repeated[wrong][fields[0]]}, not {ledger[wrong][fields[0]]}"
+                    values = f"{repeated[wrong][fields[0]]}, not {step_log[wrong][fields[0]]}"
                     raise CheckpointError(f"step {wrong} is not the recorded step: {fields[0]} is {values}. "
                                           "Data, code, machine or threads have changed. Nothing was written")
-            publish(again / "checkpoints" / f"step-{step:08d}", output, legs[-1].settings if legs else {})
-    proof = "the checksum of its weights is" if ledger[step]["weights"] else (
+            settings = segments[-1].settings if segments else {}
+            publish(again / "checkpoints" / f"step-{step:08d}", output, settings)
+    proof = "the checksum of its weights is" if step_log[step]["weights"] else (
         "there are no checksums (LEDGER_CHECKSUM), but losses and gradient norms of all repeated steps are")
-    show(f"{output}: {proof} that of the ledger" if legs else f"{output}: a verified copy of {base}")
+    show(f"{output}: {proof} that of the step log" if segments else f"{output}: a verified copy of {base}")
 
 
 def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def publish(made: Path, output: Path, settings: dict[str, Any]) -> None:
 
 
 def names_of_tensors(run_dir: Path, count: int) -> list[str]:
-    """Return the names of the trained tensors, in the order of the ledger's checksums."""
+    """Return the names of the trained tensors, in the order of the step log's checksums."""
     for folder, _ in store.newest_first(run_dir / "checkpoints")[0]:
         names = sorted({name.rpartition(".")[0] for name in store.read_optimizer(folder)})
         if len(names) == count:
@@ -214,18 +214,18 @@ def names_of_tensors(run_dir: Path, count: int) -> list[str]:
 def diff(run_dir: Path, other_dir: Path, replays: bool = False) -> bool:
     """Print the first step and tensor at which two runs differ, and replay it if asked; return if they do."""
     folders = (run_dir, other_dir)
-    ledgers = [read_ledger(folder) for folder in folders]
-    common = sorted(ledgers[0].keys() & ledgers[1].keys())
+    step_logs = [read_step_log(folder) for folder in folders]
+    common = sorted(step_logs[0].keys() & step_logs[1].keys())
     if not common:
         raise SettingsError(f"{run_dir} and {other_dir} have no step in common")
-    step, fields = compare_ledgers(*ledgers)
-    proof = "weights included" if all(lines[common[-1]]["weights"] for lines in ledgers) else (
+    step, fields = compare_step_logs(*step_logs)
+    proof = "weights included" if all(lines[common[-1]]["weights"] for lines in step_logs) else (
         "by loss and gradient norm, as LEDGER_CHECKSUM was not on in both")
     if step is None:
         show(f"{counted(len(common), 'common step')}, {common[0]} to {common[-1]}: equal, {proof}")
         return False
     show(f"The first difference is in step {step} ({proof}).")
-    one, two = (ledger[step] for ledger in ledgers)
+    one, two = (step_log[step] for step_log in step_logs)
     for name in fields if fields != ["weights"] else []:
         if name != "tensors":
             show(f"{name}: {one[name]} and {two[name]}")
@@ -234,7 +234,7 @@ def diff(run_dir: Path, other_dir: Path, replays: bool = False) -> bool:
         differing = [name for name, *values in zip(names_of_tensors(run_dir, len(sums[0])), *sums)
                      if values[0] != values[1]]
         show(f"{len(differing)} of {len(sums[0])} tensors differ after it, the first is {differing[0]}")
-    settings, others = (read_legs(folder, step, step)[0].settings for folder in folders)
+    settings, others = (read_segments(folder, step, step)[0].settings for folder in folders)
     changed = [f"{name} is {value} and {others.get(name)}" for name, value in settings.items()
                if value != others.get(name) and name not in ("OUTPUT_DIR", "RUN_NAME")]
     show(f"Settings: {', '.join(changed) or 'equal'}")
@@ -252,7 +252,7 @@ def replay_rows(run_dir: Path, step: int) -> dict[int, tuple[int, str]]:
     """Return the rank of each row of a step, and its loss and gradient norm as text, without dropout."""
     config, world_size = read_settings(run_dir, NO_FLAGS, step)
     run = open_run(run_dir, config, step, show)
-    show(f"{run_dir}: weights of {replay_before(run, step, world_size, read_ledger(run_dir, step))[0]}")
+    show(f"{run_dir}: weights of {replay_before(run, step, world_size, read_step_log(run_dir, step))[0]}")
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
     reports = {report.row: str(report) for report in examine_rows(run, rows, 1)}
     return {row: (number * world_size // len(rows), reports[row]) for number, row in enumerate(rows)}

@@ -7,9 +7,7 @@ Nothing is written into the run's folder. Shape suffixes: B rows, T tokens.
 import copy
 import itertools
 import math
-import re
 import textwrap
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +23,7 @@ from tqdm import tqdm
 from checkpoint import store
 from checkpoint.schema import read_entries, segment_files
 from common.errors import NonFiniteError, SettingsError
-from common.text import ROOT, counted, printable, show
+from common.text import counted, printable, show
 from config import Config, rules
 from dataloaders import Batch, MixedRows, Rows, TokenRows, map_sources
 from extensions.guards import FirstBad, describe_tensors
@@ -63,46 +61,25 @@ class RowReport(NamedTuple):
         return self.bad_module is not None or self.bad_gradient is not None
 
 
-def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
-    """Return a row's loss, the norm of its part of the gradient of `count` units, and its number of units."""
-    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
-    scale = run.scaler.get_scale() if run.scaler else 1.0
-    run.optimizer.zero_grad()
-    total, _ = run.objective.loss_sum(run.model, batch)
-    (total * (scale / count)).backward()
-    return float(total.detach()), float(gradient_norm(run.model)) / scale, int(run.objective.count(batch))
-
-
 def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
-    """Return reports of the rows without dropout: non-finite ones first, then by descending loss."""
-    reports = []
+    """Return reports of the rows without dropout: non-finite ones first, then by descending loss.
+
+    Each gradient is the row's part of that of a step of `count` units.
+    """
+    reports, scale = [], run.scaler.get_scale() if run.scaler else 1.0
     run.model.eval()
     with FirstBad(run.model, gradients=True) as first_bad:
         for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False, disable=None):
             first_bad.clear()
-            total, norm, units = backward_of_row(run, row, count)
-            reports.append(RowReport(row, total / units if units else math.nan, norm,
+            batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
+            run.optimizer.zero_grad()
+            total, _ = run.objective.loss_sum(run.model, batch)
+            (total * (scale / count)).backward()
+            units = int(run.objective.count(batch))
+            reports.append(RowReport(row, float(total.detach()) / units if units else math.nan,
+                                     float(gradient_norm(run.model)) / scale,
                                      first_bad.module, first_bad.gradient, first_bad.token))
     return sorted(reports, key=lambda each: (not each.is_bad, 0 if math.isnan(each.loss) else -each.loss))
-
-
-def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
-    """Return the first operation with a NaN gradient, and the line of our code that called it."""
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with torch.autograd.detect_anomaly():
-                backward_of_row(run, row, count)
-    except RuntimeError as error:
-        operation = re.search(r"Function '(\w+)' returned nan", str(error))
-        if not operation:
-            raise
-        trace = "\n".join(str(entry.message) for entry in caught)
-        ours = [f"{Path(name).relative_to(ROOT)}:{line} in {function}"
-                for name, line, function in re.findall(r'File "(.*?\.py)", line (\d+), in (\w+)', trace)
-                if Path(name).is_relative_to(ROOT) and "site-packages" not in name]
-        return operation[1] + "".join(f", called by {line}" for line in ours[-1:])
-    return None
 
 
 def numbered(rows) -> Rows:
@@ -149,7 +126,7 @@ def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, 
     return worst, slice(int(inside[0]), int(inside[-1]) + 1), int(document_T[worst])
 
 
-def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[str]:
+def describe_row(run: Run, rows: Rows, report: RowReport) -> list[str]:
     """Return the lines of a row's report: its loss, its worst document, the text around its worst token."""
     tokenizer, batch = run.inputs.tokenizer, run.inputs.rows(np.array([report.row])).to(run.ranks.device)
     with torch.no_grad():
@@ -166,8 +143,6 @@ def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[st
         marked = worst
         if report.bad_module:
             lines.append(f"  first non-finite output: {report.bad_module}")
-        elif operation := first_bad_operation(run, report.row, count):
-            lines.append(f"  first NaN in a gradient: from {operation}")
         lines.append(f"  first non-finite gradient: {report.bad_gradient}")
         if report.bad_token is not None:
             lines.append(f"  token: {worst} of the row, {tokenizer.decode(ids[worst:worst + 1])!r}")
@@ -225,15 +200,15 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     return config, int(saved.values.get("world_size", (1, ""))[0])
 
 
-def read_ledger(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[str, Any]]:
-    """Return a run's lines of the ledger by step; SettingsError if `step` is not among them."""
+def read_step_log(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[str, Any]]:
+    """Return a run's lines of the step log by step; SettingsError if `step` is not among them."""
     path = run_dir / "ledger.jsonl"
-    ledger = {entry["step"]: entry for entry in read_entries(path)}
-    if step not in ledger and (step is not None or not ledger):
-        recorded = f"has the steps {min(ledger)} to {max(ledger)}" if ledger else "is missing or empty"
+    step_log = {entry["step"]: entry for entry in read_entries(path)}
+    if step not in step_log and (step is not None or not step_log):
+        recorded = f"has the steps {min(step_log)} to {max(step_log)}" if step_log else "is missing or empty"
         asked = f"step {step}: the run has no such step" if step is not None else f"{run_dir} has no steps"
         raise SettingsError(f"{asked}; {path} {recorded}")
-    return ledger
+    return step_log
 
 
 def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
@@ -287,15 +262,15 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
 
 
 def difference(now: float, then: Optional[float]) -> float:
-    """Return the relative difference from the ledger's value; infinite if only one of them is finite."""
+    """Return the relative difference from the step log's value; infinite if only one of them is finite."""
     if then is None or not math.isfinite(now):
         return 0.0 if then is None and not math.isfinite(now) else math.inf
     return abs(now - then) / max(abs(then), 1e-12)
 
 
 def replay_before(run: Run, step: int, world_size: int,
-                  ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
-    """Take the steps before `step`; return a description, and whether their losses agree with the ledger."""
+                  step_log: dict[int, dict[str, Any]]) -> tuple[str, bool]:
+    """Take the steps before `step`; return a description, and whether their losses are the recorded ones."""
     # `largest` is the largest relative difference; `deviating` describes the first one beyond rounding.
     first, largest, deviating = run.progress.step + 1, 0.0, ""
     start = f"from {run.started_from}" if run.started_from else "the initial ones"
@@ -307,13 +282,13 @@ def replay_before(run: Run, step: int, world_size: int,
             result = take_step(run, *next(loader), world_size)
             if not result.finite:
                 raise NonFiniteError(f"step {now} is not finite already: replay it, or add --at-checkpoint")
-            if now in ledger:
-                largest = max(largest, difference(result.loss, ledger[now]["loss"]))
+            if now in step_log:
+                largest = max(largest, difference(result.loss, step_log[now]["loss"]))
                 if largest > ROUNDING and not deviating:
-                    deviating = f"the loss of step {now} is {result.loss:.6g}, not {ledger[now]['loss']}"
+                    deviating = f"the loss of step {now} is {result.loss:.6g}, not {step_log[now]['loss']}"
             run.advance(result)
     steps = f"step {first}" if first == step - 1 else f"steps {first} to {step - 1}"
-    agreement = f"losses within {largest:.1e} of the ledger" if largest else "losses equal to the ledger"
+    agreement = f"losses within {largest:.1e} of the step log" if largest else "losses equal to the step log"
     if deviating:
         agreement = f"BUT {deviating}: settings, data or machine have changed"
     return f"{start}, then {steps} replayed; {agreement}", not deviating
@@ -323,9 +298,9 @@ def replay_before(run: Run, step: int, world_size: int,
 
 
 def compare(name: str, now: float, then: Optional[float]) -> str:
-    apart, ledger = difference(now, then), "not finite" if then is None else f"{then:.6g}"
-    verdict = f"differs by {apart:.1e}, which is rounding" if apart else "the same"
-    return f"{name:<14} {now:<12.6g} ledger {ledger:<12} {verdict if apart <= ROUNDING else 'DIFFERENT'}"
+    apart, recorded = difference(now, then), "not finite" if then is None else f"{then:.6g}"
+    result = f"differs by {apart:.1e}, which is rounding" if apart else "the same"
+    return f"{name:<14} {now:<12.6g} recorded {recorded:<12} {result if apart <= ROUNDING else 'DIFFERENT'}"
 
 
 def rows_of(reports: list[RowReport]) -> str:
@@ -336,7 +311,7 @@ def rows_of(reports: list[RowReport]) -> str:
 
 def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool,
              is_same: bool) -> str:
-    """Return the conclusion in one or two sentences; `then` is the step's line in the ledger."""
+    """Return the conclusion in one or two sentences; `then` is the step's line in the step log."""
     # A value is not finite, now or then.
     bad = [report for report in reports if report.is_bad]
     if bad_parameters:
@@ -382,8 +357,8 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     If `at_checkpoint`, use the weights of the last checkpoint instead of replaying the steps after it.
     """
     config, world_size = read_settings(run_dir, flags, step)
-    ledger = read_ledger(run_dir, step)
-    then = ledger[step]
+    step_log = read_step_log(run_dir, step)
+    then = step_log[step]
     run = open_run(run_dir, config, step, info)
     info(f"Step {step} of {run_dir} ({config.training_stage}), replayed on {run.ranks.device.type.upper()}")
 
@@ -391,12 +366,12 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     order = run.inputs.order(config, run.ranks)
     rows = order.all_rows(step - 1)
     same_rows = rows_crc32(rows) == then["rows_crc32"]
-    info(f"Rows: {len(rows)}, " + ("as in the ledger" if same_rows else
-                                   "NOT those of the ledger: settings or data have changed since"))
+    info(f"Rows: {len(rows)}, " + ("as in the step log" if same_rows else
+                                   "NOT those of the step log: settings or data have changed since"))
     if at_checkpoint and run.progress.step < step - 1:
         weights, same_weights = f"of step {run.progress.step}, older than the recorded step's", False
     else:
-        weights, same_weights = replay_before(run, step, world_size, ledger)
+        weights, same_weights = replay_before(run, step, world_size, step_log)
     info(f"Weights: {weights}")
 
     # Row by row, in eager mode, as hooks watch the modules; then the step itself
@@ -406,7 +381,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     parameters, bare = describe_parameters(run), numbered(run.inputs.rows)
     with torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         reports = examine_rows(run, rows.tolist(), count)
-        details = [line for report in reports[:rows_shown] for line in describe_row(run, bare, report, count)]
+        details = [line for report in reports[:rows_shown] for line in describe_row(run, bare, report)]
     run.progress.step = step - 1
     result = take_step(run, batches, count, world_size)
     info(compare("Loss", result.loss, then["loss"]))

@@ -74,8 +74,8 @@ from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import command, duration
-from extensions.debug.history import compare_ledgers
-from extensions.debug.replay import read_ledger
+from extensions.debug.history import compare_step_logs
+from extensions.debug.replay import read_step_log
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
@@ -372,7 +372,7 @@ def elastic_trial(setup: Setup, feature: str, kills: int, rng: Random, folder: P
         try:
             reference.compare(run)
         except AssertionError as error:
-            step, fields = compare_ledgers(*(read_ledger(each.folder) for each in (whole, run)))
+            step, fields = compare_step_logs(*(read_step_log(each.folder) for each in (whole, run)))
             raise AssertionError(f"{kind} on {', '.join(layouts)}: the first difference in the ledger is "
                                  f"in step {step}: {', '.join(fields)}\n{error}") from None
         if done == kills:

@@ -65,7 +65,7 @@ def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path, monkeyp
     text = check_step(run, 8, tmp_path / "out" / "eight", expected[8])
     assert "Step 8" in text and "2 steps from step-00000006, about " in text
     assert "Steps 7 to 8: WORLD_SIZE=1, SHARDING=none, MICRO_BATCH_SIZE=2, 1 CPU thread per rank" in text
-    assert "the checksum of its weights is that of the ledger" in text
+    assert "the checksum of its weights is that of the step log" in text
     state = store.read_state(tmp_path / "out" / "eight")
     assert state["settings"]["SAVE_EVERY"] == 1 and state["settings"]["STOP_STEP"] is None, "a resume keeps the run's settings"
     assert state["progress"]["step"] == 8 and state["progress"]["best_val_loss"] is not None

@@ -2,13 +2,11 @@
 
 import json
 import math
-import multiprocessing
 import runpy
 import shutil
 import sys
 from pathlib import Path
 
-import factories
 import pytest
 from commands import ROOT
 from factories import start
@@ -157,13 +155,3 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path, **_: original(None, include_path, False))
     with pytest.raises(SettingsError, match="has no task own_item, nothing_such;"):
         call(whole.checkpoint(6), "--tasks", "own_item,own_items,nothing_such", *task[2:])
-
-
-@pytest.mark.filterwarnings("default")
-def test_two_ranks_share_the_tasks(whole, task, tmp_path, monkeypatch):
-    one = evaluate(whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, output=tmp_path / "one.json")["metrics"]
-    monkeypatch.setattr(factories, "warm", lambda: multiprocessing.get_context("fork"))  # the import of the harness takes seconds
-    job = start(call, whole.checkpoint(6), *task, "--limit", 7, "--hellaswag-every", 0, "--json", tmp_path / "two.json",
-                world_size=2, folder=tmp_path / "outputs")
-    assert job.wait() == [0, 0], job.text()
-    assert json.loads((tmp_path / "two.json").read_text())["metrics"] == pytest.approx(one, rel=1e-6) and one["own_items_n"] == 7
