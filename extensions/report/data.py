@@ -21,7 +21,7 @@ from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from common.text import counted
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
-from extensions.report.goodput import KILLED, Process, clock_steps, goodput
+from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
 from run.paired import trends
 from settings.load import describe_settings
@@ -235,7 +235,7 @@ class RunReader:
         self.recent.append((step, self.clock[1]))
         place = bisect_left(self.resumed, (step, -1)) - 1
         if place < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
-            return  # from a version without events
+            return  # before the first start
         process = self.processes[self.resumed[max(0, place)][1]]
         if process.last_time is None:
             self.recent = deque([self.recent[-1]], maxlen=RECENT_LINES)
@@ -410,7 +410,4 @@ class RunReader:
                          if name not in ("time", "step", "event")]
                 text = event.get("text") or ", ".join(facts) or kind
             alarms.append({"step": event["step"], "kind": kind, "text": str(text)})
-        for step, seconds in clock_steps(self.processes):
-            alarms.append({"step": step, "kind": "clock", "text": f"the clock stepped back by "
-                           f"{time_text(seconds)}; the elapsed time is unknown"})
         return sorted(alarms, key=lambda alarm: alarm["step"])

@@ -17,16 +17,14 @@ its continuation. It is divided into:
 goodput = steps / total time.
 
 Clocks can be set back and differ between machines, so the order of lines and steps determines what came
-first. Negative times count as zero; `clock_steps` lists them.
+first. Negative times count as zero.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Optional
 
 Event = dict[str, Any]
-CLOCK_SECONDS = 1.0  # smaller backward steps of the clock are not reported
 RESTARTED = "restarted by the launcher"
 KILLED = "exited without reporting a reason (killed, or machine failure)"
 PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "downtime", "other")
@@ -43,7 +41,6 @@ class Process:
     first_seconds: float = 0.0  # duration of the steps up to that line
     last_time: Optional[float] = None
     last_step: int = 0
-    clock_steps: list[tuple[int, float]] = field(default_factory=list)
 
     def add_line(self, step: int, time: float, step_seconds: float) -> None:
         if self.last_time is None:
@@ -52,8 +49,6 @@ class Process:
         self.steps_seconds += seconds
         if self.first_time is None and seconds:
             self.first_time, self.first_seconds = time, seconds
-        if time < self.last_time - CLOCK_SECONDS:
-            self.clock_steps.append((step, self.last_time - time))
         self.last_time, self.last_step = time, step
 
     @property
@@ -105,18 +100,6 @@ def set_up_from(start: Event) -> float:
     return start["time"] - max(0.0, start.get("seconds") or 0.0)
 
 
-def clock_steps(processes: Sequence[Process]) -> Iterator[tuple[int, float]]:
-    """Yield (next step, seconds at least) for each time the clock stepped back."""
-    for process in processes:
-        between = [(after["step"], before["time"] - after["time"])
-                   for before, after in pairwise(process.events)]
-        yield from process.clock_steps or [back for back in between if back[1] > CLOCK_SECONDS]
-        if following := process.following:
-            back = process.last_sign - following["time"]
-            if back > CLOCK_SECONDS:
-                yield following["step"], back
-
-
 def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
     """Return the goodput for the page's data, or None without timed steps."""
     if not any(process.steps_seconds for process in processes):
@@ -134,12 +117,10 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
         step = max(following.get("previous_step") or 0, process.last_step, following["step"])
         if cause := following.get("cause"):
             reason = f"{cause} ({RESTARTED})"
-        is_set_back = following["time"] < last_sign - CLOCK_SECONDS
         interruptions.append({
             "time": last_sign, "step": step, "resumed_from": following["step"],
             "resumed_time": following["time"], "reason": reason or KILLED,
-            "downtime_seconds": None if is_set_back else downtime,
-            "repeated_steps": step - following["step"]})
+            "downtime_seconds": downtime, "repeated_steps": step - following["step"]})
     seconds = sum(parts.values())
     return {"share": parts["steps"] / seconds if seconds else 0.0, "seconds": seconds,
             "parts": [{"name": name, "seconds": part} for name, part in parts.items()],

@@ -118,7 +118,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
 def alarms_and_downtime(state: str, kinds: Counter[str], interruptions: list[dict[str, Any]],
                         learned: bool = True) -> Finding:
     """Return the number of alarms of each kind and the time lost to interruptions."""
-    downtime = time_text(sum(each["downtime_seconds"] or 0.0 for each in interruptions))
+    downtime = time_text(sum(each["downtime_seconds"] for each in interruptions))
     number = len(interruptions)
     restarts = sum(each["reason"].endswith(f"({RESTARTED})") for each in interruptions)
     restarted = f", {restarts} {RESTARTED}" * bool(restarts)

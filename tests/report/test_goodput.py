@@ -1,4 +1,4 @@
-"""Goodput of chronicles that are written by hand, so that every second can be counted."""
+"""Goodput of events that are written by hand, so that every second can be counted."""
 
 import json
 
@@ -84,7 +84,7 @@ def test_the_time_before_a_finished_run_is_continued_is_not_counted(read):
     assert (found["share"], found["seconds"], found["interruptions"]) == (1, 20, [])
 
 
-def test_nothing_is_invented_for_a_run_without_a_chronicle(read):
+def test_nothing_is_invented_for_a_run_without_events(read):
     assert read([], [line(10, 10, 1.0)]).data(100)["goodput"] is None
     assert read([start(0, 0)], [{"step": 10, "train_loss": 1.0}]).data(100)["goodput"] is None
     assert goodput([]) is None
@@ -98,16 +98,6 @@ def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
     data = run.data(100)
     found = data["goodput"]
     assert parts(found) == {"steps": 60, "start-up": 1, "other": 1} and found["share"] == pytest.approx(60 / 62)
-    assert found["seconds"] == 62 and found["interruptions"][0]["downtime_seconds"] is None
-    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59 min 50 s; the elapsed time is unknown"}]
+    assert found["seconds"] == 62 and found["interruptions"][0]["downtime_seconds"] == 0
     times = data["curves"]["time"]["y"]
     assert times == sorted(times), "the page's axis of time"
-
-
-def test_a_clock_that_is_set_back_during_the_steps_is_reported_and_counts_what_was_measured(read):
-    run = read([start(10_000, 0), save(10_021, 10), save(6_461, 20), {"time": 6_481, "step": 30, "event": "end", "reason": "finished"}],
-               [line(10_020, 10, 2.0), line(6_440, 20, 2.0), line(6_481, 30, 2.0)])
-    data = run.data(100)
-    assert parts(data["goodput"]) == {"steps": 60, "saving": 10}
-    assert [(alarm["step"], alarm["kind"]) for alarm in data["alarms"]] == [(20, "clock")]
-    assert data["goodput"]["seconds"] == 70

@@ -118,7 +118,7 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():
     assert alarms_and_downtime("finished", Counter(), []) == (True, "Healthy: no alarms, no interruptions.")
-    downtime = [{"downtime_seconds": 50.0, "reason": "killed"}, {"downtime_seconds": None, "reason": "killed"}]
+    downtime = [{"downtime_seconds": 50.0, "reason": "killed"}, {"downtime_seconds": 0.0, "reason": "killed"}]
     assert alarms_and_downtime("running", Counter({"loss spike": 2}), downtime) == (False, "Alarms: 2 × loss spike; 2 interruptions (50 s downtime).")
     downtime[1]["reason"] = f"killed ({RESTARTED})"
     assert alarms_and_downtime("finished", Counter(), downtime)[1].endswith("2 interruptions (50 s downtime, 1 restarted by the launcher).")

@@ -108,7 +108,7 @@ def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
     assert run["state"] == "unknown" and "no sign of life for 2 h 00 min" in run["sentence"]
 
 
-def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
+def test_alarms_come_from_the_step_log_and_the_events(folder):
     good = {"step": 1, "rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}
     rows = [good, good | {"step": 2, "loss": 9.0, "spike": 12.34, "updated": False, "rows": [1, 2]},
             good | {"step": 3, "grad_norm": None, "updated": False}]

@@ -416,7 +416,7 @@ function phaseBars() {
 
 function time() {
   const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
-    each.downtime_seconds === null ? "–" : duration(each.downtime_seconds), whole(each.repeated_steps)];
+    duration(each.downtime_seconds), whole(each.repeated_steps)];
   const start = (each, i) => [whole(each.step), whole(each.world_size), i ? changes(each) : "first start"];
   const runs = shown().filter((run) => run.goodput || run.segments.length > 1);
   return [...phaseBars(), ...runs.map((run) => box(
