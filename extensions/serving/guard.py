@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.http_server import HEADERS, KEY_VARIABLE, is_loopback
+from common.http_server import HEADERS, KEY_VARIABLE
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
          429: "rate_limit_error"}
@@ -40,23 +40,16 @@ def host_name(host: str) -> Optional[str]:
 
 
 def is_own(origin: str, headers: Headers) -> bool:
-    """Return whether an Origin is this server's own, perhaps behind a proxy that ends TLS.
+    """Return whether an Origin is this server's own, perhaps behind a proxy.
 
-    Pages of other sites cannot set X-Forwarded-* without a preflight, which fails, and never Sec-Fetch-Site.
+    Browsers send Sec-Fetch-Site to https and to this machine. Pages can set neither it nor, without a
+    preflight, which fails, X-Forwarded-Host.
     """
-    scheme, _, place = origin.lower().partition("://")
-    proto, host, forwarded = (headers.get(name, "").partition(",")[0].strip().lower()
-                              for name in ("x-forwarded-proto", "host", "x-forwarded-host"))
-    if not place or scheme not in ("http", "https") or proto not in ("", scheme):
-        return False
-    if scheme == "http":
-        return place in (host, forwarded)
     if site := headers.get("sec-fetch-site"):
         return site == "same-origin"
-    # Without a proxy, no page of this machine is served by https.
-    hosts = [forwarded] if not proto and is_loopback(host_name(host) or "") else [host, forwarded]
-    return place.removesuffix(":443") in [each.removesuffix(":443") for each in hosts] or (
-        host_name(place) in hosts)  # some proxies leave out the port
+    scheme, _, place = origin.lower().partition("://")
+    hosts = (headers.get(name, "").partition(",")[0].strip().lower() for name in ("host", "x-forwarded-host"))
+    return scheme in ("http", "https") and place != "" and place in hosts
 
 
 class Guard:
@@ -91,7 +84,7 @@ class Guard:
                                 f"key ({KEY_VARIABLE}), or let the proxy send Host: 127.0.0.1")
         if origin is not None and not is_own(origin, headers):
             raise ApiError(403, f"pages from {origin} may not use this server; if a proxy serves this "
-                                "address, let it send Host or X-Forwarded-Host, and X-Forwarded-Proto")
+                                "address, let it send Host or X-Forwarded-Host")
         if self.key and path not in PUBLIC_PATHS:
             scheme, _, given = headers.get("authorization", "").partition(" ")
             is_key = hmac.compare_digest(given.strip().encode(), self.key.encode())  # in constant time

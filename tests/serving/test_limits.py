@@ -88,8 +88,7 @@ def test_the_names_of_this_machine_are_accepted(client, public):
         assert httpx.get(public[0] + "/v1/models", headers={"Host": host}).status_code == 401, "its key protects it"
 
 
-@pytest.mark.parametrize("origin", ["https|evil.example", "null", "http|localhost:1", "https|127.0.0.1:{port}",
-                                    "http|127.0.0.1:{port}.evil.example"])
+@pytest.mark.parametrize("origin", ["https|evil.example", "null", "http|localhost:1", "http|127.0.0.1:{port}.evil.example"])
 def test_pages_of_other_origins_are_refused(client, server, origin):
     origin = origin.format(port=client.base_url.port).replace("|", "://")
     for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("OPTIONS", CHAT)):
@@ -102,22 +101,19 @@ def test_pages_of_other_origins_are_refused(client, server, origin):
     assert ours.status_code == 200 and "access-control-allow-origin" not in ours.headers
 
 
-SITE = {"Origin": "https|chat.example:8443", "Host": "chat.example:8443", "X-Forwarded-Proto": "https"}
+SITE = {"Origin": "https|chat.example:8443", "Host": "chat.example:8443"}
 
 
 @pytest.mark.parametrize("changes, is_own", [
-    ({}, True), ({"X-Forwarded-Proto": None}, True), ({"X-Forwarded-Proto": "http"}, False), ({"Host": "chat.example"}, True),
-    ({"Origin": "https|chat.example", "Host": "chat.example:443"}, True), ({"Origin": "https|evil.example:8443"}, False),
-    ({"Host": "chat.example:8000"}, False), ({"Origin": "http|chat.example:8443"}, False), ({"Origin": "null"}, False),
+    ({}, True), ({"Origin": "https|evil.example:8443"}, False), ({"Host": "chat.example:8000"}, False), ({"Origin": "null"}, False),
+    ({"Origin": "ftp|chat.example:8443"}, False), ({"Origin": "https|", "Host": ""}, False),
     # The proxy sends its own name of the server.
     ({"Host": "127.0.0.1:8000"}, False), ({"Host": "127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, True),
-    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443"}, True),
-    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example, inner"}, True),
+    ({"Host": "127.0.0.1:8000", "X-Forwarded-Host": "chat.example:8443, inner"}, True),
     ({"Sec-Fetch-Site": "same-site"}, False), ({"Sec-Fetch-Site": "cross-site", "Origin": "https|evil.example"}, False),
-    ({"Host": "127.0.0.1:8000", "Origin": "https|evil.example", "Sec-Fetch-Site": "cross-site"}, False),
-    ({"Host": "127.0.0.1:8000", "Origin": "https|127.0.0.1:8000", "X-Forwarded-Proto": None}, False)])
+    ({"Host": "127.0.0.1:8000", "Origin": "https|evil.example", "Sec-Fetch-Site": "cross-site"}, False)])
 def test_a_page_behind_a_proxy_that_ends_tls_may_use_its_server_and_no_other_page(changes, is_own):
-    headers = Headers({name: value.replace("|", "://") for name, value in {**SITE, **changes}.items() if value is not None})
+    headers = Headers({name: value.replace("|", "://") for name, value in {**SITE, **changes}.items()})
     guard = Guard(None, KEY, None)
     headers = Headers({**headers, "Authorization": f"Bearer {KEY}", **JSON})
     with contextlib.nullcontext() if is_own else pytest.raises(ApiError, match="X-Forwarded-Host"):
