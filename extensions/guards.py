@@ -199,24 +199,6 @@ def how_to_examine(run: Run) -> str:
     return "" if run.config.training_stage == "grpo" else f". Examine it with {replay}"
 
 
-def banner(reports: list[dict], advice: str) -> list[str]:
-    """Return the lines to print after a non-finite step."""
-    culprits = [report["rank"] for report in reports if not report["finite"]]
-    first = reports[culprits[0] if culprits else 0]
-    source = f"from rank {', '.join(map(str, culprits))}" if culprits else "but finite when recomputed"
-    # The tensor with the smallest share reveals most about the cause.
-    tensors = sorted(first["tensors"], key=lambda entry: entry["non_finite"] / math.prod(entry["shape"]))
-    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
-              for entry in tensors]
-    if first["first_bad_module"]:
-        places.insert(0, f"output of {first['first_bad_module']}")
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    return [f"{advice[0].upper()}{advice[1:]}.",
-            f"NON-FINITE in step {first['step']}, {source}: the update was skipped. Loss "
-            f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}.",
-            f"Where: {(places or ['no remaining tensor'])[0]}{more}."]
-
-
 @collective
 def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[FirstBad],
                     recheck_locally: Callable[[], bool]) -> None:
@@ -225,19 +207,28 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     `recheck_locally` recomputes this rank's own gradients and returns True if they are finite.
     """
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
-    if ranks := [str(report["rank"]) for report in reports if not report["finite"]]:
-        where = f"was not finite on rank {', '.join(ranks)}"
-        config, advised = run.config, ["a lower LEARNING_RATE"]
-        if "stable" not in config.preset.split(","):
-            advised.append(f"--preset {','.join(filter(None, (config.preset, 'stable')))}")
-        advised += [] if config.debug else ["DEBUG=true for details"]
-        advice = f"try {', or '.join(filter(None, (', '.join(advised[:-1]), advised[-1])))}"
+    bad = [report for report in reports if not report["finite"]]
+    # Where: the first module, or the tensor with the smallest share of such numbers, reveals most.
+    first = (bad or reports)[0]
+    sizes = {entry["tensor"]: math.prod(entry["shape"]) for entry in first["tensors"]}
+    tensors = sorted(first["tensors"], key=lambda entry: entry["non_finite"] / sizes[entry["tensor"]])
+    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {sizes[entry['tensor']]})"
+              for entry in tensors]
+    if first["first_bad_module"]:
+        places.insert(0, f"output of {first['first_bad_module']}")
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    ranks = ", ".join(str(report["rank"]) for report in bad)
+    run.log.info(f"NON-FINITE in step {first['step']}, "
+                 f"{f'from rank {ranks}' if bad else 'but finite when recomputed'}: loss "
+                 f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}, in "
+                 f"{(places or ['no remaining tensor'])[0]}{more}.")
+    if bad:
+        where = f"was not finite on rank {ranks}"
+        advice = "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"
     else:
         where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
                  "likely in the hardware or the network")
         advice = "resume with the same command; if it happens again, find the faulty machine"
-    for line in banner(reports, advice):
-        run.log.info(line)
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
                          "its rows (rank-*.json), tokens and non-finite gradients (rank-*.safetensors)"
                          f"{how_to_examine(run)}. To continue, {advice}")

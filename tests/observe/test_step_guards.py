@@ -5,6 +5,7 @@ import math
 import statistics
 import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 import train
 from checkpoint import store
 from common.activity import ACTIVITY
-from config import OptimConfig
+from common.errors import NonFiniteError
+from config import Config, OptimConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
+from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
-from run import step_log
+from run import life, step_log
 from run.log import Divergence
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -181,3 +184,20 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
               {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}
+
+
+def test_the_error_names_the_rank_and_a_line_the_place(tmp_path, monkeypatch):
+    healthy, lines = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}, []
+    run = SimpleNamespace(config=Config(), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lines.append))
+    # A transient fault is finite on every rank when computed again. The tensor with the smallest share is named.
+    embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
+    again = {**REPORT, "finite": True, "first_bad_module": None, "tensors": [embeddings, *REPORT["tensors"] * 49]}
+    for reports, place, end in (
+            ([healthy, REPORT], "output of layers.0.feed_forward.w2 and 1 more", "rank 1; .*To continue, try a lower LEARNING_RATE.*"),
+            ([again, {**again, "rank": 1}], "gradient norm.weight (2 of 64) and 49 more", "transient fault.*resume with the same command.*"),
+            ([healthy], "no remaining tensor", "transient fault.*")):
+        monkeypatch.setattr(guards, "dump_step", lambda *_, reports=reports: (tmp_path, reports, "the state before it is saved"))
+        with pytest.raises(NonFiniteError, match=f"^step 7 was not finite.*{end}"):
+            guards.stop_non_finite(run, [], None, None, None)
+        source = "from rank 1" if "rank 1" in end else "but finite when recomputed"
+        assert lines[-1] == f"NON-FINITE in step 7, {source}: loss nan, |g| nan, in {place}."
