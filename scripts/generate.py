@@ -13,25 +13,25 @@ A prompt file has one text per line; a .jsonl file has {"prompt": TEXT} or {"mes
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
+
+from tqdm import tqdm
 
 from common.command_line import SEED, CommandParser, add_loading_flags, add_sampling_flags
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
-from common.text import counted, duration, print_safely, show_part
+from common.text import print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from extensions.inference.engine import Sampling
 from extensions.inference.generate import TextChunk, TextGenerator
 from extensions.inference.text import FilePrompt, Prompt, note_of_controls, read_prompts, text_prompt
 from extensions.inference.weights import load_to_generate
 from model_utils import find_model
-
-PROGRESS_SECONDS = 10
 
 
 def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt], special: bool = False) -> list[Prompt]:
@@ -122,17 +122,10 @@ def json_writer(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[TextCh
 
 
 def with_progress(chunks: Iterable[TextChunk], count: int) -> Iterator[TextChunk]:
-    started = reported = time.monotonic()
-    done = tokens = 0
-    for chunk in chunks:
-        done, tokens = done + bool(chunk.finish_reason), tokens + 1
-        now = time.monotonic()
-        if now - reported >= PROGRESS_SECONDS:
-            reported = now
-            left = duration((now - started) / done * (count - done)) if done else "?"
-            print_safely(f"{done:,} of {counted(count, 'prompt')} | {tokens / (now - started):,.0f} tokens/s "
-                         f"| ETA: {left}", sys.stderr)
-        yield chunk
+    with tqdm(total=count, unit=" prompts", disable=None) as bar:
+        for chunk in chunks:
+            bar.update(chunk.finish_reason is not None)
+            yield chunk
 
 
 def parse_args() -> argparse.Namespace:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -65,7 +65,8 @@ def verify(folder: Path, model_only: bool) -> bool:
     bad = [name for name, fault in faults.items() if fault]
     if bad and not {*bad} - {*RESUME_FILES}:
         show("The model's files are intact, but files needed to resume are not (--model-only skips them).")
-    show(description(manifest, folder))
+    loss = manifest.get("val_loss")
+    show(f"  step {manifest['step']:,}" + (f", validation loss {loss:.4f}" if loss is not None else ""))
     same = step_log_is_same(folder, manifest["step"])
     if same is not None:
         show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, which "
@@ -88,29 +89,11 @@ def progress(name: str, size: int) -> Callable[[int], None]:
     return advance
 
 
-def card_metadata(folder: Path) -> dict[str, str]:
-    """Return the scalars in the model card's metadata; {} if there is no card."""
-    try:
-        card = read_plain(folder / CARD).decode(errors="replace")
-    except OSError:
-        return {}
-    block = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
-    lines = re.findall(r"^ *(\w+): (.+)$", block[0] if block else "", re.MULTILINE)
-    return {name: value.strip("'\"") for name, value in lines}
-
-
-def description(manifest: dict[str, Any], folder: Path) -> str:
-    card, loss = card_metadata(folder), manifest.get("val_loss")
-    entries = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
-               "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
-               "Paddock": card.get("version")}
-    return "  " + ", ".join(f"{name} {value}" for name, value in entries.items() if value)
-
-
 def step_log_is_same(folder: Path, step: int) -> Optional[bool]:
     """Return True if the run's step log has the digest in the card; None if either is missing."""
-    expected = card_metadata(folder).get("ledger_sha256")
-    checkpoints = folder.absolute().parent
+    expected, checkpoints = None, folder.absolute().parent
+    with suppress(OSError):
+        expected = re.search(rb"^ *ledger_sha256: '?(\w+)", read_plain(folder / CARD), re.MULTILINE)
     log = checkpoints.parent / "ledger.jsonl"
     if not expected or checkpoints.name != "checkpoints" or not log.is_file():
         return None
@@ -122,7 +105,7 @@ def step_log_is_same(folder: Path, step: int) -> Optional[bool]:
                     digest.update(line)
     except OSError as error:
         raise CheckpointError(f"{log} cannot be read: {error}; check this path") from error
-    return digest.hexdigest() == expected
+    return digest.hexdigest() == expected[1].decode()
 
 
 def step_of(line: bytes) -> float:
