@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
@@ -31,18 +31,19 @@ from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
-from learn.optim import Optimizer, clip_scale, gradient_norm
+from learn.optim import Optimizer, make_reducer
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, RunContext, StopSignals
 from run.extensions import load_extensions
 from run.folder import has_run
-from run.life import Inputs, trained_bytes
+from run.life import Inputs, Progress, Run, trained_bytes
 from run.overview import describe_adapters, describe_batch, describe_data, describe_hardware, describe_model
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import PRESETS_DIR, Settings
 from tokenizer import load_tokenizer
+from train import train_step
 
 GIB = 2**30
 PROCESS_BYTES = int(0.4 * GIB)  # of Python, torch, this program and code for matmuls
@@ -106,26 +107,22 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))
         lora.cast_base(model, dtype)
-    optimizer, objective = Optimizer(model, config), probe_objective(config, model)
+    objective = probe_objective(config, model)
     is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
-    model.train()
-    rows = inputs.order(config, ranks).micro_batches(0)[:8]
-    batches = cycle([inputs.rows(micro_batch).to(device) for micro_batch in rows])
+    run = Run(config, RunContext(ranks, StopSignals(), None), inputs, None, model, Optimizer(model, config),
+              None, Progress(), objective, None)
+    reducer, rows = make_reducer(model, ranks, config), inputs.order(config, ranks).micro_batches(0)[:8]
+    batches = [inputs.rows(micro_batch).to(device) for micro_batch in rows]
 
-    def micro_batch() -> None:
-        objective.loss_sum(model, next(batches)).total.backward()
+    def step(number: int) -> None:
+        count = sum(int(objective.count(batch)) for batch in batches[:number])
+        train_step(run, reducer, batches[:number], max(count, 1), config.learning_rate)
 
-    def update() -> None:
-        scale = clip_scale(gradient_norm(model), config.max_grad_norm)
-        optimizer.step(config.learning_rate, scale, torch.zeros((), device=device))
-
-    seconds, done = timed(device, micro_batch), 1
+    number, seconds = 1, timed(device, lambda: step(1))
     if is_compiled or seconds <= PROBE_SECONDS:  # the first micro-batch compiles and allocates memory
-        timed(device, update)
-        seconds, done = 0.0, 0
-    while seconds < PROBE_SECONDS and done < 8:
-        seconds, done = seconds + timed(device, micro_batch), done + 1
-    return config.accumulation_steps * seconds / done + timed(device, update)
+        number = max(1, min(len(batches), int(PROBE_SECONDS / seconds)))
+        seconds = timed(device, lambda: step(number))
+    return config.accumulation_steps * seconds / number
 
 
 def probe_objective(config: Config, model: Transformer) -> objectives.Objective:

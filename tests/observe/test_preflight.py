@@ -19,6 +19,7 @@ import train
 from checkpoint import huggingface
 from common.errors import SettingsError
 from extensions import forecast as check
+from run.start import read_inputs
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
@@ -164,6 +165,18 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
     with pytest.raises(SystemExit):
         train.main(flags[:3])
     assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
+
+
+def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_seconds(prepared, tmp_path, monkeypatch):
+    config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
+    inputs, taken, real = read_inputs(config, verify=False), [], check.train_step
+    monkeypatch.setattr(check, "train_step", lambda run, reducer, batches, *others: (
+        taken.append(len(batches)), real(run, reducer, batches, *others)))
+    for seconds, expected in ((0.25, [1, min(8, config.accumulation_steps)]), (1.5, [1, 1]), (5.0, [1])):
+        taken.clear()
+        monkeypatch.setattr(check, "timed", lambda device, do: [do()] and seconds)  # noqa: B023
+        found = check.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
+        assert found == config.accumulation_steps * seconds / expected[-1] and taken == expected
 
 
 def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
