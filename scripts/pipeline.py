@@ -58,7 +58,6 @@ from run.adapters import load_for_use  # noqa: E402
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
 ANSWER_TOKENS = 40
-SECONDS = RUNS / "seconds.json"
 
 
 def run_python(label: str, *arguments: object, ranks: int = 1) -> None:
@@ -75,22 +74,20 @@ def run_python(label: str, *arguments: object, ranks: int = 1) -> None:
 
 
 class Pipeline:
-    """The runs of a pipeline, and their durations, which are kept in SECONDS."""
+    """The runs of a pipeline."""
 
     def __init__(self, ranks: int, flags: Sequence[str]):
         self.ranks, self.flags = ranks, flags
         self.lanes = 1 if ranks > 1 or torch.cuda.is_available() else min(2, os.cpu_count() or 1)
         self.error: Optional[PaddockError] = None  # of the first run that failed
         RUNS.mkdir(parents=True, exist_ok=True)
-        self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-        self.began = time.perf_counter() - self.seconds.get("total", 0.0)
+        self.began = time.perf_counter()
 
     def train(self, name: str, preset: str, *flags: object) -> Path:
         """Train a run to its end and return its last checkpoint; wait for checkpoints among the flags."""
         flags = [flag.result() if isinstance(flag, Future) else flag for flag in flags]
         if self.error:
             raise self.error
-        started = time.perf_counter()
         ranks = 1 if "student" in preset else self.ranks  # a student's steps have two rows
         try:
             run_python(name, "train.py", "--output-dir", RUNS, "--run-name", name, "--preset", preset, *flags,
@@ -98,14 +95,7 @@ class Pipeline:
         except PaddockError as error:
             self.error = self.error or error
             raise
-        self.add_time(name, started)
         return last_checkpoint(name)
-
-    def add_time(self, name: str, started: float) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - started
-        self.seconds["total"] = now - self.began
-        SECONDS.write_text(json.dumps(self.seconds, indent=1))
 
 
 def last_checkpoint(name: str) -> Path:
@@ -163,7 +153,7 @@ def run_stages(pipeline: Pipeline) -> dict:
         # Rewards and a teacher's scores improve a model that answers only some questions.
         start = train("short-sft", "sample,sample-sft", "--pretrain-checkpoint", base, "--max-steps", 200)
         rewarded = train("grpo", "sample,sample-grpo", "--instruct-checkpoint", start)
-        taught = train("on-policy", "sample,sample-on-policy", "--instruct-checkpoint", start,
+        on_policy = train("on-policy", "sample,sample-on-policy", "--instruct-checkpoint", start,
                        "--distillation-enabled", "true", "--grpo-group", 1, "--teacher-model", instruct)
         preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
         adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
@@ -176,14 +166,13 @@ def run_stages(pipeline: Pipeline) -> dict:
                 f"distilled-{seed}", *student, "--distillation-enabled", "true", "--teacher-model", base)]
         models = {"pretrain": base, "sft": instruct.result(), "dpo": preferred.result(),
                   "lora": adapter.result(), "start": start.result(), "grpo": rewarded.result(),
-                  "on-policy": taught.result()}
+                  "on-policy": on_policy.result()}
         for student in students:
             student.result()
     losses = {kind: [curve(f"{kind}-{seed}", metric)[-1][1] for seed in SEEDS]
               for kind, metric in (("student", "val_loss"), ("distilled", "val_cross_entropy"))}
 
     # Evaluate all of them on held-out data.
-    started = time.perf_counter()
     print("evaluation  on held-out data", flush=True)
     adapter, merged = models["lora"], RUNS / "lora-merged"
     shutil.rmtree(merged, ignore_errors=True)
@@ -195,7 +184,7 @@ def run_stages(pipeline: Pipeline) -> dict:
     trained, whole = (sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in
                       (open_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
     preferences = [preference_accuracy(models[name]) for name in ("sft", "dpo")]
-    summary = {
+    return {
         "pretrain": {"item_accuracy": [items[0], items[-1]]},
         "sft": {"exact_answers": [right["pretrain"], right["sft"]],
                 "stops": [stops["pretrain"], stops["sft"]]},
@@ -203,9 +192,7 @@ def run_stages(pipeline: Pipeline) -> dict:
         **{name: {"exact_answers": [right["start"], right[name]]} for name in ("grpo", "on-policy")},
         "distill": {"val_loss": [losses["student"], losses["distilled"]]},
         "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / whole},
-    }
-    pipeline.add_time("evaluation", started)
-    return summary | {"seconds": pipeline.seconds["total"]}
+        "seconds": time.perf_counter() - pipeline.began}
 
 
 def table(summary: dict) -> str:
@@ -234,17 +221,15 @@ def table(summary: dict) -> str:
                       *(f"| {name} | {values} |" for name, values in rows.items())])
 
 
-def report(summary: dict, pipeline: Pipeline) -> None:
+def report(summary: dict, count: int) -> None:
     """Print the table, and write it into RUNS."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items()
-                        if name != "total")
-    on_gpu, ranks = torch.cuda.is_available(), counted(pipeline.ranks, 'rank')
+    on_gpu, ranks = torch.cuda.is_available(), counted(count, 'rank')
     machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {counted(os.cpu_count() or 1, 'core')}"
     minutes = f"{summary['seconds'] / 60:.1f} minutes"
     (RUNS / "pipeline.md").write_text(f"""# Every stage on the sample data
 
-`./paddock pipeline` took {minutes} with {ranks} on {machine} ({seconds}). The held-out data is about facts \
+`./paddock pipeline` took {minutes} with {ranks} on {machine}. The held-out data is about facts \
 that no training text contains.
 
 {table(summary)}
@@ -263,10 +248,8 @@ def main() -> None:
     if ranks > 1:  # which share the cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     pipeline = Pipeline(ranks, flags)
-    started = time.perf_counter()
     run_python("sample", "scripts/make_sample.py")
-    pipeline.add_time("sample", started)
-    report(run_stages(pipeline), pipeline)
+    report(run_stages(pipeline), ranks)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ def runs(request, tmp_path, monkeypatch):
         (tmp_path / name / "checkpoints" / "step-1").mkdir(parents=True)
 
     monkeypatch.setattr(pipeline, "RUNS", tmp_path)
-    monkeypatch.setattr(pipeline, "SECONDS", tmp_path / "seconds.json")
     monkeypatch.setattr(pipeline, "run_python", run_python)
     monkeypatch.setattr(pipeline, "curve", lambda name, metric: [(0, 1.0)])
     monkeypatch.setattr(pipeline.os, "cpu_count", lambda: request.param)
