@@ -132,15 +132,14 @@ def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, mo
     """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
     run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
     run.ends([0, 0])
-    other, calls, seventh, original = run.copy(tmp_path / "other"), [], [0], replay_module.backward_of_row
+    other, calls, seventh, original = run.copy(tmp_path / "other"), [], [0], replay_module.gradient_norm
     another_value(other, "loss", 1.0, 2)
 
-    def planted(replayed, row, count):
-        loss, norm, units = original(replayed, row, count)
-        calls.append(row)
-        return loss, norm + (len(calls) == seventh[0]), units
+    def planted(model):  # called for each row
+        calls.append(model)
+        return original(model) + (len(calls) == seventh[0])
 
-    monkeypatch.setattr(replay_module, "backward_of_row", planted)
+    monkeypatch.setattr(replay_module, "gradient_norm", planted)
     for number, words in ((15, "the rows of rank 1 give other gradients"), (0, "settings and data are not the cause")):
         seventh[0] = number
         lines.clear(), calls.clear()
