@@ -1,8 +1,8 @@
 """Kill, truncate and corrupt tiny runs, and check that each one ends like an undisturbed run.
 
-    python scripts/dev/soak.py --kills 20 --flips 20 --seed 1    # two minutes
+    python scripts/dev/soak.py --kills 20 --flips 20 --seed 1  # two minutes
     python scripts/dev/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/dev/soak.py --stage sft --kills 200          # or another stage
+    python scripts/dev/soak.py --stage sft --kills 200       # or another stage
     python scripts/dev/soak.py --elastic --kills 0 --points 0 --flips 0 \\
         --truncations 0                                      # only elastic
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from factories import new_model
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import store
@@ -154,6 +154,7 @@ TEXTS = st.one_of(st.text(st.characters(codec="utf-8")), st.text("-:`|#\"'{}[]&*
     ["no", "Yes", "null", "~", "1e5", "0x1", "12:30:45", "2001-01-01", ".inf", "---", "a: b", "<script>", "{{ x }}", "\ufeff", "\uffff"]))
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(string.ascii_lowercase, min_size=1).filter(lambda name: name not in ("n", "y", "no", "on", "off", "yes", "null", "true", "false")),
                        st.one_of(TEXTS.filter(bool), st.integers(), st.lists(TEXTS.filter(bool), min_size=1), st.lists(
                            st.fixed_dictionaries({"type": TEXTS.filter(bool), "metrics": st.lists(st.fixed_dictionaries({"value": st.floats(-1e6, 1e6)}), min_size=1)}),
@@ -165,6 +166,7 @@ def test_yaml_reads_back_what_was_written(block):
     assert card_metadata(text) == expected
 
 
+@settings(max_examples=50)
 @given(TEXTS)
 def test_markdown_reads_inline_code_as_one_text_also_in_a_table(text):
     markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")

@@ -300,6 +300,7 @@ def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_sa
     assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
 
 
+@pytest.mark.slow
 def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
     """In a separate process, because wandb leaves threads and a service behind."""
     pytest.importorskip("wandb")

@@ -102,7 +102,7 @@ def test_the_help_needs_no_torch():
     code = "import runpy, sys\nsys.path.insert(0, 'scripts')\nsys.argv[1:] = ['--help']\nfor script in {}:\n    try:\n        runpy.run_path(script, run_name='__main__')" \
            "\n    except SystemExit:\n        assert 'torch' not in sys.modules, script"
     fast = [str(path) for path in (TRAIN, *PYTHON) if path.name in ("train.py", "run.py", "launch.py", "make_sample.py", "pipeline.py")
-            or path.name.startswith(("load_", "train_tok", "verify", "replay", "evaluate", "write", "suite", "benchmark.py"))]
+            or path.name.startswith(("load_", "train_tok", "verify_checkpoint", "replay", "evaluate", "write", "suite", "benchmark.py"))]
     done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import python
 from factories import Prepared, sentence
 from hypothesis import given
 from hypothesis import strategies as st
@@ -119,14 +118,6 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
     assert f"scripts/inspect_data.py {sets['documents']}" in said.replace("'", "")  # quoted in a folder with a space
-
-
-def test_a_sample_names_its_files_where_they_are(tmp_path):
-    assert python("scripts/make_sample.py", "--stories", "2000", "--folder", tmp_path / "sample").returncode == 0
-    for path in (tmp_path / "sample").rglob("manifest.json"):
-        manifest = json.loads(path.read_text())
-        assert Path(manifest["tokenizer"]) == tmp_path / "sample" / "tokenizer.model"
-        assert all(Path(source["path"]).is_file() for source in manifest["source"]["sources"])
 
 
 @pytest.mark.parametrize("flags, reason", [

@@ -4,10 +4,12 @@ import os
 import re
 import signal
 
+import pytest
 from commands import Command, python
 from factories import TinyRun
 
 
+@pytest.mark.slow
 def test_a_sweep_is_stopped_continued_and_compared(prepared, whole, tmp_path):
     run = TinyRun(prepared, tmp_path / "runs")
     sweep = ("scripts/sweep.py", "--vary", "learning_rate=0.01,1e15", "--name", "rates", *run.argv())

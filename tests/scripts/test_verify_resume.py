@@ -140,7 +140,8 @@ def roll_dice() -> None:
 
 
 @pytest.mark.parametrize(("plant", "differing", "words"), [
-    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same"),
+    pytest.param(forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
+                 marks=pytest.mark.slow),
     pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two uninterrupted runs are the same",
                  marks=pytest.mark.slow),
     pytest.param(begin_anew, {"resumed"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
