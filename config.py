@@ -142,11 +142,6 @@ class ModelConfig(Section):
         0.9, "share of activations kept by selective checkpointing; the cheapest are recomputed", ge=0, le=1)
     head_chunk_tokens: int = safe(0, "tokens per chunk of logits; 0 = chosen by vocabulary size", ge=0)
 
-    @field_validator("attention_backend", mode="before")
-    @classmethod
-    def use_our_kernel_names(cls, name: Any) -> Any:
-        return KERNEL_NAMES.get(name, name) if isinstance(name, str) else name
-
     @property
     def head_dim(self) -> int:
         return self.head_width or self.dim // self.n_heads
@@ -198,10 +193,6 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     matrices = 1 if config.tie_embeddings else 2
     return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
 
-
-# transformers' names of attention kernels, and flash-attn's package.
-KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash",
-                "flash_attention_3": "flash", "eager": "math"}
 
 # Settings that describe a model and come with a checkpoint. Three of them set the feed-forward width.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")

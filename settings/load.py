@@ -46,18 +46,26 @@ LIBRARIES = re.compile(
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
 
-class Layer(NamedTuple):
-    """Settings from one source."""
+@dataclass
+class Layer:
+    """Settings from one source, and what is wrong with it."""
 
-    values: Values
-    problems: list[str]
-    exports: Mapping[str, str] = {}  # the libraries' variables in `.env`
-    unused: Sequence[str] = ()  # settings of extensions/, which is missing
+    values: Values = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)  # names that extensions/ may know, which is missing
+    exports: dict[str, str] = field(default_factory=dict)  # the libraries' variables in `.env`
     is_env: bool = False  # `.env`, or a preset that it names
     # Of the command line only:
     env_file: Optional[str] = None
-    config_files: Sequence[str] = ()
+    config_files: list[str] = field(default_factory=list)
     check: bool = False
+
+    def refuse(self, name: str, message: str) -> None:
+        """Record an unknown name; it has no message if an extension may know it."""
+        if message:
+            self.problems.append(message)
+        else:
+            self.unused.append(name)
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -66,11 +74,12 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     `${NAME}` and `${NAME:-default}` are expanded from the environment, then from earlier lines.
     """
     # dotenv_values of python-dotenv does not report line numbers, duplicates or errors.
+    layer, places, earlier = Layer(), {}, {}
     try:
         text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
-        return Layer({}, [f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"])
-    values, problems, unused, earlier = {}, [], [], {}
+        layer.problems.append(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+        return layer
     known = ChainMap(environ, earlier)
     for binding in parse_stream(io.StringIO(text)):
         key, value, source = binding.key, binding.value, binding.original.string
@@ -79,7 +88,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         if key is None and not binding.error:
             continue
         if binding.error or value is None:  # do not quote the line: it may contain a secret
-            problems.append(f"{where}: not of the form NAME=value")
+            layer.problems.append(f"{where}: not of the form NAME=value")
             continue
         if re.match(r"[^=]*=[^\S\n]+#", line):
             value = ""  # a comment, which the parser returns as the value
@@ -89,20 +98,20 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         earlier[key] = value = "".join(atom.resolve(known) for atom in atoms)
         name = key.lower() if key.lower() in Config.model_fields else key
         if unset:
-            problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
-                            "environment nor in an earlier line; set it, or write ${NAME:-default}")
+            layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
+                                  "environment nor in an earlier line; set it, or write ${NAME:-default}")
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
-            message = unknown(where, key)
-            problems += [message] if message else []
-            unused += [] if message else [key]
-        elif name in values:
-            problems.append(f"{where}: {key} is set a second time (first at {values[name][1]}); keep one")
+            layer.refuse(key, unknown(where, key))
+        elif name in places:
+            layer.problems.append(
+                f"{where}: {key} is set a second time (first at {places[name]}); keep one")
         else:
-            values[name] = (value, where)
-    given = {name: pair for name, pair in values.items() if pair[0] != ""}
-    exports = {name: value for name, (value, _) in given.items() if name not in Config.model_fields}
-    return Layer({name: pair for name, pair in given.items() if name not in exports}, problems, exports,
-                 unused)
+            places[name] = where
+            if value and name in Config.model_fields:
+                layer.values[name] = (value, where)
+            elif value:
+                layer.exports[name] = value
+    return layer
 
 
 def yaml_content(node: Any) -> Any:
@@ -123,15 +132,15 @@ def read_config_file(path: Path) -> Layer:
         content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
             text, object_pairs_hook=tuple)
     except OSError as error:
-        return Layer({}, [f"{path}: cannot be read: {error.strerror or error}"])
+        return Layer(problems=[f"{path}: cannot be read: {error.strerror or error}"])
     except yaml.MarkedYAMLError as error:
-        return Layer({}, [f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"])
+        return Layer(problems=[f"{path}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}"])
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        return Layer({}, [f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
+        return Layer(problems=[f"{path}: not valid {'YAML' if is_yaml else 'JSON'}: {error}"])
     if not isinstance(content, tuple):
         example = "max_steps: 1000" if is_yaml else '{"max_steps": 1000}'
-        return Layer({}, [f"{path}: expected an object of settings, such as {example}"])
-    values, problems, unused = {}, [], []
+        return Layer(problems=[f"{path}: expected an object of settings, such as {example}"])
+    layer = Layer()
 
     def add(pairs: tuple, section: str = "") -> None:
         for key, value, *line in pairs:
@@ -143,26 +152,24 @@ def read_config_file(path: Path) -> Layer:
                 continue
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                message = unknown(where if line else file, key)
-                problems.extend([message] if message else [])
-                unused.extend([] if message else [name.upper()])
-            elif name in values:
-                problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
+                layer.refuse(name.upper(), unknown(where if line else file, key))
+            elif name in layer.values:
+                layer.problems.append(
+                    f"{where} is set a second time (first at {layer.values[name][1]}); keep one")
             elif isinstance(value, list) and (separator := SEPARATORS[name]) and all(
                     isinstance(part, str) for part in value):
-                values[name] = (separator.join(value), where)
+                layer.values[name] = (separator.join(value), where)
             else:
-                values[name] = (value, where)
+                layer.values[name] = (value, where)
 
     add(content)
-    return Layer(values, problems, unused=unused)
+    return layer
 
 
 def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
     """Return the settings among the flags. `script_flags` are also suggested for unknown flags."""
     # argparse would stop at the first error, print values, which may be secrets, and read -1e-3 as a flag.
-    values, problems, unused, config_files = {}, [], [], []
-    env_file, check = None, False
+    layer = Layer()
     known = (*Config.model_fields, "env_file", "config", "check", "num_train_epochs")
     arguments = [*argv]
     while arguments:
@@ -170,8 +177,8 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
             # Do not quote the text after "=": it may be a secret.
-            problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value, "
-                            "such as --pretrain-data-path book.txt")
+            layer.problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name "
+                                  "value, such as --pretrain-data-path book.txt")
             continue
         # The next argument is the value, unless it is a flag or this flag needs no value.
         has_next = arguments and not arguments[0].startswith("--")
@@ -181,37 +188,35 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
             value, has_value = "true", "="
 
         if not flag.startswith("--") or name not in known:
-            message = unknown_flag(flag, (*known, *script_flags))
-            problems += [message] if message else []
-            unused += [] if message else [flag]
+            layer.refuse(flag, unknown_flag(flag, (*known, *script_flags)))
         elif not has_value or (value == "" and name in ("env_file", "config")):
-            problems.append(f"command line: {flag} needs a value")
+            layer.problems.append(f"command line: {flag} needs a value")
         elif name == "check":
-            check = value.lower() not in ("false", "0", "no", "off")
+            layer.check = value.lower() not in ("false", "0", "no", "off")
         elif name == "env_file":
-            env_file = value
+            layer.env_file = value
         elif name == "config":
-            config_files.append(value)
+            layer.config_files.append(value)
         else:
-            values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
-    return Layer(values, problems, unused=unused, env_file=env_file, config_files=config_files, check=check)
+            layer.values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
+    return layer
 
 
 def read_preset(names: str, where: str) -> Layer:
     """Return the settings of one or several comma-separated presets."""
-    values, problems, unused = {}, [], []
-    known = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
+    layer, known = Layer(), {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
     for name in filter(None, (part.strip() for part in names.split(","))):
         if name in known:
-            layer = read_env_file(known[name])
-            values.update(layer.values)
-            problems += layer.problems
-            unused += layer.unused
+            preset = read_env_file(known[name])
+            layer.values |= preset.values
+            layer.problems += preset.problems
+            layer.unused += preset.unused
         else:
             guess = suggestion(name, known)
             advice = f"did you mean {guess}? " if guess else ""
-            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
-    return Layer(values, problems, unused=unused)
+            layer.problems.append(
+                f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
+    return layer
 
 
 def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
@@ -220,15 +225,16 @@ def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
     exists = flags.env_file or env_path.is_file()
     environment = {name: (environ[name.upper()], "environment")
                    for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    env = read_env_file(env_path, environ) if exists else Layer({}, [])
-    layers = [env._replace(is_env=True), *map(read_config_file, map(Path, flags.config_files)),
-              Layer(environment, []), flags]
+    env = read_env_file(env_path, environ) if exists else Layer()
+    env.is_env = True
+    layers = [env, *map(read_config_file, map(Path, flags.config_files)), Layer(environment), flags]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
         names, where = layers[naming].values["preset"]
-        preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
+        preset = read_preset(names, where) if isinstance(names, str) else Layer()
+        preset.is_env = naming == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
-        layers.insert(min(naming, 1), preset._replace(is_env=naming == 0))
+        layers.insert(min(naming, 1), preset)
     return layers
 
 
@@ -312,7 +318,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     missing = [*input_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
-        messages = (*launch_problems(config, environ, flags.check), *conflicts(config, given, by_depth),
+        both = f"EPOCHS={config.epochs or 0:g} and MAX_STEPS={config.max_steps} are both set; keep one"
+        messages = (*launch_problems(config, environ, flags.check), *rules(config),
+                    *([both] if config.epochs and "max_steps" in given else ()),
                     *(unused_teacher(config, layers) if "distillation_enabled" not in ignored else ()))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
@@ -323,16 +331,20 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     sources = {name: where for name, (_, where) in given.items()}
     sources |= dict.fromkeys(by_depth.keys() - by_start.keys(), f"DEPTH={config.depth}")
     by_stage = {name: value for name, value in by_stage.items() if name not in deferred}
-    notes = [f"Kept from {checkpoint}: {text}"] if (text := assigned(recorded)) else []
+    stage = f"TRAINING_STAGE={config.training_stage}{' with LoRA' if config.lora_enabled else ''}"
+    chosen = {f"Kept from {checkpoint}:": recorded, f"DEPTH={config.depth} sets": by_depth,
+              f"{stage} sets": by_stage, "From the prepared data or the start checkpoint:": by_start,
+              f"MAX_STEPS={config.max_steps} sets": by_length}
+    notes = [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
     if ignored:
         files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())
         values = ", ".join(f"{name.upper()}={shortened(str(value))}" for name, (value, _) in ignored.items())
         reason = ("the run recorded other values (to start a new run, set another RUN_NAME)" if recorded else
                   f"it does not fit TRAINING_STAGE={config.training_stage}")
         notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
-    places = dict.fromkeys(recorded, str(checkpoint)) | sources
-    notes += decisions(config, places, by_depth, by_start, by_stage)
-    notes += [f"MAX_STEPS={config.max_steps} sets {text}"] if (text := assigned(by_length)) else []
+    if len(config.start_settings) > 1:
+        first, *others = map(str.upper, config.start_settings)
+        notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")
     warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                 for key in environ if (guess := misspelt(key)) is not None]
     if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
@@ -342,42 +354,13 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
                   flags.check, is_plan, tuple(deferred), exported(layers))
 
 
-def decisions(config: Config, places: Mapping[str, str], by_depth: Mapping[str, Any],
-              by_start: Mapping[str, Any], by_stage: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values chosen for unset settings. `places` are the locations of all other settings."""
-    if by_depth:
-        others = [f"{name.upper()} ({places.get(name, 'EPOCHS')})"
-                  for name in derived.settings_of_depth(config, ()) if name not in by_depth]
-        text = f"; set elsewhere: {', '.join(others)}" if others else ""
-        yield f"DEPTH={config.depth} sets {assigned(by_depth, also_defaults=True)}{text}"
-    if text := assigned(by_stage):
-        with_lora = " with LoRA" if config.lora_enabled else ""
-        yield f"TRAINING_STAGE={config.training_stage}{with_lora} sets {text}"
-    if text := assigned(by_start, also_defaults=True):
-        yield f"From the prepared data or the start checkpoint: {text}"
-    if len(config.start_settings) > 1:
-        first, *others = map(str.upper, config.start_settings)
-        yield f"TRAINING_STAGE={config.training_stage} starts from {first}, not from {' or '.join(others)}"
-
-
-def assigned(values: Mapping[str, Any], also_defaults: bool = False) -> str:
-    """Return the values as NAME=value, NAME=value; values equal to the default only if `also_defaults`."""
+def assigned(values: Mapping[str, Any]) -> str:
+    """Return the values that differ from the defaults as NAME=value, NAME=value."""
     return ", ".join(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
-                     for name, value in values.items()
-                     if also_defaults or value != Config.model_fields[name].default)
+                     for name, value in values.items() if value != Config.model_fields[name].default)
 
 
-def conflicts(config: Config, given: Mapping[str, Any], by_depth: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the conflicts between settings."""
-    if config.epochs and "max_steps" in given:
-        yield f"EPOCHS={config.epochs:g} and MAX_STEPS={config.max_steps} are both set; keep one"
-    for message in rules(config):
-        depth_chose = message.startswith("TOTAL_BATCH_SIZE=") and "total_batch_size" in by_depth
-        yield f"DEPTH={config.depth} chose a batch that the ranks cannot share: " * depth_chose + message
-
-
-def notes_on_layers(layers: Sequence[Layer], given: Mapping[str, tuple[Any, str]],
-              environ: Mapping[str, str]) -> Iterator[str]:
+def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str, str]) -> Iterator[str]:
     """Yield the settings that a preset overrides or the environment sets, and the libraries' variables."""
     overridden = [f"{name.upper()}={value}" for name, (value, where) in given.items()
                   if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
@@ -401,10 +384,8 @@ def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
         return
     named, off = (max((number for number, layer in enumerate(layers) if name in layer.values), default=-1)
                   for name in ("teacher_model", "distillation_enabled"))
-    where = layers[named].values["teacher_model"][1]
-    # A preset does not know about a teacher in a layer above it.
-    by_preset = off >= 0 and layers[off].values["distillation_enabled"][1].startswith(str(PRESETS_DIR))
-    if off < 0 or (by_preset and off < named):
+    if off < named:
+        where = layers[named].values["teacher_model"][1]
         yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
                "DISTILLATION_ENABLED=true; set that too, or DISTILLATION_ENABLED=false to train without it")
 

@@ -317,8 +317,8 @@ FAULTS = [
 
     # Settings and errors
     fault("settings: a rule is dropped", "config.py", "if c.n_heads % c.n_kv_heads:", "if False:", SETTINGS),
-    fault("settings: environment above flags", "settings/load.py", "Layer(environment, []), flags]",
-          "flags, Layer(environment, [])]", SETTINGS),
+    fault("settings: environment above flags", "settings/load.py", "Layer(environment), flags]",
+          "flags, Layer(environment)]", SETTINGS),
     fault("exit code: always 1", "parallel/ranks.py", "error.exit_code,", "1,",
           f"{HANGS}::test_one_place_explains_every_end"),
     fault("runs: --clean deletes whatever is answered", "scripts/runs.py", 'sys.stdin.readline().strip() != "yes"',

@@ -31,7 +31,7 @@ from extensions.debug.replay import examine_rows, open_run, read_settings, read_
 from model_utils import choose_device, device_name
 from settings.load import Layer
 
-NO_FLAGS = Layer({}, [])
+NO_FLAGS = Layer()
 # What the repeated steps do not need. Validation stays: it counts for early stopping.
 UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_EVERY": 0, "KEEP_LAST": 1,
             "KEEP_BEST": 0, "HELLASWAG_EVERY": 0, "GENERATION_EVAL_EVERY": 0, "SAMPLE_EVERY": 0,

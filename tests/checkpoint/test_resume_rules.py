@@ -94,6 +94,16 @@ def test_what_plays_no_part_is_not_compared():
     assert told == ([], [])
 
 
+@pytest.mark.parametrize("recorded, words", [
+    ({"LOSS_SPIKE_WINDOW": 128, "PREFETCH_STEPS": 2}, None), ({"LOSS_SPIKE_WINDOW": 16}, "LOSS_SPIKE_WINDOW=16 of the checkpoint's run is not"),
+    ({"MY_EVERY": 3, "MY_NAME": "x"}, "Without extensions/, these settings of the checkpoint's run have no effect: MY_EVERY, MY_NAME")])
+def test_recorded_settings_that_are_gone_or_those_of_missing_extensions_are_told_in_a_line(recorded, words, monkeypatch):
+    monkeypatch.setattr("checkpoint.resume_rules.EXTENSION_SECTIONS", {})
+    state = {"settings": Config().public() | recorded, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
+    warnings = check_changes(state, Config(), identity(Config(), "data", "tokenizer"), CHECKPOINT).warnings
+    assert len(warnings) == (words is not None) and (not words or warnings[0].startswith(words))
+
+
 def test_the_feed_forward_is_compared_by_its_width():
     assert Config().hidden_dim == Config(multiple_of=128).hidden_dim
     assert changes(Config(), Config(multiple_of=128)).warnings == []

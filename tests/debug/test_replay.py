@@ -105,7 +105,7 @@ def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
     parts = {path.name: json.loads(path.read_text())["LEARNING_RATE"] for path in (in_parts.folder / "configs").iterdir()}
     assert parts == {"step-00000001.json": 0.01, "step-00000004.json": 0.03}
     for step, rate in ((1, 0.01), (3, 0.01), (4, 0.03), (6, 0.03)):
-        assert read_settings(in_parts.folder, Layer({}, []), step)[0].learning_rate == rate
+        assert read_settings(in_parts.folder, Layer(), step)[0].learning_rate == rate
     for step in (3, 6):
         text = replayed(in_parts, step)
         check_same(text)
@@ -272,7 +272,7 @@ def copied(finished, tmp_path) -> TinyRun:
 
 def test_other_folders_flags_and_data_are_refused(finished, poisoned, tmp_path):
     with pytest.raises(SettingsError, match="not a run's folder"):
-        read_settings(tmp_path, Layer({}, []), 1)
+        read_settings(tmp_path, Layer(), 1)
     assert "unknown flag --mx-steps" in refused(SettingsError, finished, 2, "--mx-steps", "3")
     assert "must be a multiple" in refused(SettingsError, finished, 2, "--micro-batch-size", "3")
     assert "PRETRAIN_DATA_PATH was" in refused(CheckpointError, finished, 4, "--pretrain-data-path", str(poisoned.shards))

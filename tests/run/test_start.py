@@ -147,7 +147,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
     assert described["base_model_name_or_path"].startswith(str(tmp_path / "there"))
     told = []
     for step in (1, 4):
-        replay(adapted.folder, step, Layer({}, []), info=told.append)
+        replay(adapted.folder, step, Layer(), info=told.append)
     assert " ".join(told).count("the same") == 4
     monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
     import merge_lora
@@ -195,7 +195,7 @@ def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path,
     assert taken.hashes(2) == given.hashes(2)
     assert capsys.readouterr().out.count("step-00000001: DIM=32 N_LAYERS=2") == 3
     again = []
-    replay(taken.folder, 2, Layer({}, []), info=again.append)
+    replay(taken.folder, 2, Layer(), info=again.append)
     assert " ".join(again).count("the same") == 2
 
 

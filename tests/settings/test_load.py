@@ -380,6 +380,13 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
             f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
 
 
+def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an_error(monkeypatch):
+    monkeypatch.setattr("settings.aliases.EXTENSION_SECTIONS", {})
+    warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
+    assert warnings == ("Without extensions/, there is no setting of these names: MY_EVERY, MY_NAME, --my-chart",)
+    assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]
+
+
 def test_a_name_that_resembles_nothing_points_to_the_help():
     assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
         ".env:1: unknown setting QUUX_VISIBLE_THINGS; there is no such setting (--help lists all)",
@@ -456,16 +463,9 @@ def test_the_tables_of_other_trainers_names_fit_the_settings():
 @pytest.mark.parametrize("flags, words", [
     (("--precision", "bfloat16"), "or 'fp32'; did you mean bf16?"), (("--optimizer", "adamw_torch"), "did you mean adamw?"),
     (("--training-stage", "stf"), "did you mean sft?"), (("--sharding", "FULL"), "did you mean full?"),
-    (("--attention-backend", "flahs"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
+    (("--attention-backend", "flahs"), "did you mean flash?"), (("--attention-backend", "flash_attention_2"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
 def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
     assert problems(*flags)[0].endswith(words)
-
-
-def test_attention_kernels_have_transformers_names_too():
-    for theirs, ours in (("flash_attn", "flash"), ("flash_attention_2", "flash"), ("flash_attention_3", "flash"), ("sdpa", "sdpa"),
-                         ("eager", "math")):
-        assert load(f"--attention-backend={theirs}").config.attention_backend == ours
-    assert "ATTENTION_BACKEND=flex" in problems("--attention-backend", "flex")[0]
 
 
 def test_a_typo_in_any_setting_leads_to_it():
@@ -559,7 +559,7 @@ def test_a_start_completes_the_shape_below_all_layers():
 
 @pytest.mark.parametrize("layers, told", [
     ({"env": "TEACHER_MODEL=x\n"}, True), ({"env": "TEACHER_MODEL=x\nDISTILLATION_ENABLED=false\n"}, False),
-    ({"env": "DISTILLATION_ENABLED=false\n", "flags": ("--teacher-model", "x")}, False),
+    ({"env": "DISTILLATION_ENABLED=false\n", "flags": ("--teacher-model", "x")}, True),
     ({"env": "TEACHER_MODEL=x\n", "flags": ("--preset", "sample")}, False),
     ({"flags": ("--preset", "sample", "--teacher-model", "x")}, True),
     ({"env": "TEACHER_MODEL=x\n", "flags": ("--distillation-enabled", "true")}, False)])
