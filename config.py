@@ -483,7 +483,7 @@ class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
         return -(-self.rows_per_step // (self.micro_batch_size * self.world_size))
 
     @property
-    def exact_micro_batches(self) -> int:
+    def reproducible_micro_batches(self) -> int:
         """Micro-batches in a step over all ranks with REPRODUCIBLE; otherwise 0."""
         return self.rows_per_step // self.micro_batch_size if self.reproducible else 0
 
@@ -579,7 +579,7 @@ def numeric_rules(c: Config) -> Iterator[str]:
 
 def reproducible_rules(c: Config) -> Iterator[str]:
     """Check that REPRODUCIBLE=true covers the ranks and the other settings."""
-    if 0 < (count := c.exact_micro_batches) < c.world_size:
+    if 0 < (count := c.reproducible_micro_batches) < c.world_size:
         yield (f"REPRODUCIBLE=true with MICRO_BATCH_SIZE={c.micro_batch_size} divides a step into "
                f"{counted(count, 'micro-batch')}, too few for WORLD_SIZE={c.world_size}; use at most "
                f"{counted(count, 'rank')}, or start a new run with a lower MICRO_BATCH_SIZE")

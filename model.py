@@ -252,14 +252,14 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: Optional[torch.Generator] = None,
-                     whole: Callable[[Tensor], AbstractContextManager[Tensor]] = nullcontext) -> None:
+                     full_tensor: Callable[[Tensor], AbstractContextManager[Tensor]] = nullcontext) -> None:
         """Draw all parameters: normal with INIT_STD, less in residual projections; norms are 1, biases 0.
 
         With INIT_COPY, WO is WV transposed: a head begins by adding the tokens that it attends to.
         Source: Trockman & Kolter 2023 (arXiv:2305.09828), who start from products near the identity.
 
         Args:
-            whole: yields the tensor to fill for a parameter, which may be sharded.
+            full_tensor: yields the tensor to fill for a parameter, which may be sharded.
         """
         config, wv = self.config, torch.empty(0)  # of the same block
         for name, parameter in self.named_parameters():
@@ -267,7 +267,7 @@ class Transformer(nn.Module):
             layer = path.rpartition(".")[2]
             residual = layer in ("wo", "w2")
             scale = 1 / math.sqrt(2 * config.n_layers) if residual else 1.0
-            with whole(parameter) as weight:
+            with full_tensor(parameter) as weight:
                 if weight.ndim == 1:
                     is_bias = isinstance(self.get_submodule(path), Bias) or name.endswith(".bias")
                     weight.fill_(0.0 if is_bias else 1.0)
@@ -330,7 +330,7 @@ class Transformer(nn.Module):
 
     def hidden(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
                cache: Optional[KVCache] = None) -> Tensor:
-        """Return the normalised last hidden states, (B, T, D) in the compute dtype."""
+        """Return the normalized last hidden states, (B, T, D) in the compute dtype."""
         metas = self.attention_metas(tokens_BT, document_ids_BT, cache)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
         for layer, (block, meta) in enumerate(zip(self.layers, metas)):
@@ -377,6 +377,6 @@ class Transformer(nn.Module):
         return self.head_logits(hidden)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return the float32 logits of normalised hidden states."""
+        """Return the float32 logits of normalized hidden states."""
         logits = self.head_matrix.use_as_head(hidden, lambda weight, hidden: linear(hidden, weight.values_VD))
         return logits[..., :self.vocab_size].float()

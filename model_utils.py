@@ -120,12 +120,12 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
     generator = torch.Generator(ranks.device).manual_seed(config.seed)
 
     @contextmanager
-    def whole(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    def full_tensor(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         tensor = torch.empty(parameter.shape, device=ranks.device)  # one at a time
         yield tensor
         fsdp.put(parameter, tensor)
 
-    model.init_weights(generator, whole if fsdp.is_sharded(model) else nullcontext)
+    model.init_weights(generator, full_tensor if fsdp.is_sharded(model) else nullcontext)
     return model
 
 
@@ -144,7 +144,7 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
-    # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the exact reduce-scatter.
+    # With REPRODUCIBLE, groups of one rank are not sharded: FSDP would not call the custom reduce-scatter.
     if config.sharding != "none" and (config.ranks_per_copy > 1 or not config.reproducible):
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload,

@@ -272,7 +272,7 @@ def accumulate_gradients(run: Run, reducer: Reducer, batches: list[Batch]) -> di
             with phase("backward"):
                 (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
-            sums[name] = sums.get(name, 0) + reducer.place(value)
+            sums[name] = sums.get(name, 0) + reducer.scatter(value)
     return sums
 
 

@@ -249,7 +249,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     has_documents |= config.answers_per_row > 1
     in_blocks = config.attention_backend == "auto" and (has_documents or compute_bytes < FLOAT32)
     if device_type == "cpu" and in_blocks and (blocks := KERNELS.get("blocks")):
-        kept += compute_bytes * blocks.kept(1, config.max_seq_len, config.n_heads) / config.max_seq_len
+        kept += compute_bytes * blocks.saved(1, config.max_seq_len, config.n_heads) / config.max_seq_len
         kept -= FLOAT32 * config.n_heads  # no log-sums
         if targets_of(config).isdisjoint(("wq", "wk", "wv")):  # v is a copy: a joint q k v is not kept
             kept -= compute_bytes * (config.n_heads + config.n_kv_heads) * config.head_dim

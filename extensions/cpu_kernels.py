@@ -33,7 +33,7 @@ class Group(NamedTuple):
     bias: Tensor  # -inf = hidden, else 0: (J, 1, C, S); or (1, 1, C, C) for the last C keys of each block
 
 
-def kept_count(rows: int, tokens: int, n_heads: int) -> int:
+def saved_count(rows: int, tokens: int, n_heads: int) -> int:
     """Return how many probabilities a layer keeps for the backward pass, at most (without documents)."""
     blocks = -(-tokens // BLOCK)
     return rows * n_heads * BLOCK**2 * blocks * (blocks + 1) // 2 if tokens <= KEPT_TOKENS else 0
@@ -110,7 +110,7 @@ def attention_in_blocks(q: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, cu_seqlens: O
                         keep: bool) -> tuple[Tensor, Tensor]:
     """Return causal attention, like q (X * P, Q, H), and the probabilities of all groups if they are kept."""
     attended = torch.empty_like(q)
-    kept = q.new_empty(_kept_count(q, k_BKLH, keep))
+    kept = q.new_empty(_saved_count(q, k_BKLH, keep))
     rest = kept if len(kept) else None
     for group in groups_of(k_BKLH, cu_seqlens):
         p = probabilities(group, q[group.queries], keys_of(group, k_BKLH), rest)
@@ -144,14 +144,14 @@ def backward(grad: Tensor, q: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, cu_seqlens
     return q_grad, k_grad, v_grad
 
 
-def _kept_count(q: Tensor, k_BKLH: Tensor, keep: bool) -> int:
+def _saved_count(q: Tensor, k_BKLH: Tensor, keep: bool) -> int:
     rows, n_kv_heads, length, _ = k_BKLH.shape
-    return kept_count(rows, length, n_kv_heads * q.shape[1] // BLOCK) if keep else 0
+    return saved_count(rows, length, n_kv_heads * q.shape[1] // BLOCK) if keep else 0
 
 
 @attention_in_blocks.register_fake
 def _(q, k_BKLH, v_BKLH, cu_seqlens, keep):
-    return torch.empty_like(q), q.new_empty(_kept_count(q, k_BKLH, keep))
+    return torch.empty_like(q), q.new_empty(_saved_count(q, k_BKLH, keep))
 
 
 @backward.register_fake
@@ -206,7 +206,7 @@ def attend_in_blocks(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, cu_seqlens:
 
 
 # In float32, blocks pay only where they skip other documents.
-KERNELS["blocks"] = Kernel(half_only=False, kept=kept_count, pays=lambda purpose, is_half: (
+KERNELS["blocks"] = Kernel(half_only=False, saved=saved_count, pays=lambda purpose, is_half: (
     purpose == "documents" or (purpose == "causal" and is_half)))
 ATTEND["blocks"] = attend_in_blocks
 VARLEN.append("blocks")

@@ -129,7 +129,7 @@ class Answer(NamedTuple):
     misunderstood: bool = False  # by `math`, and therefore worth 0
 
 
-class Growth:
+class LengthTrend:
     """Recognizes answers that become longer, but not better."""
 
     def __init__(self):
@@ -157,7 +157,7 @@ class Rollouts:
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(config)
-        self.collapsed_steps, self.growth, self.is_told = 0, Growth(), False
+        self.equal_rewards_steps, self.length_trend, self.is_reported = 0, LengthTrend(), False
         self.together = config.answers_per_row
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
         # A compiler wants rows of one length, and the kernels of a GPU plan for each new one.
@@ -176,8 +176,8 @@ class Rollouts:
         for batch in prompts:
             with phase("generate"):
                 # An answer's number in the group is lower, so that it draws other numbers.
-                dice = np.random.default_rng((config.seed, step, place, config.grpo_group))
-                if config.distillation_enabled and dice.random() >= config.distillation_lambda:
+                rng = np.random.default_rng((config.seed, step, place, config.grpo_group))
+                if config.distillation_enabled and rng.random() >= config.distillation_lambda:
                     ids = self.recorded(batch)
                 else:
                     ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
@@ -294,18 +294,18 @@ class Rollouts:
         lengths |= self.count_misunderstood(answers, f"step {step + 1}")
         rewards = np.array([answer.reward for answer in answers if not answer.failure])
         equal = all_equal(self.by_group(answers)).double().mean().item()
-        self.collapsed_steps = self.collapsed_steps + 1 if equal == 1 else 0
-        if self.collapsed_steps == WINDOW_STEPS:
+        self.equal_rewards_steps = self.equal_rewards_steps + 1 if equal == 1 else 0
+        if self.equal_rewards_steps == WINDOW_STEPS:
             warn(f"step {step + 1}: for {WINDOW_STEPS} steps, all answers to a prompt had equal rewards, "
                  "so the model learns nothing; use prompts that it sometimes solves, a reward with more "
                  "steps, or a larger GRPO_GROUP")
         weights = [weight * (name != "length") for name, weight in self.config.reward_terms]
         values = [sum(map(float.__mul__, weights, each.rewards)) for each in answers if not each.failure]
-        grew = self.growth.add(lengths["answer_tokens"], np.mean(values).item()) if any(weights) else None
-        if grew:
+        tokens, reward = lengths["answer_tokens"], np.mean(values).item()
+        if any(weights) and (longer := self.length_trend.add(tokens, reward)):
             warn("step {}: answers grew from {:.1f} to {:.1f} tokens, but their reward (without `length`) "
                  "did not rise; look in rollouts.jsonl if length alone is rewarded. A term such as "
-                 "length*-0.001 in REWARD, or a larger GRPO_BETA, works against it".format(step + 1, *grew))
+                 "length*-0.001 in REWARD, or a larger GRPO_BETA, works against it".format(step + 1, *longer))
         return {"reward": rewards.mean().item(), "reward_std": rewards.std().item(),
                 "equal_groups": equal, **lengths}
 
@@ -314,8 +314,8 @@ class Rollouts:
         if not {"math", "math_verify"} & {*self.rewards.names}:
             return {}
         count = sum(answer.misunderstood for answer in answers)
-        if count and not self.is_told:
-            self.is_told = True
+        if count and not self.is_reported:
+            self.is_reported = True
             self.context.log.warn(f"{place}: REWARD={self.config.reward} finds no single value in {count} of "
                                   f"{len(answers)} answers, which are worth 0 (answers_misunderstood in "
                                   "metrics.jsonl, their texts in rollouts.jsonl); reported once")

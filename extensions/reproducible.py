@@ -69,7 +69,7 @@ class ShardedSum:
     """
 
     gradients: Tensor
-    integers: Optional[Tensor] = None  # this rank's share
+    integers: Optional[Tensor] = None  # this rank's slice
     scale: float
     range: Tensor  # smallest and largest value of the micro-batch
 
@@ -84,7 +84,7 @@ class ShardedSum:
         self.integers = integers if self.integers is None else self.integers.add_(integers)
 
 
-class ExactReducer(Reducer):
+class ReproducibleReducer(Reducer):
     """Sums a step's gradients over micro-batches and ranks as integers.
 
     One scale serves all tensors, because all-reduces and FSDP's buffers hold several of them. The integers
@@ -95,18 +95,18 @@ class ExactReducer(Reducer):
 
     def __init__(self, model: nn.Module, ranks: Ranks, config: Config):
         self.model, self.ranks, self.seed = model, ranks, config.seed
-        micro_batches = config.exact_micro_batches
+        micro_batches = config.reproducible_micro_batches
         if is_sharded(model):
             check_alignment(model, config.ranks_per_copy)
         self.bits = INTEGER_BITS - (micro_batches - 1).bit_length()
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.whole = [parameter for parameter in self.trained if not is_divided(parameter)]
+        self.full = [parameter for parameter in self.trained if not is_divided(parameter)]
         self.sharded = {module: ShardedSum() for module in model.modules() if is_sharded(module)}
         for module, each in self.sharded.items():
             module.set_custom_reduce_scatter(each)
         # One tensor, for one all-reduce: gradients, whether each is not finite, each micro-batch's largest.
-        sizes = [parameter.numel() for parameter in self.whole]
-        sizes += [len(self.whole) + len(self.sharded), micro_batches]
+        sizes = [parameter.numel() for parameter in self.full]
+        sizes += [len(self.full) + len(self.sharded), micro_batches]
         self.integers = torch.zeros(sum(sizes), dtype=torch.int64, device=ranks.device)
         *self.sums, self.not_finite, self.largest = self.integers.split(sizes)
 
@@ -138,14 +138,14 @@ class ExactReducer(Reducer):
             each.range = nothing
         with ExitStack() as stack:
             if len(self.integers) > SMALL:
-                for index, parameter in enumerate(self.whole):
+                for index, parameter in enumerate(self.full):
                     handle = parameter.register_post_accumulate_grad_hook(partial(add, index))
                     stack.callback(handle.remove)
             yield
-        for index, parameter in enumerate(self.whole):
+        for index, parameter in enumerate(self.full):
             if parameter.grad is not None:
                 add(index, parameter)
-        ranges[len(self.whole):] = [each.range for each in self.sharded.values()]
+        ranges[len(self.full):] = [each.range for each in self.sharded.values()]
         peaks_T = torch.stack(ranges).abs().amax(dim=1)
         is_finite_T = peaks_T.isfinite()
         self.not_finite += ~is_finite_T
@@ -153,8 +153,8 @@ class ExactReducer(Reducer):
         self.largest[self.done] = peaks_T.where(is_finite_T, 0).max().view(torch.int32)
         self.done += 1
 
-    def place(self, value: Tensor) -> Tensor:
-        """Return zeros in float64, and the value in its micro-batch's place; such tensors add up exactly."""
+    def scatter(self, value: Tensor) -> Tensor:
+        """Return float64 zeros with the value at its micro-batch's index; such tensors add up exactly."""
         return F.pad(value.detach().double()[None], (self.done - 1, len(self.largest) - self.done))
 
     @collective
@@ -165,10 +165,10 @@ class ExactReducer(Reducer):
         """
         self.ranks.all_reduce(self.integers)
         divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()
-        for parameter, integers, divisor in zip(self.whole, self.sums, divisors):
+        for parameter, integers, divisor in zip(self.full, self.sums, divisors):
             gradient = integers.view(torch.float32)[:len(integers)]  # in the same memory
             parameter.grad = gradient.copy_(integers.double().div_(divisor)).view_as(parameter)
-        for each, divisor in zip(self.sharded.values(), divisors[len(self.whole):]):
+        for each, divisor in zip(self.sharded.values(), divisors[len(self.full):]):
             if each.integers is not None:
                 if self.model.copies is not None:
                     with waiting():
@@ -199,4 +199,4 @@ class ExactReducer(Reducer):
         progress.gradient_exponent = max(LOWEST_EXPONENT, math.frexp(number)[1] + HEADROOM_BITS)
 
 
-REDUCERS["reproducible"] = ExactReducer
+REDUCERS["reproducible"] = ReproducibleReducer

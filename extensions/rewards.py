@@ -123,10 +123,10 @@ def final_value(text: str, is_reference: bool = False) -> Fraction | None:
 def first_argument(text: str) -> str:
     """Return the LaTeX argument with which a text starts, without its braces; empty if it is cut off."""
     depth = 0
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return text[1:place] if place else re.match(r"[^\s$]*", text)[0]
+            return text[1:index] if index else re.match(r"[^\s$]*", text)[0]
     return ""
 
 

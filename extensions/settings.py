@@ -6,8 +6,6 @@ from typing import Literal, Optional
 
 from common.section import Section, curve, fixed, interval, safe
 
-BUILT_IN_REWARDS = ("exact", "contains", "regex", "math", "math_verify", "length")
-
 
 class OnlineConfig(Section):
     """Training on the model's own answers, which functions reward (GRPO)."""
@@ -58,6 +56,8 @@ class OnlineConfig(Section):
         """Check the groups and the reward, and that GRPO supports the features."""
         if self.training_stage != "grpo":
             return
+        from extensions.rewards import BUILT_IN  # here: compiling its patterns takes time
+
         if self.micro_batch_size % self.grpo_group:
             groups = -(-self.micro_batch_size // self.grpo_group)
             yield (f"MICRO_BATCH_SIZE={self.micro_batch_size} must be a multiple of GRPO_GROUP="
@@ -70,10 +70,10 @@ class OnlineConfig(Section):
                    f"{self.max_seq_len}; lower it")
         try:
             names = [name for name, _ in self.reward_terms]
-            unknown = [name for name in names if name not in BUILT_IN_REWARDS and ":" not in name]
+            unknown = [name for name in names if name not in BUILT_IN and ":" not in name]
             if unknown or not names:
                 yield (f"REWARD={self.reward}: {unknown[0] if unknown else 'it'} is not one of "
-                       f"{', '.join(BUILT_IN_REWARDS)}, and does not have the form module:function")
+                       f"{', '.join(BUILT_IN)}, and does not have the form module:function")
         except ValueError:
             yield (f"REWARD={self.reward} does not have the form name*weight, ...; an example is "
                    "math*2,length*-0.01")

@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
     # Of an extension, for a CPU: whether it pays for a purpose in half precision or not; and how many numbers
     # a layer keeps for the backward, at most, of so many rows, tokens and heads.
     pays: Callable[[str, bool], bool] = lambda purpose, is_half: False
-    kept: Callable[[int, int, int], int] = lambda rows, tokens, n_heads: 0
+    saved: Callable[[int, int, int], int] = lambda rows, tokens, n_heads: 0
 
 
 KERNELS = {
@@ -45,7 +45,7 @@ KERNELS = {
     "efficient": Kernel(SDPBackend.EFFICIENT_ATTENTION, half_only=False, grouped=False),
     "math": Kernel(SDPBackend.MATH, half_only=False),
     "sdpa": Kernel(half_only=False),
-    "folded": Kernel(half_only=False),  # attend_folded, on a CPU
+    "grouped": Kernel(half_only=False),  # attend_grouped, on a CPU
 }
 # Functions of q, k, v and `cu_seqlens` (None: each row is a document), of extensions.
 ATTEND: dict[str, Callable[..., Tensor]] = {}
@@ -56,7 +56,7 @@ SAFE_WITH_MASK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 # Activating FlashAttention-3 changes the implementation of these kernels in the whole process.
 REPLACED_BY_FLASH_3 = {"flash", "varlen"}
 SHARED_PREFIX = 0  # id of a document that later ones of its row attend to, up to the next with this id
-FOLDED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "folded"
+GROUPED_QUERIES = 16  # with more queries per row, torch's kernel is faster than "grouped"
 CHOSEN: set[str] = set()  # kernels that this process uses
 
 # Preferences by purpose and minimum major compute capability. Kernels that are missing or fail their trial
@@ -88,7 +88,7 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     """
     is_half, is_masked = dtype in (torch.bfloat16, torch.float16), purpose in ("window", "mask")
     if capability is None:
-        auto = "folded" if is_masked else "sdpa"
+        auto = "grouped" if is_masked else "sdpa"
         auto = next((name for name, kernel in KERNELS.items() if kernel.pays(purpose, is_half)), auto)
         order = {"auto": (auto,), "sdpa": ("sdpa",), "math": ("math",)}.get(backend, ())
     elif backend in ("auto", "flash") or (is_masked and backend == "cudnn"):
@@ -131,8 +131,8 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     """
     if kernel in ATTEND:
         return ATTEND[kernel](q_BTNH, k_BSKH, v_BSKH, None if spans is None else spans.cu_seqlens)
-    if kernel == "folded" and q_BTNH.shape[1] <= FOLDED_QUERIES:
-        return attend_folded(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
+    if kernel == "grouped" and q_BTNH.shape[1] <= GROUPED_QUERIES:
+        return attend_grouped(q_BTNH, k_BSKH, v_BSKH, mask_B1TS)
     if k_BSKH.stride(-1) != 1:
         k_BSKH = k_BSKH.contiguous()
     if spans is not None:
@@ -155,7 +155,7 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     return attended_BNTH.transpose(1, 2)
 
 
-def attend_folded(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor]) -> Tensor:
+def attend_grouped(q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor]) -> Tensor:
     """Return attention of few queries to many keys (None = to all); keys and values are not expanded.
 
     The query heads of a group are rows of one matmul.
@@ -263,8 +263,8 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
             activate_flash_3(True)
         actual = output_and_gradients(kernel, dtype, mask, spans)
         expected = output_and_gradients("math", torch.float32, mask_TS[None, None])
-        off = max(float((ours.float() - exact).norm() / exact.norm())
-                  for ours, exact in zip(actual, expected, strict=True))
+        off = max(float((each.float() - reference).norm() / reference.norm())
+                  for each, reference in zip(actual, expected, strict=True))
         reason = None if off < 3e-2 else f"its result is off by {off:.1g}"
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -288,7 +288,7 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
         backend = "sdpa"  # the other kernels without a capability are a CPU's
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     order = kernel_order(purpose, capability, dtype, heads[2], deterministic, backend)
-    if len(order) == 1 and order[0] in ("sdpa", "folded", *ATTEND):  # always work
+    if len(order) == 1 and order[0] in ("sdpa", "grouped", *ATTEND):  # always work
         return order[0]
     reasons = []
     for name in order:

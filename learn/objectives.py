@@ -535,8 +535,8 @@ class Distillation(NextToken):
     def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
         weight, sums, blocks = self.config.distillation_weight, {}, []
         zeros = torch.zeros(batch.targets_BT.numel(), device=batch.targets_BT.device)
-        for place, name in enumerate(self.loss_sum(model, batch, blocks).metrics, 1):
-            values = torch.cat([zeros[:0], *(block[place] for block in blocks)])
+        for index, name in enumerate(self.loss_sum(model, batch, blocks).metrics, 1):
+            values = torch.cat([zeros[:0], *(block[index] for block in blocks)])
             if batch.target_index_M is not None:
                 values = zeros.index_put((batch.target_index_M,), values)
             sums[name] = sums_by_item(values.view_as(batch.targets_BT), batch, items)

@@ -44,8 +44,8 @@ def learning_rate(step: int, config: OptimConfig) -> float:
         start = max(start, config.max_steps - round(config.decay_fraction * config.max_steps))
     progress = (step - start) / max(1, config.max_steps - start)
     progress = min(1.0, max(0.0, progress))
-    share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
-    return final + share * (peak - final)
+    fraction = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    return final + fraction * (peak - final)
 
 
 MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
@@ -63,9 +63,9 @@ class Reducer:
     loss_scale: Tensor | float = 1.0
 
     def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig):
-        self.ranks, self.whole = ranks, model
-        exchanges = ranks.world_size > 1 and not is_sharded(model)
-        self.model = in_ddp(model, config.gradient_dtype) if exchanges else model
+        self.ranks, self.unwrapped = ranks, model
+        gradient_sync = ranks.world_size > 1 and not is_sharded(model)
+        self.model = in_ddp(model, config.gradient_dtype) if gradient_sync else model
 
     def begin(self, units: Tensor, progress: SavedProgress) -> None:
         """Begin a step of so many units."""
@@ -82,7 +82,7 @@ class Reducer:
         with self.model.no_sync() if waits else nullcontext():
             yield
 
-    def place(self, value: Tensor) -> Tensor:
+    def scatter(self, value: Tensor) -> Tensor:
         """Return a value of the last micro-batch such that the values of a step can be added."""
         return value
 
@@ -101,7 +101,7 @@ class Reducer:
 
     @collective
     def norm(self) -> Tensor:
-        return gradient_norm(self.whole)
+        return gradient_norm(self.unwrapped)
 
 
 REDUCERS: dict[str, type[Reducer]] = {}  # of extensions
@@ -159,14 +159,14 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
     return x.mT if tall else x
 
 
-class Uncompiled(torch.optim.Optimizer):
+class EagerOptimizer(torch.optim.Optimizer):
     """Without torch's wrappers for compiled optimizers, whose first call imports torch._dynamo (1 s)."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
 
-class AdamW(Uncompiled, torch.optim.AdamW):
+class AdamW(EagerOptimizer, torch.optim.AdamW):
     """torch's AdamW."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
@@ -177,8 +177,8 @@ def muon_batch(count: int, numel: int) -> int:
     return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
 
 
-class Muon(Uncompiled):
-    """Orthogonalised momentum, with updates as large as AdamW's, so that both share one learning rate.
+class Muon(EagerOptimizer):
+    """Orthogonalized momentum, with updates as large as AdamW's, so that both share one learning rate.
 
     Unlike torch.optim.Muon, which iterates in bf16 over single matrices, it computes in float32 on a CPU, and
     in batches of equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
@@ -236,7 +236,7 @@ class Muon(Uncompiled):
         return sorted(batches, key=flops, reverse=True)
 
     def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
-        """Yield the orthogonalised updates (P, local rows, C) of each batch."""
+        """Yield the orthogonalized updates (P, local rows, C) of each batch."""
         like = self._whole(batches[0][0])
         device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
         dtype = torch.bfloat16 if device.type == "cuda" else like.dtype
@@ -275,7 +275,7 @@ class Optimizer:
         self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
         self.names = {rows_of.get(p, p): name for name, p in trained.items()}
-        # AdamW trains adapters: orthogonalising both factors does not orthogonalise their product.
+        # AdamW trains adapters: orthogonalizing both factors does not orthogonalize their product.
         with_muon = [p for p, name in self.names.items() if config.optimizer == "muon" and p.ndim >= 2
                      and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
         with_adamw = [p for p in self.names if not any(p is other for other in with_muon)]

@@ -58,25 +58,27 @@ def find_teacher(config: Config, tokenizer) -> Path:
             "holds adapters only; merge them into their base with "
             f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
-    rows, ours = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
+    rows, student_ids = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
 
     def refusal(detail: str) -> SettingsError:
-        return SettingsError(f"{setting} has another vocabulary: {rows:,} ids, and the student's tokenizer "
-                             f"has {ours:,}{detail}; choose a teacher with the student's tokenizer, or "
-                             "set TOKENIZER_PATH to the teacher's and prepare the data again")
+        return SettingsError(f"{setting} has another vocabulary: {rows:,} ids, and the student's "
+                             f"tokenizer has {student_ids:,}{detail}; choose a teacher with the "
+                             "student's tokenizer, or set TOKENIZER_PATH to the teacher's and prepare the "
+                             "data again")
 
     if not (folder / "tokenizer.json").exists():
-        if rows != ours:
+        if rows != student_ids:
             raise refusal("")
         return folder
-    theirs = load_tokenizer(str(folder), "huggingface")
-    if theirs.vocab_size != ours or rows < ours:
-        raise refusal(f" (its tokenizer {theirs.vocab_size:,})" if theirs.vocab_size != rows else "")
-    if theirs.sha256 == tokenizer.sha256:
+    teacher_tokenizer = load_tokenizer(str(folder), "huggingface")
+    if teacher_tokenizer.vocab_size != student_ids or rows < student_ids:
+        own_ids = teacher_tokenizer.vocab_size
+        raise refusal(f" (its tokenizer {own_ids:,})" if own_ids != rows else "")
+    if teacher_tokenizer.sha256 == tokenizer.sha256:
         return folder
-    if difference := theirs.differing_id(tokenizer):
+    if difference := teacher_tokenizer.differing_id(tokenizer):
         token, *words = difference
         raise refusal(f", and the id {token} is {words[0]!r} to it, {words[1]!r} to the student")
     return folder
@@ -114,8 +116,8 @@ class HFTeacher:
         if target_index_M is None:
             target_index_M = torch.arange(len(tokens), device=device)
         # Index of each flattened position among the targets; -1 = not a target.
-        place = torch.full_like(tokens, -1)
-        place[target_index_M] = torch.arange(len(target_index_M), device=device)
+        target_of = torch.full_like(tokens, -1)
+        target_of[target_index_M] = torch.arange(len(target_index_M), device=device)
         logits_MV = torch.zeros(len(target_index_M), self.vocab_size, dtype=self.model.dtype, device=device)
         for starts, lengths in group_documents(batch):
             # Padding on the right is invisible to a causal model.
@@ -123,8 +125,8 @@ class HFTeacher:
             inside_NL = (offset_L < torch.tensor(lengths)[:, None]).to(device)
             index_NL = (torch.tensor(starts)[:, None] + offset_L).clamp(max=len(tokens) - 1).to(device)
             logits_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
-            wanted_NL = inside_NL & (place[index_NL] >= 0)
-            logits_MV[place[index_NL[wanted_NL]]] = logits_NLV[wanted_NL][:, :self.vocab_size]
+            wanted_NL = inside_NL & (target_of[index_NL] >= 0)
+            logits_MV[target_of[index_NL[wanted_NL]]] = logits_NLV[wanted_NL][:, :self.vocab_size]
         return lambda chunk: logits_MV[chunk].float()
 
 

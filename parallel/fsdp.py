@@ -40,26 +40,26 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
                 gradient_dtype: torch.dtype = torch.float32, offload: bool = False,
-                exact: bool = False) -> None:
+                reproducible: bool = False) -> None:
     """Divide a model's matrices over the ranks of the mesh, preferably while the model is on the meta device.
 
     Ranks gather weights in `compute_dtype`: a block for its forward and again for its backward, the embedding
     for its look-up, the head from its forward to its backward. They exchange gradients in `gradient_dtype`,
     but those of embedding and head in float32, so that sums are as precise as without sharding. `offload`
-    keeps everything in the host's memory. With `exact`, the run's reducer, not FSDP, adds the
+    keeps everything in the host's memory. With `reproducible`, the run's reducer, not FSDP, adds the
     gradients of the copies, over the group `model.copies`.
     """
     # Imported here: it takes half a second, and most runs shard nothing.
     from torch.distributed import fsdp
 
-    if exact:
+    if reproducible:
         model.copies, mesh = mesh.get_group("replicate") if mesh.ndim > 1 else None, mesh[SHARD]
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     # Inputs are not cast: cosines and sines stay float32.
     policy = fsdp.MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
-    place = fsdp.CPUOffloadPolicy(torch.cuda.is_available()) if offload else fsdp.OffloadPolicy()
+    offloading = fsdp.CPUOffloadPolicy(torch.cuda.is_available()) if offload else fsdp.OffloadPolicy()
     shard = partial(fsdp.fully_shard, mesh=mesh, ignored_params=vectors, mp_policy=policy,
-                    offload_policy=place)
+                    offload_policy=offloading)
     head = model.head_matrix
     has_backward = any(parameter.requires_grad for parameter in model.parameters())
     for module in (model.tok_embeddings, *model.layers, head):
@@ -114,8 +114,8 @@ def load_rows(parameter: Tensor, read: ReadRows) -> None:
         local_rows(parameter).copy_(read(start, end))
 
 
-def put(parameter: Tensor, whole: Tensor) -> None:
-    load_rows(parameter, lambda start, end: whole[start:end])
+def put(parameter: Tensor, full: Tensor) -> None:
+    load_rows(parameter, lambda start, end: full[start:end])
 
 
 def ranks_per_copy(model: nn.Module) -> int:
@@ -177,11 +177,11 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
                      ranks: Ranks) -> Iterator[Tensor]:
     """Yield compute(batch) for each batch of matrices; rank r of N computes batches r, r + N, ...
 
-    Ranks with whole matrices broadcast the results. The ranks of a shard group send their rows of a batch to
+    Ranks with full matrices broadcast the results. The ranks of a shard group send their rows of a batch to
     the rank that computes it, and get their rows of the result back.
 
     Args:
-        shapes: shape (P, R, C) of each batch of P whole matrices.
+        shapes: shape (P, R, C) of each batch of P full matrices.
         stack: returns the batch with this index on the ranks' device, (P, local rows, C), in `dtype`.
         compute: a function that keeps shape and dtype.
         like: one of the parameters; either all or none are divided, over the same ranks.
@@ -273,7 +273,7 @@ def add_shards(values: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
     if mesh is None:
         return torch.stack([*values])
     group = mesh.get_group(SHARD)
-    # Each rank of the group has a whole vector; it counts on the first.
+    # Each rank of the group has a full vector; it counts on the first.
     counted = torch.stack([value.to(mesh.device_type) * (is_divided(parameter) or group.rank() == 0)
                            for value, parameter in zip(values, like)])
     with waiting():

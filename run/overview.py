@@ -56,7 +56,7 @@ def describe_batch(config: Config) -> str:
     """Return the composition of a step's batch."""
     return (f"{config.total_batch_size:,} tokens per step = {counted(config.micro_batch_size, 'row')} x "
             f"{counted(config.max_seq_len, 'token')} x "
-            f"{counted(config.exact_micro_batches or config.accumulation_steps, 'micro-batch')} "
+            f"{counted(config.reproducible_micro_batches or config.accumulation_steps, 'micro-batch')} "
             f"{'over' if config.reproducible else 'x'} {counted(config.world_size, 'rank')}; "
             f"{counted(config.max_steps, 'step')}")
 

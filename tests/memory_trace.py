@@ -19,7 +19,7 @@ from checkpoint.schema import SavedProgress
 from config import Config, ModelConfig
 from dataloaders import Batch
 from extensions.forecast import probe_objective
-from extensions.reproducible import ExactReducer
+from extensions.reproducible import ReproducibleReducer
 from fused import matmul
 from learn.objectives import Distillation, Objective, reference_is_live
 from learn.optim import Optimizer, Reducer, clip_scale
@@ -113,7 +113,7 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
             reducer = Reducer(model, Ranks(), config)
             with tracker:
                 if config.reproducible:
-                    reducer = ExactReducer(model, ranks, config)
+                    reducer = ReproducibleReducer(model, ranks, config)
                     reducer.begin(units, SavedProgress(0))
                 for number in range(1, micro_batches + 1):
                     with reducer.add(0, is_last=number == micro_batches):

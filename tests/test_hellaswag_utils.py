@@ -53,13 +53,13 @@ def model(tokenizer) -> Transformer:
 
 def made_records(count: int, seed: int = 0) -> list[dict]:
     """Random items in HellaSwag's schema, with ctx_a and ctx_b, bracketed marks, accents, and endings of unequal length."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
 
     def text(least: int, most: int) -> str:
-        return " ".join(dice.choice(WORDS) for _ in range(dice.randint(least, most)))
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(least, most)))
 
     return [{"ind": i, "activity_label": text(1, 3), "ctx_a": text(4, 30), "ctx_b": text(0, 3),
-             "endings": [dice.choice(string.ascii_lowercase) + text(1, 12) for _ in range(4)], "label": dice.randrange(4)}
+             "endings": [rng.choice(string.ascii_lowercase) + text(1, 12) for _ in range(4)], "label": rng.randrange(4)}
             for i in range(count)]
 
 
@@ -301,8 +301,8 @@ def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tok
 @pytest.mark.filterwarnings("default")
 def test_a_local_task_is_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, tmp_path):
     """With marks in brackets, in which endings differ, doubled spaces, and spaces around a text."""
-    dice = random.Random(1)
-    written = [{"ctx": f" {dice.choice((record['ctx_a'], '[title]  x[0]'))}{dice.choice(('', ' '))}", "label": record["label"],
+    rng = random.Random(1)
+    written = [{"ctx": f" {rng.choice((record['ctx_a'], '[title]  x[0]'))}{rng.choice(('', ' '))}", "label": record["label"],
                 "endings": [f"x[{number}] {ending}{' ' * number}" for number, ending in enumerate(record["endings"])]}
                for record in records[:20]]
     path = write_jsonl(tmp_path / "written.jsonl", written)

@@ -109,10 +109,10 @@ def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
     rest = [p for name, p in theirs.named_parameters() if name not in others]
     adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim == decays + 1], "weight_decay": config.weight_decay * decays}
                                for decays in (1, 0)], betas=(0.8, 0.9), eps=1e-6, lr=0.01, fused=True)
-    dice = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     for _ in range(3):
         for p, q in zip(mine.parameters(), theirs.parameters()):
-            p.grad = torch.randn(p.shape, generator=dice)
+            p.grad = torch.randn(p.shape, generator=rng)
             q.grad = p.grad.clone()
         norm = gradient_norm(mine)
         optimizer.step(0.01, clip_scale(norm, max_norm), torch.zeros(()))

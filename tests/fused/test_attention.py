@@ -106,11 +106,11 @@ def tiny(**settings) -> Config:
     ("documents", TURING, FP16, 64, ("efficient", "math")),
     ("mask", HOPPER, BF16, 64, ("efficient", "math")),
     ("window", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
-    ("window", None, FP32, 64, ("folded",)),
+    ("window", None, FP32, 64, ("grouped",)),
     ("causal", None, FP32, 64, ("sdpa",)),
     ("causal", None, BF16, 64, ("blocks",)),
     ("documents", None, FP32, 64, ("blocks",)),
-    ("mask", None, BF16, 64, ("folded",))])
+    ("mask", None, BF16, 64, ("grouped",))])
 def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype, head, order):
     assert kernel_order(purpose, capability, dtype, head) == order
 
@@ -385,9 +385,9 @@ def test_a_frozen_model_keeps_no_probabilities():
     assert kept == [2 * 64 * 64 * 3, 0]
 
 
-@pytest.mark.parametrize("queries", [1, 5, attention.FOLDED_QUERIES + 1])
+@pytest.mark.parametrize("queries", [1, 5, attention.GROUPED_QUERIES + 1])
 @pytest.mark.parametrize("dtype, bound", [(FP32, 1e-6), (BF16, 1e-2)])
-def test_folded_queries_attend_as_in_the_math_kernel_with_keys_in_either_layout(queries, dtype, bound):
+def test_grouped_queries_attend_as_in_the_math_kernel_with_keys_in_either_layout(queries, dtype, bound):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(3, length, heads, 16, generator=generator).to(dtype) for length, heads in ((queries, 6), (40, 2), (40, 2)))
     seen_B1 = torch.tensor([[9], [40], [23]])  # each row ends elsewhere
@@ -397,7 +397,7 @@ def test_folded_queries_attend_as_in_the_math_kernel_with_keys_in_either_layout(
     transposed = torch.empty_permuted(k.shape, (0, 2, 3, 1), dtype=dtype).copy_(k)
     assert transposed.stride(-1) != 1
     for keys in (k, transposed):
-        found = attend("folded", q, keys, v, mask)
+        found = attend("grouped", q, keys, v, mask)
         assert float((found.float() - expected).norm() / expected.norm()) < bound
     if queries == 1:
-        torch.testing.assert_close(attend("folded", q, k, v), attend("folded", q, k, v, torch.ones_like(mask)))
+        torch.testing.assert_close(attend("grouped", q, k, v), attend("grouped", q, k, v, torch.ones_like(mask)))

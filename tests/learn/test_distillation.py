@@ -120,9 +120,9 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
     summed = objective.loss_sum(student, batch)
     ours = gradients(student, summed.total)
 
-    logits, taught = (model.logits(batch.tokens_BT, batch.document_ids_BT) for model in (student, teacher))
+    logits, teacher_logits = (model.logits(batch.tokens_BT, batch.document_ids_BT) for model in (student, teacher))
     counted = batch.targets_BT != IGNORE_INDEX
-    part = plain_divergence(logits[counted], taught[counted], kind, 2.0, 0.3).sum()
+    part = plain_divergence(logits[counted], teacher_logits[counted], kind, 2.0, 0.3).sum()
     cross_entropy = F.cross_entropy(logits[counted], batch.targets_BT[counted], reduction="sum")
     plain = gradients(student, 0.3 * part + 0.7 * cross_entropy)
 

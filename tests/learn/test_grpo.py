@@ -321,7 +321,7 @@ def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words
 
 def test_answers_that_are_not_understood_are_counted_and_told_of_once():
     told: list[str] = []
-    rollouts = SimpleNamespace(config=Config(reward="math"), rewards=SimpleNamespace(names=("math",)), is_told=False,
+    rollouts = SimpleNamespace(config=Config(reward="math"), rewards=SimpleNamespace(names=("math",)), is_reported=False,
                                context=SimpleNamespace(log=SimpleNamespace(warn=told.append)))
     answers = [Answer(1, True, 0.0, [0.0], "", "", misunderstood=number < 3) for number in range(4)]
     for step in (1, 2):

@@ -131,10 +131,10 @@ def hash_of_updates(settings: dict) -> None:
     model = build_model(config, 300, ranks, torch.float32)
     optimizer, iterate = Optimizer(model, config, ranks), optim.newton_schulz
     optim.newton_schulz = lambda matrices_PRC: computed.append(len(matrices_PRC)) or iterate(matrices_PRC)
-    dice = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
     for left_out in (0.0, 1.0, 0.0):
         for parameter in model.parameters():
-            gradient = torch.randn(parameter.shape, generator=dice)
+            gradient = torch.randn(parameter.shape, generator=rng)
             parameter.grad = torch.zeros_like(parameter)
             put(parameter.grad, gradient)
         optimizer.step(0.01, torch.tensor(2.0), torch.tensor(left_out))

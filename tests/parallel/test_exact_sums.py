@@ -17,7 +17,7 @@ from checkpoint.tensors import read_all
 from common.errors import SettingsError
 from config import Config
 from dataloaders import first_micro_batch
-from extensions.reproducible import HEADROOM_BITS, ExactReducer, check_alignment, row_sums
+from extensions.reproducible import HEADROOM_BITS, ReproducibleReducer, check_alignment, row_sums
 from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum, NextToken
 from model_utils import seed_step
@@ -32,7 +32,7 @@ UNITS = torch.tensor(37.0, dtype=torch.float64)
 def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, bool, float]:
     """The mean gradient of micro-batches with these gradients, whether they fitted, and the largest."""
     model = nn.Linear(7, 5, bias=False)
-    exact = ExactReducer(model, Ranks(), SimpleNamespace(seed=0, exact_micro_batches=len(gradients)))
+    exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(gradients)))
     exact.begin(UNITS, Progress(gradient_exponent=exponent))
     for gradient in gradients:
         with exact.add(step=0, is_last=False):
@@ -43,7 +43,7 @@ def summed(gradients, exponent: int = 13) -> tuple[torch.Tensor, bool, float]:
 
 def exponent_for(largest: float) -> int:
     progress = Progress()
-    ExactReducer.adjust(None, progress, largest)
+    ReproducibleReducer.adjust(None, progress, largest)
     return progress.gradient_exponent
 
 
@@ -70,7 +70,7 @@ def test_dropout_of_a_micro_batch_depends_on_its_place_in_the_step_and_not_on_th
     for rank in range(ranks):
         run = SimpleNamespace(config=config, ranks=Ranks(rank=rank, world_size=ranks), scaler=None, progress=SimpleNamespace(step=3),
                               objective=SimpleNamespace(loss_sum=loss_sum), optimizer=SimpleNamespace(zero_grad=lambda **_: None), phase=lambda name: nullcontext())
-        reducer = ExactReducer(nn.Linear(7, 5), run.ranks, config)
+        reducer = ReproducibleReducer(nn.Linear(7, 5), run.ranks, config)
         reducer.begin(UNITS, Progress())
         count = first_micro_batch(4, rank + 1, ranks) - first_micro_batch(4, rank, ranks)
         accumulate_gradients(run, reducer, [None] * count)
@@ -122,8 +122,8 @@ def test_ranks_share_all_micro_batches_in_order(count, world_size):
 
 def test_a_placed_value_keeps_its_bits_and_infinity():
     reducer = SimpleNamespace(done=2, largest=torch.zeros(3))
-    assert ExactReducer.place(reducer, torch.tensor(0.1)).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
-    assert ExactReducer.place(reducer, torch.tensor(math.inf)).tolist() == [0.0, math.inf, 0.0]
+    assert ReproducibleReducer.scatter(reducer, torch.tensor(0.1)).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
+    assert ReproducibleReducer.scatter(reducer, torch.tensor(math.inf)).tolist() == [0.0, math.inf, 0.0]
 
 
 def test_a_step_is_repeated_with_a_scale_that_fits():
@@ -164,7 +164,7 @@ def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fraction
     """Theirs in float64, summed without any rounding; ours in float32, summed as integers."""
     model, batches = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 512), uneven_batches(2)
     theirs = in_transformers(model).double()
-    exact = ExactReducer(model, Ranks(), SimpleNamespace(seed=0, exact_micro_batches=len(batches)))
+    exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(batches)))
     exact.begin(UNITS, Progress(gradient_exponent=8))
     sums = {name: [Fraction(0)] * weight.numel() for name, weight in theirs.named_parameters()}
     for batch in batches:

@@ -176,7 +176,7 @@ def test_a_reproducible_run_has_the_same_batch_on_any_number_of_ranks(world):
     for depth in DEPTHS:
         assert sized(depth, *flags).micro_batch_size == sized(depth, *flags[:1]).micro_batch_size
     config = load("--total-batch-size=16384", "--max-seq-len=1024", "--micro-batch-size=0", *flags).config  # 16 rows
-    assert (config.micro_batch_size, config.exact_micro_batches) == (4, 4)
+    assert (config.micro_batch_size, config.reproducible_micro_batches) == (4, 4)
     assert reproducible(world, training_stage="sft", epochs=3.0) == reproducible(1, training_stage="sft", epochs=3.0)
 
 
