@@ -297,14 +297,14 @@ LINEAR_LAYERS = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.
                  "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
                  "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
                  "feed_forward.w3": "mlp.up_proj"}
-LORA_LAYERS = {name.split(".")[1]: theirs.split(".")[1] for name, theirs in LINEAR_LAYERS.items()}
+LORA_LAYERS = {name.split(".")[1]: hf_name.split(".")[1] for name, hf_name in LINEAR_LAYERS.items()}
 ALL_LINEAR = "all-linear"  # PEFT's name for all of these
 
 
 def lora_layers(names: str) -> str:
-    """Normalize LORA_TARGET_MODULES to our names in the model's order."""
-    ours = {theirs: name for name, theirs in LORA_LAYERS.items()}
-    layers = {ours.get(name, name) for name in map(str.strip, names.split(",")) if name}
+    """Normalize LORA_TARGET_MODULES to internal names in the model's order."""
+    internal = {hf_name: name for name, hf_name in LORA_LAYERS.items()}
+    layers = {internal.get(name, name) for name in map(str.strip, names.split(",")) if name}
     if ALL_LINEAR in layers:
         layers = layers - {ALL_LINEAR} | {*LORA_LAYERS}
     return ",".join([*filter(layers.__contains__, LORA_LAYERS), *sorted(layers - {*LORA_LAYERS})])
@@ -332,7 +332,7 @@ class LoraConfig(Section):
 
     @field_validator("lora_target_modules")
     @classmethod
-    def use_our_names(cls, names: str) -> str:
+    def use_internal_names(cls, names: str) -> str:
         return lora_layers(names)
 
 

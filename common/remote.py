@@ -39,7 +39,7 @@ FILE_SUFFIXES = (".model", ".tiktoken", ".json", ".jsonl", ".bpe", ".txt", ".bin
 def is_hub_name(name: str) -> bool:
     """Return whether this can be a name on the hub: not a file's, nor a path into an existing folder."""
     is_path = os.path.exists(name) or name.endswith(FILE_SUFFIXES) or (
-        "/" in name and os.path.isdir(name.partition("/")[0]))  # such as a misspelt `runs/frist`
+        "/" in name and os.path.isdir(name.partition("/")[0]))  # such as a misspelled `runs/frist`
     return not is_path and HUB_NAME.fullmatch(name) is not None
 
 

@@ -168,7 +168,7 @@ def main() -> None:
         if config.world_size > 1:
             raise SettingsError("--tasks runs in a single process; start it without torchrun, or run lm_eval "
                                 "itself on the folder of the model")
-        _ = harness.task_classes  # report a misspelt task before anything slow starts
+        _ = harness.task_classes  # report a misspelled task before anything slow starts
     device, problem = prepare_device(config), None
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None

@@ -67,7 +67,7 @@ def shortened(text: str) -> str:
 
 
 @cache
-def misspelt(key: str) -> Optional[str]:
+def misspelled(key: str) -> Optional[str]:
     """Return the setting that an environment variable probably misspells, or None.
 
     Stricter than `advice`, because the environment contains other programs' variables, such as COMPILER,

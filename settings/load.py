@@ -31,7 +31,7 @@ from config import (
 )
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
-from settings.aliases import SWITCHES, misspelt, shortened, unknown, unknown_flag, validate
+from settings.aliases import SWITCHES, misspelled, shortened, unknown, unknown_flag, validate
 from settings.derived import PRESETS_DIR
 
 # The separators of settings with several values, which may be lists in JSON and YAML.
@@ -100,7 +100,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         if unset:
             layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
                                   "environment nor in an earlier line; set it, or write ${NAME:-default}")
-        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
+        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
             layer.refuse(key, unknown(where, key))
         elif name in places:
             layer.problems.append(
@@ -346,7 +346,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         first, *others = map(str.upper, config.start_settings)
         notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")
     warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
-                for key in environ if (guess := misspelt(key)) is not None]
+                for key in environ if (guess := misspelled(key)) is not None]
     if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
         warnings.append(f"Without extensions/, there is no setting of these names: {', '.join(unused)}")
     notes += notes_on_layers(layers, given, environ)

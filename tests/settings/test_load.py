@@ -28,7 +28,7 @@ from config import (
 )
 from extensions.settings import OnlineConfig
 from parallel.process import first_on_machine
-from settings.aliases import ALIASES, OTHER_WAYS, advice, misspelt, unknown_flag, validate
+from settings.aliases import ALIASES, OTHER_WAYS, advice, misspelled, unknown_flag, validate
 from settings.load import (
     PRESETS_DIR,
     SEPARATORS,
@@ -506,7 +506,7 @@ ORDINARY_KEYS = """
 
 
 def test_an_ordinary_environment_raises_no_alarm():
-    assert [key for key in (*ORDINARY_KEYS, *os.environ) if misspelt(key)] == []
+    assert [key for key in (*ORDINARY_KEYS, *os.environ) if misspelled(key)] == []
 
 
 # Flags
@@ -766,7 +766,7 @@ def test_secrets_are_shown_nowhere(name):
     assert loaded.exports == {name: CANARY} and CANARY not in repr(loaded) + "".join(loaded.notes)
     for content in ({"x": CANARY}, [CANARY], 5):
         assert CANARY not in "\n".join(problems(config={name: content}))
-    assert misspelt(f"{name}S") == name.lower() and problems(env=f"{name}S={CANARY}\n")[0].count(f"{name} in .env")
+    assert misspelled(f"{name}S") == name.lower() and problems(env=f"{name}S={CANARY}\n")[0].count(f"{name} in .env")
 
 
 def test_help_names_every_setting_in_a_line():
