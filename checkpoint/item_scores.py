@@ -24,7 +24,7 @@ class ItemScores(NamedTuple):
     name: str
     items: str  # hash of the items; only scores of the same items can be compared in pairs
     scores: dict[str, np.ndarray]  # by metric, a value per item: bool for BITS, float64 for NUMBERS
-    kind: str = "items"  # plural noun for the items
+    kind: str  # plural noun for the items
 
 
 def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
@@ -56,8 +56,7 @@ def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:
         count = scores.get("count", np.ones(n))
         fits = n > 0 and all(values.shape == (n,) and (np.abs(values) < LARGEST).all()
                              for values in scores.values()) and count.min() >= 0 and count.any()
-        # Older versions measured blocks of rows.
-        kind = str(entry.get("kind", "blocks" if "count" in scores else "items"))
+        kind = str(entry.get("kind", "items"))
         return ItemScores(entry["step"], entry["name"], entry["items"], scores, kind) if fits else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -1,9 +1,9 @@
 """The manifest of a checkpoint: size and hash of each file. Needs only the standard library.
 
-In format 2, a safetensors file has the SHA-256 of its header (with the 8 bytes of its length) and of a tree.
+A safetensors file has the SHA-256 of its header (with the 8 bytes of its length) and of a tree.
 `block_rows` divides each tensor into blocks of rows, for any number of writers. The hash of a tensor is the
 SHA-256 of those of its blocks, and the tree's is the SHA-256 of those of the tensors, in the order of the
-file and as hexadecimal text. Other files, and all files in format 1, have one SHA-256.
+file and as hexadecimal text. Other files have one SHA-256.
 """
 
 import hashlib
@@ -51,8 +51,9 @@ def read_sealed(folder: Path) -> bytes:
         intact = False
     if not intact:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
-    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, but this version reads up to {FORMAT}: {NEWER}")
+    if isinstance(number := manifest.get("format"), int) and number != FORMAT:
+        raise CheckpointError(f"{path} has format {number}, but this version reads format {FORMAT}; use the "
+                              "version of Paddock that wrote it")
     return content
 
 

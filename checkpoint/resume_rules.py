@@ -8,13 +8,10 @@ from common.errors import CheckpointError
 from config import (
     DROPPED,
     EXTENSION_SECTIONS,
-    MODEL_SETTINGS,
     SECTIONS,
     SHAPE_SETTINGS,
     START_FROM,
     Config,
-    ModelConfig,
-    lora_layers,
     on_resume,
 )
 
@@ -42,14 +39,9 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         sources: the source of each explicit setting.
     """
     now = config.public() | now_identity
-    # Older versions had fewer settings.
-    defaults = {name.upper(): ModelConfig.model_fields[name].default for name in MODEL_SETTINGS}
-    defaults |= {"REPRODUCIBLE": False, "MUON_MOMENTUM": 0.95}
+    # A setting that was not recorded, as of an extension that was not there, had its default.
+    defaults = {name.upper(): field.default for name, field in Config.model_fields.items()}
     before = defaults | state["settings"] | state["identity"]
-    if now["DPO_DATA_PATH"] != before.get("DPO_DATA_PATH"):  # what older versions did, where it matters
-        before.setdefault("PAIR_TRUNCATION", "drop")
-    if "LORA_TARGET_MODULES" in before:  # older versions stored the user's spelling
-        before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
     # Settings of features that are off are not compared.
@@ -58,7 +50,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     fixed = {*now_identity} | ({"MICRO_BATCH_SIZE"} if config.reproducible else set())
     changed: dict[str, list[str]] = {"safe": [], "curve": [], "fixed": []}
     for name in sorted(now):
-        if name in before and before[name] != now[name] and name.lower() not in unused and name not in SILENT:
+        if before[name] != now[name] and name.lower() not in unused and name not in SILENT:
             changed["fixed" if name in fixed else on_resume(name.lower())].append(name)
 
     def differences(names: list[str]) -> str:

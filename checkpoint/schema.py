@@ -1,6 +1,6 @@
 """Schemas of a checkpoint's manifest and state, and of the lines in a run's logs.
 
-Fields that older versions did not write have defaults; an unknown field means that the file is newer.
+An unknown field means that a newer version wrote the file.
 """
 
 import sys
@@ -43,7 +43,7 @@ class Open(BaseModel):
 
 
 class File(Known):
-    """A file of a checkpoint, with a `sha256` or, from format 2 on, the other fields."""
+    """A file of a checkpoint, with a `sha256` or, if it contains tensors, the other fields."""
 
     size: Count
     sha256: str = ""
@@ -55,7 +55,7 @@ class File(Known):
 class Manifest(Known):
     """A checkpoint's MANIFEST.json."""
 
-    format: Literal[1, 2]
+    format: Literal[2]
     paddock: str
     step: Count
     world_size: WorldSize = 1
@@ -123,7 +123,7 @@ class RunData(Open):
 
 
 class Settings(Open):
-    """Settings of a checkpoint that every version has."""
+    """Settings of a checkpoint that are read by name."""
 
     TRAINING_STAGE: str
     LORA_ENABLED: bool = False

@@ -325,14 +325,6 @@ def reseal(checkpoint: Path, state: Optional[dict] = None, manifest: Optional[di
     (checkpoint / store.MANIFEST).write_bytes(store.sealed({name: manifest[name] for name in manifest if name != "sha256"}))
 
 
-def as_format_1(checkpoint: Path) -> None:
-    """Give a checkpoint the manifest that older versions wrote: one SHA-256 of each file."""
-    manifest = store.read_manifest(checkpoint)
-    files = {name: {"size": entry["size"], "sha256": hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()}
-             for name, entry in manifest["files"].items()}
-    reseal(checkpoint, manifest=manifest | {"format": 1, "files": files})
-
-
 def ways_out(error: str) -> list[str]:
     """The remedies that the last line of an error offers, one by one."""
     return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")

@@ -10,7 +10,6 @@ import pytest
 from factories import UNMEASURED, TinyRun, reseal
 
 from checkpoint import store
-from checkpoint.schema import SavedProgress
 from common.errors import CheckpointError
 from run.life import Progress
 
@@ -78,7 +77,8 @@ SPOILT = {
     "of tomorrow": (1, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer Paddock"),
     "progress of tomorrow": (1, ("progress", "pace"), 1, "progress.pace is not known to this version: it was written by a newer"),
     "manifest of tomorrow": (0, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer"),
-    "format of tomorrow": (0, ("format",), 3, "format 3, but this version reads up to 2: it was written by a newer Paddock"),
+    "format of tomorrow": (0, ("format",), 3, "format 3, but this version reads format 2; use the version"),
+    "format of the past": (0, ("format",), 1, "format 1, but this version reads format 2; use the version"),
     "more left out than taken": (1, ("progress", "skipped_steps"), 3, "progress.skipped_steps is more than progress.step"),
     "a file of words": (0, ("files", "config.json"), "x", "files.config.json: input should be an object")}
 
@@ -92,17 +92,6 @@ def test_a_run_does_not_go_on_from_what_it_does_not_understand(spoilt, run, caps
     assert run.train(MAX_STEPS=3) == 5
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and told in error and f"{run.checkpoint(2)}/" in error
-
-
-def test_a_checkpoint_of_an_older_version_is_read_with_the_defaults_of_today(run, capsys):
-    manifest, state = both_files(run.checkpoint(2))
-    state["progress"] = {name: state["progress"][name] for name in ("step", "tokens_seen")}
-    del state["scaler"], state["val_loss"]
-    del manifest["val_loss"], manifest["world_size"]
-    reseal(run.checkpoint(2), state, manifest)
-    progress = store.read_state(run.checkpoint(2))["progress"]
-    assert progress == vars(SavedProgress(step=2, tokens_seen=512))
-    assert run.train(MAX_STEPS=3) == 0 and "resuming after step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["metrics", "ledger"])

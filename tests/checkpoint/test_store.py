@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from factories import as_format_1, cached_on_the_hub, flip_bit, reseal
+from factories import cached_on_the_hub, flip_bit, reseal
 from safetensors.torch import save_file
 
 from checkpoint import huggingface, store
@@ -124,16 +124,6 @@ def test_a_header_that_is_none_is_a_fault_and_no_traceback(tmp_path):
         (tmp_path / "file").write_bytes(header + bytes(8))
         entry = {"size": len(header) + 8, "header": hashlib.sha256(header).hexdigest(), "tree": "0" * 64, "block_multiple": 1}
         assert "its header is not that of a safetensors file" in fault_of(tmp_path, "file", entry), content
-
-
-def test_a_manifest_of_format_1_is_verified(tmp_path):
-    for name in FILES[1:]:
-        folder = save(tmp_path / name, 1)
-        as_format_1(folder)
-        assert store.verify(folder)["format"] == 1
-        flip_bit(folder / name)
-        with pytest.raises(CheckpointError, match=f"{name} is damaged: its SHA-256"):
-            store.verify(folder)
 
 
 def test_all_bad_is_refused_and_never_a_fresh_start(tmp_path):

@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import faults
 import pytest
-from factories import UNMEASURED, TinyRun, argv_of, as_format_1, assert_same_run, flip_bit, prepare, run_ranks
+from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, flip_bit, prepare, run_ranks
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
@@ -126,12 +126,10 @@ def whole_sharded(prepared, tmp_path_factory):
 
 
 def test_each_rank_verifies_its_part_and_all_go_on_from_the_checkpoint_before(whole_sharded, tmp_path):
-    """Also from one of an older version, with the other format of the manifest."""
     run = whole_sharded.copy(tmp_path / "runs")
     for step in (6, 4):
         path = run.checkpoint(step) / store.OPTIMIZER
         flip_bit(path, {6: path.stat().st_size - 8, 4: path.stat().st_size // 2}[step])
-    as_format_1(run.checkpoint(2))
     text = run.ends([0, 0], list_parts)
     for step in (6, 4):
         assert text.count(f"skipping a checkpoint: {run.checkpoint(step) / store.OPTIMIZER} is damaged: its SHA-256") == 1, text
