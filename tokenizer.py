@@ -25,7 +25,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from common.errors import DataError, SettingsError, unreadable
 from common.files import atomic_write, disk_errors, json_sha256, plain, read_json, read_plain, read_text
 from common.remote import hub_folder, is_hub_name, why_not
-from common.text import command, pip_install, uncut
+from common.text import command, pip_install
 from config import SAMPLE
 
 # Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
@@ -545,7 +545,7 @@ def refuse_sentencepiece(file: Path, name: str) -> None:
         raise DataError(
             f"TOKENIZER_PATH={name}: {file} is a SentencePiece model, which is not supported. Use the "
             "tokenizer.json of the same model, or make one from its folder, in which the file must be called "
-            f"tokenizer.model: {uncut(f'{install} && {convert}')}, then set TOKENIZER_PATH=converted")
+            f"tokenizer.model: {install} && {convert}, then set TOKENIZER_PATH=converted")
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:

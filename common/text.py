@@ -4,11 +4,9 @@ import os
 import re
 import select
 import shlex
-import subprocess
 import sys
 import threading
 import traceback
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
@@ -39,16 +37,10 @@ CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
                       r"\ud800-\udfff]")
 
 STATUS_SECONDS = 0.5  # between updates of the status line
-WIDTH = 79  # columns of a line on a terminal, but for paths and commands, which are copied
+WIDTH = 79  # columns of a logged step on a terminal
 DIM, RED, GREEN, YELLOW = 2, 31, 32, 33
-# A word with the spaces before it: long ones are divided, also before each wide letter, but not a path or
-# what no-break spaces hold together.
-WORD = re.compile(r" *(?:[^ \u2e80-\U0010ffff]*[/\xa0][^ \u2e80-\U0010ffff]*|"
-                  r"[^ \u2e80-\U0010ffff]{1,70}|.)")
-# What stands before the text of a line, and in which color a warning or a failure begins.
-HEAD = re.compile(r"(?:\[\w+\] )?(?: *(?:\S+ )?\S+  +| *)")
+# How a warning or a failure begins on a line.
 ALARM = re.compile(r"^(?:\[\w+\] | *)(?:(warning:|warn )|error:|FAIL |NON-FINITE|\d+ (?:error|problem)s? )")
-RECOMMENDED: set[str] = set()  # what `uncut` returned
 
 
 def without_passwords(text: str) -> str:
@@ -78,29 +70,9 @@ def paint(text: str, color: int, stream: TextIO) -> str:
     return text if plain else f"\x1b[{color}m{text}\x1b[0m"
 
 
-def columns(text: str) -> int:
-    """Return the columns that a printable text takes on a terminal, at most."""
-    letters = re.sub(r"\x1b\[\d+m", "", text)
-    return len(letters) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in letters)
-
-
-def lay_out(line: str, stream: TextIO) -> str:
-    """Return a printable line as the stream shows it: on a terminal within WIDTH, with a hanging indent."""
-    if not stream.isatty():
-        return line
-    if not "±".encode(stream.encoding or "ascii", "ignore"):
-        line = line.replace("±", "+/-")
-    for whole in sorted(RECOMMENDED, key=len, reverse=True):
-        line = line.replace(whole, whole.replace(" ", "\xa0"))
-    head, lines = HEAD.match(line)[0], [""]
-    hanging = " " * min(20, columns(head) if head.strip() else len(head) + 2)
-    for word in WORD.findall(line.expandtabs().rstrip()):
-        if columns(lines[-1] + word) > WIDTH and lines[-1].rstrip() not in ("", head.rstrip()):
-            lines.append(hanging)
-            word = word.lstrip(" ")
-        lines[-1] += word
-    text = "\n".join(lines).replace("\xa0", " ")
-    return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), text)
+def decorated(line: str, stream: TextIO) -> str:
+    """Return a printable line as the stream shows it: on a terminal, warnings and failures are in color."""
+    return ALARM.sub(lambda found: paint(found[0], YELLOW if found[1] else RED, stream), line)
 
 
 def above_status(stream: TextIO):
@@ -135,7 +107,7 @@ def status_line(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optional[OSError]:
-    """Write lines in a single write, laid out, with control characters escaped; return the error, if any.
+    """Write lines in a single write, with control characters escaped; return the error, if any.
 
     After an error (a full disk, a pipe without a reader) the stream leads to /dev/null: no later write fails.
     """
@@ -143,7 +115,7 @@ def print_safely(text: str, stream: TextIO, is_printable: bool = False) -> Optio
         # One write, because print() writes the line end separately and lines of several ranks would mix.
         lines = text.split("\n") if is_printable else map(printable, text.split("\n"))
         with above_status(stream):
-            stream.write("".join(f"{lay_out(line, stream)}\n" for line in lines))
+            stream.write("".join(f"{decorated(line, stream)}\n" for line in lines))
             stream.flush()
     except OSError as error:
         _redirect_to_devnull(stream)
@@ -156,18 +128,10 @@ def print_traceback(*failure) -> None:
 
 
 def report_uncaught(kind: type, error: BaseException, trace) -> None:
-    """Print a traceback, or if a package is missing or damaged, the remedy; a `sys.excepthook`."""
+    """Print a traceback, or if a package is missing, the remedy; a `sys.excepthook`."""
     script, name = os.path.abspath(sys.argv[0]), getattr(error, "name", None) or "."
     is_package = "." not in name and not any(ROOT.glob(f"{name}*"))
-    is_in_import = any(frame.f_code.co_name == "<module>" and "site-packages" in frame.f_code.co_filename
-                       for frame, _ in traceback.walk_tb(trace))
     environment, advice = ROOT / ".venv", f"set up the environment with: {command('scripts/setup.sh')}"
-    if os.path.isfile(script) and (is_in_import or isinstance(error, ImportError)):
-        check = [sys.executable, ROOT / "scripts/environment.py", "--whole", ROOT / "requirements.txt"]
-        found = subprocess.run(check, capture_output=True, text=True).stderr.strip()
-        if found.startswith("error:"):
-            print_safely(f"{found} ({kind.__name__}: {last_line(str(error))}); {advice}", sys.stderr)
-            raise SystemExit(2)
     if not (isinstance(error, ModuleNotFoundError) and is_package and os.path.isfile(script)):
         return print_traceback(kind, error, trace)
     if (environment / "bin/python").exists() and Path(sys.prefix) != environment:
@@ -195,19 +159,13 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
         start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
     words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
     elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
-    return uncut(f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words))
-
-
-def uncut(line: str) -> str:
-    """Return a command, which a terminal will show on one line, to be copied."""
-    RECOMMENDED.add(line)
-    return line
+    return f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
 
 
 def pip_install(package: str) -> str:
     if find_spec("pip") is None:  # uv made the environment
-        return uncut(shlex.join(["uv", "pip", "install", "--python", sys.executable, package]))
-    return uncut(shlex.join([sys.executable, "-m", "pip", "install", package]))
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
+    return shlex.join([sys.executable, "-m", "pip", "install", package])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -217,11 +175,10 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
             .rstrip() for row in rows]
 
 
-def show(*lines: str, wraps: bool = False) -> None:
-    """Print lines to stdout in a single write, with control characters escaped; sentences may be laid out."""
-    lines = [*map(printable, lines)]
+def show(*lines: str) -> None:
+    """Print lines to stdout in a single write, with control characters escaped."""
     with above_status(sys.stdout):
-        print("\n".join([lay_out(line, sys.stdout) for line in lines] if wraps else lines), flush=True)
+        print("\n".join(decorated(printable(line), sys.stdout) for line in lines), flush=True)
 
 
 def show_part(text: str) -> None:

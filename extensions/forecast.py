@@ -192,7 +192,7 @@ class Check:
 
     def line(self, name: str, text: str, mark: str = "ok") -> None:
         for each in text.splitlines():
-            show(f"  {mark:<4}  {name}: {each}", wraps=True)
+            show(f"  {mark:<4}  {name}: {each}")
 
     def messages(self, name: str, source: Settings | Start) -> None:
         for mark, texts in (("ok", source.notes), ("warn", source.warnings)):

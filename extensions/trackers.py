@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import requires_package
-from common.text import once, uncut
+from common.text import once
 from config import Config
 from parallel.process import STUCK
 from run.extensions import Extension
@@ -120,7 +120,7 @@ class Wandb:
         if self.mode != "offline":
             return None
         sync = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
-        return f"Upload to wandb: {uncut(f'{sync}/wandb/offline-run-*')}"
+        return f"Upload to wandb: {sync}/wandb/offline-run-*"
 
 
 class Trackio(Wandb):

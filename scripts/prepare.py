@@ -98,7 +98,7 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
         line = train_command(kind, folder, flag_parser(kind, records).parse(sys.argv[1:])[1])
         to_choose = " (MODEL is the model to start from)" * line.endswith(" MODEL")
         show(*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}",
-             f"Train on it{to_choose}: {line}", wraps=True)
+             f"Train on it{to_choose}: {line}")
 
     run_script(main, "Stopped. Run the same command again to continue.")
 

@@ -121,7 +121,7 @@ def main() -> None:
 
     if "sample" in values.get("preset", "").split(","):
         if values.get("training_stage", "pretrain") == "pretrain":
-            show(SAMPLE_TEXT, wraps=True)
+            show(SAMPLE_TEXT)
         if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
             raise SystemExit(code)
     if to_prepare:
@@ -130,7 +130,7 @@ def main() -> None:
         existing = {place.resolve() for place in Path(preparing.output).glob("*")}
         folder = prepare_from_flags(kind, [*settings, *others, *source])
         lines = ["Using data prepared earlier:"] if folder.resolve() in existing else describe(folder)
-        show(*lines, f"{setting}={folder}", wraps=True)
+        show(*lines, f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
     command = ["train.py", *settings]
