@@ -84,8 +84,8 @@ def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
         if not write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
             if isinstance(error, SettingsError):
                 exit_with(error)
-            with first_on_machine() if report.on_all_ranks else nullcontext(True) as speaks:
-                if speaks:
+            with first_on_machine() if report.on_all_ranks else nullcontext(True) as is_reporting:
+                if is_reporting:
                     print_safely(f"error: {report.sentence}", sys.stderr)
         return report.code
     write_error_file(code)

@@ -12,8 +12,8 @@ PARENT = "PADDOCK_PID"  # environment variable: the process that started this co
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 received: list[tuple[int, float]] = []  # signals of this process, with their times
 sentence = ""  # what a running command says when it is interrupted
-# Of a command and those that it starts, the first one speaks; of the ranks of a machine, one.
-speaks = os.environ.get("LOCAL_RANK", str(int(os.environ.get(PARENT) == str(os.getppid())))) == "0"
+# Of a command and those that it starts, the first one reports; of the ranks of a machine, one.
+is_reporting = os.environ.get("LOCAL_RANK", str(int(os.environ.get(PARENT) == str(os.getppid())))) == "0"
 
 
 def install() -> None:
@@ -57,7 +57,7 @@ def exit_code() -> int:
 
 
 def say() -> None:
-    if speaks:
+    if is_reporting:
         os.write(2, ("\n" * os.isatty(2) + (sentence or "Stopped.") + "\n").encode())  # below "^C"
 
 

@@ -94,7 +94,7 @@ def restart_info() -> dict[str, Any]:
     return {"restart": 0, "cause": "", **json.loads(os.environ.get(RESTART, "{}"))}
 
 
-def leave_note(name: str, text: str = "") -> None:
+def write_marker(name: str, text: str = "") -> None:
     """Write a file beside this process's error file, which a launcher reads."""
     if file := os.environ.get(ERROR_FILE):
         with suppress(OSError):  # a full disk is reported when something is saved
@@ -128,14 +128,14 @@ def first_on_machine() -> Iterator[bool]:
         if os.environ.get(ERROR_FILE):
             first = True  # even if the file cannot be opened: twice is better than never
             with suppress(OSError):
-                path = Path(os.environ[ERROR_FILE]).parent.with_name("told")
+                path = Path(os.environ[ERROR_FILE]).parent.with_name("reported")
                 file = stack.enter_context(open(path, "ab", buffering=0))
                 fcntl.flock(file, fcntl.LOCK_EX)
                 first = os.fstat(file.fileno()).st_size == 0
         yield first
         if first and file:
             with suppress(OSError):
-                file.write(b"told")
+                file.write(b"reported")
 
 
 # ---------------------------------------------------------------------------------- addresses

@@ -187,7 +187,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
     else:  # a hung device or read must not wait for ever either
         watch(dist.HashStore(), ranks, timeout_seconds, store_on_rank0=True)
-    process.leave_note(process.JOINED)
+    process.write_marker(process.JOINED)
     return ranks
 
 

@@ -287,7 +287,7 @@ def start_writing(run: Run) -> None:
     run.ranks.on_rank0(clear)
     measured = pending or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, measured))
-    process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
+    process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
     restart = process.restart_info()
     restarted = {name: restart[name] for name in ("restart", "cause") if restart["restart"]}
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
@@ -308,7 +308,7 @@ def follow_folder(run: Run) -> bool:
         if path and path.is_relative_to(before):
             setattr(run, name, run.folder / path.relative_to(before))
     ACTIVITY.stacks_folder = run.folder / "log"
-    process.leave_note(process.RUN_FOLDER, str(run.folder.absolute()))
+    process.write_marker(process.RUN_FOLDER, str(run.folder.absolute()))
     run.log.follow(run.folder, run.progress.step)
     run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
                  f"later: {how_to_resume(run)}")
@@ -424,9 +424,9 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     is_async = config.async_save and not (wait or is_lost)
     if is_async and (shortage := run.share.allocate()):  # no room for a copy in host memory
         is_async = False
-        if not run.share.is_told:
+        if not run.share.was_reported:
             run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-            run.share.is_told = True
+            run.share.was_reported = True
     if not is_async:
         run.saving = saving
         return finish_saving(run)

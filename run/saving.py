@@ -56,7 +56,7 @@ class Share:
         self.tensors: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.kept: dict[str, Tensor] = {}  # memory for copies, allocated once
         self.copied: dict[str, Tensor] = {}
-        self.is_told = False
+        self.was_reported = False
 
     def span(self, name: str, part: int) -> tuple[int, int]:
         count = self.tensors[name][2]

@@ -20,7 +20,7 @@ def command(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(ROOT / "scripts" / "runs.py"), raising=False)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(interrupts, "received", [])
-    monkeypatch.setattr(interrupts, "speaks", True)
+    monkeypatch.setattr(interrupts, "is_reporting", True)
     monkeypatch.setenv(interrupts.PARENT, "1")  # restored at the end
     interrupts.install()
     yield
