@@ -167,12 +167,13 @@ class MemoryEstimate(NamedTuple):
     frozen: int  # weights of a teacher or a live reference; on a CPU the copy for GRPO_UPDATES
     activations: int  # kept for the backward
     working: int  # logits, gathered parameters, exchanged gradients, and temporary tensors
-    host: int = 0  # with CPU_OFFLOAD; copies of the state with ASYNC_SAVE and for GRPO_UPDATES
+    host: int = 0  # the copy for ASYNC_SAVE, which the ranks of the first machine divide
+    offloaded: int = 0  # in the host's memory, of each rank: with CPU_OFFLOAD, and the copy for GRPO_UPDATES
     process: int = 0  # on a CPU: Python, torch and code for matmuls
 
     @property
     def total(self) -> int:
-        return sum(self) - self.host
+        return sum(self) - self.host - self.offloaded
 
 
 def activation_bytes(config: Config, compute_bytes: int) -> float:
@@ -427,10 +428,10 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     copied = copy * config.async_save
     if device_type == "cuda" and not config.lora_enabled:
         copied *= pinned_share(config, vocab_size)
-    copied += before_step * (device_type != "cpu")
+    offloaded = before_step * (device_type != "cpu")
     if config.cpu_offload:
-        return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held) + copied)))
-    return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied)))
+        return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, copied, sum(held) + offloaded)))
+    return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others, copied, offloaded)))
 
 
 def fits(config: Config, vocab_size: int, compute_bytes: int, memory: int) -> bool:

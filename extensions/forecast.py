@@ -61,10 +61,10 @@ USABLE = 0.94
 H100_TFLOPS, ASSUMED_SHARE = 989, 0.45
 
 
-def host_text(config: Config, forecast: cost.MemoryEstimate) -> str:
-    # The copy for ASYNC_SAVE is divided among the ranks of the first machine, which write the checkpoint.
-    place = "per rank" if config.cpu_offload or config.updates_per_step > 1 else "on the first machine"
-    return f" and {forecast.host / GIB:.2f} GiB of host memory {place}" if forecast.host else ""
+def host_text(forecast: cost.MemoryEstimate) -> str:
+    sizes = ((forecast.offloaded, "per rank"), (forecast.host, "on the first machine, to save"))
+    parts = [f"{size / GIB:.2f} GiB of host memory {place}" for size, place in sizes if size]
+    return "".join(f" and {part}" for part in parts)
 
 
 def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
@@ -72,8 +72,8 @@ def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
     forecast = estimate_memory(config, *known)
     if "cpu" not in known:
         return forecast
-    copies = forecast.host if config.save_every or config.keep_every or config.cpu_offload else 0
-    return forecast._replace(working=forecast.working + copies, host=0, process=PROCESS_BYTES)
+    copies = forecast.offloaded + (forecast.host if config.save_every or config.keep_every else 0)
+    return forecast._replace(working=forecast.working + copies, host=0, offloaded=0, process=PROCESS_BYTES)
 
 
 # ------------------------------------------------------------------------------------------------- speed
@@ -384,16 +384,17 @@ class Check:
             owner = f"this machine{f' for each of {config.world_size} ranks' * (config.world_size > 1)}"
         known = (vocab_size, self.dtype.itemsize, self.device.type, teacher_bytes(config, self.teacher))
         forecast = forecast_memory(config, *known)
-        items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
-                          if name != "host" and (value or name not in ("frozen", "process")))
-        host = host_text(config, forecast)
+        on_device = forecast._replace(host=0, offloaded=0)
+        items = ", ".join(f"{name} {value / GIB:.2f}" for name, value in on_device._asdict().items()
+                          if value or name not in ("frozen", "host", "offloaded", "process"))
+        host = host_text(forecast)
         where = "of resident memory per process" if forecast.process else "per device"
         text = (f"about {forecast.total / GIB:.2f} GiB {where} ({items}){host}; {owner} has "
                 f"{room / GIB:.1f} GiB")
         in_turn = config.model_copy(update={"async_save": False})
         if forecast_memory(in_turn, *known).total > room:  # without room for the copy, saves are synchronous
             raise SettingsError(f"{text}. {memory_advice(config, room, *known)}")
-        offloaded = estimate_memory(in_turn, *known).host
+        offloaded = estimate_memory(in_turn, *known).offloaded
         local_ranks = min(config.world_size, torch.cuda.device_count() or config.world_size)
         if not config.device_memory and offloaded * local_ranks > on_machine:
             raise SettingsError(f"CPU_OFFLOAD=true: {text}, and this machine has {on_machine / GIB:.1f} GiB "
@@ -510,7 +511,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
             settings = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items()
                                 if value != getattr(config, name))
             return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB"
-                    f"{host_text(changed, needed)}, for the same global batch)")
+                    f"{host_text(needed)}, for the same global batch)")
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
             "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 

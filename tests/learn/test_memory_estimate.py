@@ -64,8 +64,8 @@ def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
     teacher = ModelConfig(dim=1024, n_layers=2, n_heads=8) if config.distillation_enabled else None
     traced = trace(config, vocab_size, DTYPES[dtype], teacher)
     forecast = estimate_memory(config, vocab_size, DTYPES[dtype].itemsize, "cpu", traced.frozen if teacher else 0)
-    assert forecast.total + forecast.host == pytest.approx(traced.peak, rel=0.05)
-    held = forecast.parameters + forecast.optimizer + (forecast.host - traced.gradients if config.cpu_offload else 0)
+    assert forecast.total + forecast.offloaded == pytest.approx(traced.peak, rel=0.05)
+    held = forecast.parameters + forecast.optimizer + (forecast.offloaded - traced.gradients if config.cpu_offload else 0)
     # The weights of the norms, with their moments, are whole on each rank; the forecast divides them too.
     norms = config.dim * (2 * config.n_layers + 1) * (DTYPES[dtype].itemsize if config.lora_enabled else 12)
     held += norms * (1 - 1 / config.ranks_per_copy)
