@@ -46,7 +46,7 @@ from common.text import print_safely, silence_unread_streams
 from config import Config
 from parallel import process
 from parallel.process import LOOPBACK, GpuRequest, listen_at
-from run.restart import AGREE_SECONDS, Ending, Job, RankExit, agree
+from run.restart import AGREE_SECONDS, RESTARTED, Ending, Job, RankExit, agree, newest_checkpoint
 from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -399,6 +399,9 @@ def main() -> None:
     silence_unread_streams()
     code = ending.cause.code if ending.cause else 0
     if code not in (0, process.EXIT_PREEMPTED):
+        written, step = newest_checkpoint(ending.run_folder)
+        saved = written and code in RESTARTED and f"step {step} is saved"
+        words = "; ".join(filter(None, (words, saved)))
         print_safely(f"error: {job.describe(ending, words)}", sys.stderr)
     elif words:
         print_safely(f"{'Stopped by a signal' if code else 'Finished'}; {words}", sys.stdout)
