@@ -356,7 +356,7 @@ def fixed(value: float, decimals: int, width: int) -> str:
 def cells_line(cells: Mapping[str, str]) -> str:
     """Return cells by their labels as a line for a terminal."""
     painted = (cell.replace(label, paint(label, DIM, sys.stdout), 1) for label, cell in cells.items())
-    return f"  {'  '.join(painted)}"
+    return f"  {'  '.join(painted)}".rstrip()
 
 
 def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_left: float, room: int

@@ -36,7 +36,7 @@ class Report(Extension):
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
         if run.config.report and run.log.lines and self.background.finish(run.folder, seconds, run.log.warn):
             if run.log.ending:
-                run.log.ending[1] += f"\xa0\xa0(wrote\xa0{REPORT})"  # on the same line
+                run.log.ending[1] += f"  (wrote {REPORT})"  # on the same line
             run.log.info(f"Look at the run: {path}, in a browser", "" if run.log.ending else None)
         if run.log.lines and path.is_file():
             run.log.send("report", path)
