@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ TABLES = ("parquet", "arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(FORMATS)}, also compressed as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS, SHOWN_NAMES = 1000, 20, 20, 3
+MAX_LINE_BYTES, MAX_ARRAY_BYTES = 1 << 30, 1 << 33  # in memory; compressed files may unpack to much more
 START_BYTES = 8192  # read first, to distinguish JSON lines from an array, and text from other encodings
 TABLE_ROWS = 1000  # read from a table at once
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
@@ -457,10 +459,14 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
     advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
-    for number, line in enumerate(islice(stream, start.record, None), start.record + 1):
+    lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    for number, line in enumerate(islice(lines, start.record, None), start.record + 1):
         where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1)
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{where}: the line has more than {MAX_LINE_BYTES >> 20:,} MiB; correct it, or "
+                            "remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()
@@ -521,7 +527,10 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
 
 def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
     """Yield the items of a JSON array file, whose text is read into memory."""
-    content, start = stream.read(), reading.position
+    content, start = stream.read(MAX_ARRAY_BYTES + 1), reading.position
+    if len(content) > MAX_ARRAY_BYTES:
+        raise DataError(f"{file.url}: the array has more than {MAX_ARRAY_BYTES >> 20:,} MiB; write its items "
+                        "as JSON lines")
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     text = content.decode("utf-8-sig", "surrogateescape")
     if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):

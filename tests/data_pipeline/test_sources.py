@@ -63,10 +63,17 @@ def test_bom_crlf_blank_lines_long_lines_and_odd_unicode_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
-def test_packed_files_are_read(tmp_path, suffix, packed):
+def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(sources, "MAX_ARRAY_BYTES", 1 << 20)
+    for name, start, reason in (("x.jsonl", jsonl("one"), ":2: the line"), ("x.json", "[", ": the array")):
+        path = tmp_path / f"{name}.{suffix}"
+        path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
+        with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
+            texts_of(path)
 
 
 def test_a_name_that_is_not_utf_8_and_a_record_of_many_columns_are_told(tmp_path):
