@@ -185,11 +185,6 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
-        if options.validation_fraction is None:  # the fixed fraction of versions before 1.0
-            fixed = replace(options, validation_fraction=LARGE_SET_FRACTION)
-            earlier = output_dir / plan._replace(options=fixed).key
-            if read_own_json(earlier / MANIFEST).get("splits", {}).get("validation", {}).get("documents"):
-                folder = earlier
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
                 if not (folder / MANIFEST).is_file():
@@ -273,15 +268,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         passed = overlaps.apply(chunks, in_order)
         results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
-        last_sync = last_shown = time.monotonic()
-
-        def show_fraction() -> None:  # the only progress while a source has no items, such as blank lines
-            nonlocal last_shown
-            if reading.bytes_total and time.monotonic() - last_shown >= bar.mininterval:
-                last_shown = time.monotonic()
-                bar.set_postfix_str(f"{reading.fraction:.0%} of the source read")
-
-        reading.advance = show_fraction
+        last_sync = time.monotonic()
         for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
             overlaps.count(chunk.removed)
             for where, reason in tokenized.refused:
@@ -296,15 +283,13 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 # Documents whose ends are held out have no position.
-                has_position = fraction is not None
-                end = {"end": {**chunk.end._asdict(), "split": split_plan}} if has_position else {}
+                end = {} if fraction is None else {"end": {**chunk.end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
                     "removed": overlaps.removed, **end})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
-        bar.set_postfix_str("")
     # Combine what the reader and the workers skipped.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
@@ -348,11 +333,10 @@ def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, ove
               "removed": sum(removed["count"] for removed in overlaps.removed.values())}
     why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
-    advice = how_to_get_more(kind, [source.path])
-    if held_out:
-        advice = f"lower VALIDATION_FRACTION (0 holds nothing out), or {advice}"
+    lower = "lower VALIDATION_FRACTION (0 holds nothing out), or " * bool(held_out)
     name, item = without_passwords(source.path) or source.name, "example" if kind else "document"
-    return DataError(f"{name}: no {item} is left to train on: {why}{bad}; {advice}")
+    return DataError(f"{name}: no {item} is left to train on: {why}{bad}; {lower}"
+                     f"{how_to_get_more(kind, [source.path])}")
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:

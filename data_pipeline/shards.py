@@ -14,8 +14,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,10 +27,10 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
+from common import remote
 from common.activity import tick
 from common.errors import DataError, SettingsError, unreadable
 from common.files import TRANSIENT_ERRORS, plain, read_json, read_plain, sha256, why_not_writable, write_json
-from common.remote import is_hub_name
 from common.text import command, counted, print_safely
 from config import KINDS
 
@@ -87,24 +86,6 @@ def file_stamp(status: os.stat_result) -> dict[str, int]:
     """Return a JSON value that identifies an unchanged file in a later process."""
     # Including the change time: a copy with the same modification time may be damaged.
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
-
-
-def load_verified(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return stored results for a folder's verified files by name; {} if there are none."""
-    with suppress(OSError, ValueError):
-        known = read_json(folder / VERIFIED)
-        if all(isinstance(result, dict) for result in known.values()):
-            return known
-    return {}
-
-
-def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
-    """Store results for a folder's verified files; return whether this succeeded."""
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / VERIFIED, known)
-        return True
-    return False
 
 
 READ_RETRY_SECONDS = (1.0, 5.0)
@@ -475,14 +456,12 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
                             "restore it, prepare the data again, or rename files of another trainer")
     if not files:
         raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
-    # A file in the settings is training data unless its name indicates validation; one in a folder may not
-    # be.
+    # A file in the settings is training data unless its name says otherwise.
     default = None if in_folder else "train"
     chosen = []
     for file in files:
-        words = set(re.split(r"[^a-z]+", file.stem.lower()))
-        named = next((name for name, those in SPLIT_WORDS.items() if words & set(those)), default)
-        if named == split:
+        words = {*re.split(r"[^a-z]+", file.stem.lower())}
+        if split == next((name for name, those in SPLIT_WORDS.items() if words & {*those}), default):
             chosen.append(file)
     if not chosen:
         without = "; set VALIDATE_EVERY=0 if there is none" if split == "validation" else ""
@@ -496,17 +475,14 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
 
 
 def _unprepared(path: Path, problem: str, kind: str = "documents") -> DataError:
-    """Return the error for a path that is not a prepared set, with the command to prepare it."""
-    script = KINDS[kind][1]
-    prepare = f"prepare it with {command(script, '--source', str(path))}"
-    if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
-        name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
-        return DataError(f"{path}: {problem}; {name}{prepare}, or start with "
-                         f"{command('scripts/run.sh')}, which prepares it")
-    advice = f"prepare data with {command(script)}"
-    if is_hub_name(str(path)):
-        advice = f"if it is a dataset on the hub, {prepare}"
-    return DataError(f"{path}: no such file or folder; check {KINDS[kind][0]}, or {advice}")
+    """Return the error for a path that is not a prepared set."""
+    setting, script = KINDS[kind]
+    exists = any(map(os.path.exists, [path, *glob.glob(str(path), recursive=True)]))
+    if not exists and not remote.is_hub_name(str(path)):
+        return DataError(f"{path}: no such file or folder; check {setting}, or prepare data with "
+                         f"{command(script)}")
+    name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
+    return DataError(f"{path}: {problem}; {name}prepare it with {command(script, '--source', str(path))}")
 
 
 def _open_shard(path: Path, digest: str | None = None) -> Shard:
@@ -561,19 +537,13 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
 def _npy_header(path: Path) -> tuple[str, int, int]:
     """Return the type, offset and number of the ids in a NumPy file."""
     try:
-        with open(path, "rb") as file:
-            version = np.lib.format.read_magic(file)
-            read_header = (np.lib.format.read_array_header_1_0 if version == (1, 0) else
-                           np.lib.format.read_array_header_2_0)
-            shape, _, dtype = read_header(file)
-            offset = file.tell()
+        array = np.load(path, mmap_mode="r")
     except Exception as error:  # NumPy parses the header as Python, and raises errors of any class
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}: its header cannot be read ({reason:.100}); copy it again") from error
-    if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
-        raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of "
-                        "uint16 or uint32, so save it as that")
-    return dtype.name, offset, shape[0]
+        raise DataError(f"{path}: cannot be read ({remote.first_line(error):.100}); copy it again") from error
+    if array.ndim != 1 or array.dtype.str not in ("<u2", "<u4"):
+        raise DataError(f"{path}: holds an array of shape {array.shape} and type {array.dtype}; expected one "
+                        "row of uint16 or uint32, so save it as that")
+    return array.dtype.name, array.offset, len(array)
 
 
 def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
@@ -582,12 +552,15 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
         return
     for folder in {shard.path.parent: None for shard in token_set.shards}:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
-        # Load stored results from all possible folders.
+        # Stored results of all possible folders; the preferred one takes precedence.
         places, due = cache.places(folder, token_set.fingerprint), []
-        known = dict(ChainMap(*map(load_verified, places)))
+        known: dict[str, dict[str, Any]] = {}
+        for place in reversed(places):
+            with suppress(OSError, ValueError):
+                known |= read_json(place / VERIFIED)
         for shard in shards:
-            result = known.get(shard.path.name, {})
-            is_known = (result.items() >= file_stamp(shard.status).items()
+            result = known.get(shard.path.name)
+            is_known = (isinstance(result, dict) and result.items() >= file_stamp(shard.status).items()
                         and isinstance(result.get("max_id"), int)
                         and (shard.sha256 is None or isinstance(result.get("sha256"), str)))
             if verify == "always" or not is_known:
@@ -595,7 +568,11 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
         # Scan the other files, and store the results in the first writable folder.
         for shard, result in zip(due, _scan_all(due)):
             known[shard.path.name] = file_stamp(shard.status) | result
-        any(due and save_verified(place, known) for place in places)
+        for place in places if due else ():
+            with suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
+                write_json(place / VERIFIED, known)
+                break
         # Check all results: stored ones may be bad too.
         for shard in shards:
             result = known[shard.path.name]
@@ -608,31 +585,26 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
 
 
 def _scan_all(shards: Sequence[Shard]) -> list[dict]:
-    """Scan the files in threads (hashing releases the GIL), with a progress bar if this takes seconds."""
+    """Return each file's largest id and, if the manifest has one, its SHA-256. Hashing releases the GIL."""
     size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
-    with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
 
-        def advance(read: int) -> None:
+    def scan(shard: Shard) -> dict:
+        hasher = hashlib.sha256() if shard.sha256 is not None else None
+        max_id = 0
+        if hasher is not None:
+            hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
+        for _, ids in shard.blocks():
+            if hasher is not None:
+                hasher.update(ids)
+            max_id = max(max_id, int(ids.max()))
             tick()
             with lock:
-                bar.update(read)
+                bar.update(ids.nbytes)
+        return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
 
-        return list(pool.map(lambda shard: _scan(shard, advance), shards))
-
-
-def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
-    """Read a whole file; return its largest id and, if the manifest has one, its SHA-256."""
-    hasher = hashlib.sha256() if shard.sha256 is not None else None
-    max_id = 0
-    if hasher is not None:
-        hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
-    for _, ids in shard.blocks():
-        if hasher is not None:
-            hasher.update(ids)
-        max_id = max(max_id, int(ids.max()))
-        advance(ids.nbytes)
-    return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
+    with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(scan, shards))
 
 
 # -------------------------------------------------------------------------------------------------- writing

@@ -145,7 +145,6 @@ class Reading:
     bytes_total: int = 0  # 0 = unknown
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
     unread: Sequence[str] = ()  # columns of the current table that are not read
-    advance: Callable[[], Any] = lambda: None  # called regularly while reading
     start: Position = Position()  # the first record to read
     position: Position = Position()  # the record that was read last
     item: Position | None = None  # where the last item begins, if it consists of several records
@@ -469,7 +468,6 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
                             "remove the file")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
-            reading.advance()
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -587,7 +585,6 @@ def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -
             yield f"{name} row {number}", record
         if number % TABLE_ROWS == 0:
             state = {"rows": number, "dataset": rows.state_dict()}
-            reading.advance()
 
 
 def _without_nulls(value: Any) -> Any:

@@ -149,10 +149,6 @@ def test_a_set_holds_out_enough_to_measure(tmp_path, tokenizer_path, documents, 
     split = json.loads((folder / MANIFEST).read_text())["splits"]["validation"]
     by_hash = sum(split_of(text, fraction) == "validation" for text in texts)
     assert split["documents"] == max(1, by_hash)
-    # A set that an earlier version prepared is found again.
-    if by_hash and fraction == 0.005:
-        earlier = prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=0.005)
-        assert prepare(source, tokenizer_path, tmp_path / "earlier", validation_fraction=None) == earlier
 
 
 def test_a_set_is_found_by_the_name_of_its_source(tmp_path, tokenizer_path):

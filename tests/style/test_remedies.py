@@ -62,7 +62,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      DPO + " --max-seq-len {0} --micro-batch-size 1 --total-batch-size {0}"),
     ("held-out", manifest(lambda m: m["splits"].pop("validation")), CHECK, "set VALIDATE_EVERY=0", nothing,
      f"{CHECK} --validate-every 0"),
-    ("text", all_of(put("t.txt", "a line\n" * 999), env(PRETRAIN_DATA_PATH="t.txt")), CHECK, f"prepare it with {ADVISED}, or",
+    ("text", all_of(put("t.txt", "a line\n" * 999), env(PRETRAIN_DATA_PATH="t.txt")), CHECK, f"prepare it with {ADVISED}",
      nothing,
      "{0} --documents line " + PREPARE, f"{CHECK} --pretrain-data-path out --validate-every 0"),
     ("raw", lambda: (np.arange(999, dtype="<u2") % 256).tofile("t.bin") or env(PRETRAIN_DATA_PATH="t.bin")(), CHECK,
