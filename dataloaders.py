@@ -552,16 +552,6 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
     return examples
 
 
-def first_prompts(rows: "Rows", count: int) -> list[list[int]]:
-    """Return the token ids of the first prompt of each of the first rows of chats, pairs or prompts."""
-    prompts = []
-    for row in range(min(count, len(rows))):
-        batch = rows(np.array([row]))
-        length = (batch.targets_BT[0] != IGNORE_INDEX).int().argmax() + 1  # the first target is not in it
-        prompts.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
-    return prompts
-
-
 # ---------------------------------------------------------------------------------------- opening and loading
 
 Rows = TokenRows | ExampleRows | PromptRows | MixedRows

@@ -8,8 +8,6 @@ import hashlib
 import json
 import os
 import re
-import shlex
-import sys
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -25,7 +23,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from common.errors import DataError, SettingsError, unreadable
 from common.files import atomic_write, disk_errors, json_sha256, plain, read_json, read_plain, read_text
 from common.remote import hub_folder, is_hub_name, why_not
-from common.text import command, pip_install
+from common.text import command
 from config import SAMPLE
 
 # Llama 3's pattern for splitting text before merging, in tiktoken and in Hugging Face's tokenizer.json.
@@ -111,21 +109,6 @@ class BaseTokenizer:
         longest_first = sorted(self.special_tokens, key=lambda token: -len(token["content"]))
         return re.compile("|".join(r"\s*" * token["lstrip"] + re.escape(token["content"])
                                    + r"\s*" * token["rstrip"] for token in longest_first) or "(?!)")
-
-    def control_names(self, text: str) -> list[str]:
-        """Return the names of control tokens in a text, which `encode` encodes as text."""
-        return [*dict.fromkeys(match[0].strip() for match in self.control_pattern.finditer(text))]
-
-    def encode_special(self, text: str) -> list[int]:
-        """Return the ids of a text in which the names of control tokens mean these tokens."""
-        ids, start = [], 0
-        for match in (*self.control_pattern.finditer(text), None):
-            piece = text[start:match.start() if match else None]
-            ids += self.encode(piece, is_first=not start) if piece else []
-            if match:
-                ids.append(self.special_ids[match[0].strip()])
-                start = match.end()
-        return ids
 
     def is_same(self, sha256: str) -> bool:
         """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
@@ -538,14 +521,11 @@ def refuse_sentencepiece(file: Path, name: str) -> None:
         start = opened.read(4)
     # In a protocol buffer, its first piece: a text, perhaps with a score (5 bytes) and a type (2).
     if len(start) == 4 and start[::2] == b"\n\n" and start[1] - start[3] in (2, 4, 7, 9):
-        folder = json.dumps(str(file.parent))
-        install = f"{pip_install('transformers')} sentencepiece protobuf"
-        convert = shlex.join([sys.executable, "-c", "from transformers import AutoTokenizer; AutoTokenizer."
-                              f'from_pretrained({folder}).save_pretrained("converted")'])
         raise DataError(
-            f"TOKENIZER_PATH={name}: {file} is a SentencePiece model, which is not supported. Use the "
-            "tokenizer.json of the same model, or make one from its folder, in which the file must be called "
-            f"tokenizer.model: {install} && {convert}, then set TOKENIZER_PATH=converted")
+            f"TOKENIZER_PATH={name}: {file} is a SentencePiece model, which is not supported; use the "
+            "tokenizer.json of the same model, or make one in Python with the packages transformers, "
+            f'sentencepiece and protobuf: AutoTokenizer.from_pretrained("{file.parent}").save_pretrained('
+            '"converted"), then set TOKENIZER_PATH=converted')
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:

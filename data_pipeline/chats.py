@@ -62,7 +62,7 @@ CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), 
 # The fields that are used: of all records, besides a request, of messages by role, and of what is in them.
 # Others are dropped and counted by name; null means missing. MARKS are used in messages, and as a list in a
 # record. Chats use an answer too, pairs two or a label. Prompts keep the whole record, texts use one column.
-FIELDS: dict[str, frozenset[str]] = {place: frozenset(names.split()) for place, names in {
+FIELDS: dict[str, frozenset[str]] = {level: frozenset(names.split()) for level, names in {
     "record": f"system chat_template_kwargs {' '.join(TOOLS)}", "prompt": "history", "question": "history",
     "instruction": "input history", "messages": "", "conversations": "", "instances[]": "input output",
     "system": "name", "user": "name", "tool": "name tool_call_id",
@@ -263,26 +263,26 @@ def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) ->
         prompt = [{"role": "user", "content": shared}]
 
     # The common prefix of dialogs is the prompt, or part of it.
-    ours, theirs = (messages_in(name, value, "assistant" if isinstance(value, str) else "", drop)
-                    for name, value in (("chosen", chosen), ("rejected", rejected)))
-    if not ours or not theirs:
-        raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
-    if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
+    dialogs = [messages_in(name, value, "assistant" if isinstance(value, str) else "", drop)
+               for name, value in (("chosen", chosen), ("rejected", rejected))]
+    if not all(dialogs):
+        raise DataError(f"{'rejected' if dialogs[0] else 'chosen'} has no messages")
+    if any(dialog[-1]["role"] != "assistant" for dialog in dialogs):
         raise DataError("chosen and rejected must end in an assistant's message")
-    if ours[-1].get("tool_calls") or theirs[-1].get("tool_calls"):
+    if any(dialog[-1].get("tool_calls") for dialog in dialogs):
         raise DataError("chosen or rejected ends in a tool call; pairs compare answers in words")
-    if not (is_target(ours[-1]) and is_target(theirs[-1])):
+    if not all(is_target(dialog[-1]) for dialog in dialogs):
         raise DataError("chosen or rejected is excluded from training by a mark; leave out the pair")
-    (*context, ours), (*their_context, theirs) = _unmarked(ours), _unmarked(theirs)
-    if context != their_context:
+    (*context, chosen), (*other_context, rejected) = map(_unmarked, dialogs)
+    if context != other_context:
         raise DataError("chosen and rejected have no common prompt: they differ before the last message")
-    if request in ("messages", "conversations") and context and prompt[-1:] in ([ours], [theirs]):
+    if request in ("messages", "conversations") and context and prompt[-1:] in ([chosen], [rejected]):
         drop(request)  # the whole chosen dialog, as in UltraFeedback
         prompt = []
     prompt = check_turns(_with_column(_joined(prompt, context), record, drop), "user")
-    if ours | {"content": ours["content"].strip()} == theirs | {"content": theirs["content"].strip()}:
+    if chosen | {"content": chosen["content"].strip()} == rejected | {"content": rejected["content"].strip()}:
         raise DataError("chosen and rejected are equal")
-    return Example(where, prompt, (ours, theirs))
+    return Example(where, prompt, (chosen, rejected))
 
 
 def _joined(prompt: Messages, context: Messages) -> Messages:
@@ -318,15 +318,15 @@ def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) 
         raise DataError(f"has no prompt: it has {contents_of(record)}, expected {', '.join(REQUESTS[:-1])} "
                         f"or {REQUESTS[-1]} (--map gives columns other names)")
     prompt = _with_column(_unmarked(_request_in(request, record, drop)), record, drop)
-    kept, others = [], [name for name in REQUESTS if name != request and _is_filled(record, name)]
+    fields, others = [], [name for name in REQUESTS if name != request and _is_filled(record, name)]
     for name, value in record.items():
         try:
-            kept.append(f"{json.dumps(name)}: {json.dumps(value, default=_plain)}")
+            fields.append(f"{json.dumps(name)}: {json.dumps(value, default=_plain)}")
         except (TypeError, ValueError, RecursionError):
             others.append(name)
     for name in others:
         drop(name)
-    return Example(where, check_turns(prompt, "user"), record=f"{{{', '.join(kept)}}}")
+    return Example(where, check_turns(prompt, "user"), record=f"{{{', '.join(fields)}}}")
 
 
 def _plain(value: Any) -> str:
@@ -370,8 +370,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts into their common prefix, up to the end of a line, sentence or word, and two rests."""
     shared = os.path.commonprefix([chosen, rejected])
     for end in PROMPT_ENDS:
-        for place in reversed([match.start() for match in end.finditer(shared)]):
-            texts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
+        for cut in reversed([match.start() for match in end.finditer(shared)]):
+            texts = shared[:cut], chosen[cut:].strip(), rejected[cut:].strip()
             if all(text.strip() for text in texts):
                 return texts
     raise DataError("has no prompt, and chosen and rejected have no common beginning; name the column prompt")
@@ -565,18 +565,20 @@ worker_chat_format = lru_cache(maxsize=1)(load_chat_format)  # of the tokenizer 
 def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
     """Return the examples of each split as flat arrays of ids and segments, and the rejected ones."""
     chat_format = worker_chat_format(worker_tokenizer(spec))
-    kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
+    accepted: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused, keys = [], [spec.key_of(example) for example in examples]
-    for place, example in enumerate(examples):
+    for number, example in enumerate(examples):
         try:
             messages = with_system(example.messages, spec.options.system_prompt)
             options = example.options
             if example.label is not None:
                 # With another prompt, or if all are for one prompt, with another answer.
-                other = _next_other(keys, place) or _next_other([each.answers for each in examples], place)
-                if not other:
+                other = _next_other(keys, number)
+                if other is None:
+                    other = _next_other([each.answers for each in examples], number)
+                if other is None:
                     raise DataError("no record near it has another prompt or another answer to compare with")
-                other = examples[other - 1]
+                other = examples[other]
                 pair = [(chat_format.encode_answer(messages, each.answers[0], options), each is example)
                         for each in ((example, other) if example.label else (other, example))]
                 segments = [(chat_format.encode_prompt(messages, options), False), *pair]
@@ -595,15 +597,15 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
-        own = segments if example.label is None else [segments[0], segments[1 if example.label else 2]]
-        if not example.record and (fault := _label_fault(example, own, chat_format)):
+        checked = segments if example.label is None else [segments[0], segments[1 if example.label else 2]]
+        if not example.record and (fault := _label_fault(example, checked, chat_format)):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
-        kept[split_of(keys[place], spec.validation_fraction)].append(segments)
+        accepted[split_of(keys[number], spec.validation_fraction)].append(segments)
 
     # Convert them to ids and segments.
     splits = {}
-    for split, encoded in kept.items():
+    for split, encoded in accepted.items():
         ids = list(chain.from_iterable(segment for segments in encoded for segment, _ in segments))
         flags = [len(segment) << LENGTH_SHIFT | LAST * (number == len(segments)) | TARGET * is_target
                  for segments in encoded for number, (segment, is_target) in enumerate(segments, 1)]
@@ -612,10 +614,10 @@ def tokenize_examples(spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTok
     return ChunkTokens(splits, refused)
 
 
-def _next_other(values: Sequence[Any], place: int) -> int:
-    """Return the number, from 1, of the first other value from half a list away on; 0 if all are equal."""
-    places = ((place + len(values) // 2 + step) % len(values) for step in range(len(values)))
-    return next((each + 1 for each in places if values[each] != values[place]), 0)
+def _next_other(values: Sequence[Any], start: int) -> int | None:
+    """Return the index of the first other value from half a list away on; None if all are equal."""
+    indices = ((start + len(values) // 2 + step) % len(values) for step in range(len(values)))
+    return next((index for index in indices if values[index] != values[start]), None)
 
 
 def _label_fault(example: Example, segments: Segments,

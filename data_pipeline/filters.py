@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records, type_name
+from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records
 from data_pipeline.workers import InOrder, PreparationOptions
 
 # Part of the key: increase it when a filter removes different documents than before.
@@ -55,8 +55,6 @@ class EvaluationItems:
         self.texts, self.places, hashes = [], [], []
         reading = Reading(advice="correct it, or leave it out")
         for where, record in read_records(Source(path=path, split="", column=""), reading):
-            if bad := next((name for name, value in record.items() if isinstance(value, Exception)), None):
-                reading.refuse(where, f"column {bad!r} is {type_name(record[bad])}")
             for words in map(words_of, texts_of_item(record)):
                 if len(words) >= OVERLAP_WORDS:
                     self.texts.append(f" {' '.join(words)} ")

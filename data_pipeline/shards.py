@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -585,26 +585,28 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
 
 
 def _scan_all(shards: Sequence[Shard]) -> list[dict]:
-    """Return each file's largest id and, if the manifest has one, its SHA-256. Hashing releases the GIL."""
+    """Scan the files in threads (hashing releases the GIL), with a progress bar if this takes seconds."""
     size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
     bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
 
-    def scan(shard: Shard) -> dict:
-        hasher = hashlib.sha256() if shard.sha256 is not None else None
-        max_id = 0
-        if hasher is not None:
-            hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
-        for _, ids in shard.blocks():
-            if hasher is not None:
-                hasher.update(ids)
-            max_id = max(max_id, int(ids.max()))
-            tick()
-            with lock:
-                bar.update(ids.nbytes)
-        return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
+    def advance(read: int) -> None:
+        tick()
+        with lock:
+            bar.update(read)
 
     with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(scan, shards))
+        return list(pool.map(lambda shard: _scan(shard, advance), shards))
+
+
+def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
+    """Read a whole file; return its largest id and, if the manifest has one, its SHA-256."""
+    hasher, max_id = hashlib.sha256(), 0
+    hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
+    for _, ids in shard.blocks():
+        hasher.update(ids)
+        max_id = max(max_id, int(ids.max()))
+        advance(ids.nbytes)
+    return {"sha256": shard.sha256 and hasher.hexdigest(), "max_id": max_id}
 
 
 # -------------------------------------------------------------------------------------------------- writing

@@ -576,15 +576,20 @@ def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -
         rows = rows.select_columns(list(columns))
     correct = {field.name: _without_added_nulls(field.type)
                for field in (rows.features.arrow_schema if rows.features else ())}
-    for number, record in enumerate(rows, done + 1):
-        if number > start.record:
-            # Without types, all structs lose their nulls.
-            record = {column: (correct.get(column, _without_nulls) or (lambda value: value))(value)
-                      for column, value in record.items()}
-            reading.position = Position(start.file, number - 1, state)
-            yield f"{name} row {number}", record
-        if number % TABLE_ROWS == 0:
-            state = {"rows": number, "dataset": rows.state_dict()}
+    try:
+        for record in rows:
+            done += 1
+            if done > start.record:
+                # Without types, all structs lose their nulls.
+                record = {column: (correct.get(column, _without_nulls) or (lambda value: value))(value)
+                          for column, value in record.items()}
+                reading.position = Position(start.file, done - 1, state)
+                yield f"{name} row {done}", record
+            if done % TABLE_ROWS == 0:
+                state = {"rows": done, "dataset": rows.state_dict()}
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date before year 1, ...
+        raise DataError(f"{name} row {done + 1}: {remote.first_line(error)}; correct the table, or drop the "
+                        "column") from error
 
 
 def _without_nulls(value: Any) -> Any:

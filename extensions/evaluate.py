@@ -20,12 +20,13 @@ from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
-from dataloaders import Rows, first_prompts, open_rows
+from dataloaders import Rows, open_rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions import online  # noqa: F401, which registers the reward
 from extensions.inference.engine import Sampling
 from extensions.inference.generate import generate
 from extensions.inference.weights import packed_weights
+from fused.head import IGNORE_INDEX
 from model import Transformer
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
@@ -284,3 +285,13 @@ class Harness:
                 return manager, simple_evaluate, HFLM
         raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls "
                             "tasks` lists its tasks, and --include-path adds a folder of tasks")
+
+
+def first_prompts(rows: Rows, count: int) -> list[list[int]]:
+    """Return the token ids of the first prompt of each of the first rows of chats, pairs or prompts."""
+    prompts = []
+    for row in range(min(count, len(rows))):
+        batch = rows(np.array([row]))
+        length = (batch.targets_BT[0] != IGNORE_INDEX).int().argmax() + 1  # the first target is not in it
+        prompts.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
+    return prompts

@@ -238,7 +238,7 @@ FAULTS = [
     fault("KTO: the weights of good and bad are exchanged", "learn/objectives.py",
           "torch.where(label_BP > 0, c.kto_desirable_weight", "torch.where(label_BP < 0, c.kto_desirable_weight", OBJECTIVES),
     fault("KTO: the answer of the same prompt is the other one", "data_pipeline/chats.py",
-          "if values[each] != values[place]", "if each != place",
+          "if values[index] != values[start]", "if index != start",
           "tests/data_pipeline/test_chat_records.py::"
           "test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target"),
     fault("on-policy distillation: also cross-entropy", "learn/objectives.py", '{"distillation_weight": 1.0}', "{}", GRPO),

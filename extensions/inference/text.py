@@ -91,16 +91,29 @@ def text_prompt(tokenizer: Any, text: str | Sequence[int], parse_special: bool =
     """
     start = tokenizer.document_start_id
     if isinstance(text, str):
-        ids = tokenizer.encode_special(text) if parse_special else tokenizer.encode(text)
+        ids = encode_special(tokenizer, text) if parse_special else tokenizer.encode(text)
         ids = ids if ids[:1] == [start] else [start, *ids]
     else:
         ids = text
     return Prompt(ids, tokenizer.stop_ids | {start}, ids)
 
 
+def encode_special(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a text in which the names of control tokens mean these tokens."""
+    ids, start = [], 0
+    for match in (*tokenizer.control_pattern.finditer(text), None):
+        piece = text[start:match.start() if match else None]
+        ids += tokenizer.encode(piece, is_first=not start) if piece else []
+        if match:
+            ids.append(tokenizer.special_ids[match[0].strip()])
+            start = match.end()
+    return ids
+
+
 def note_of_controls(tokenizer: Any, texts: Iterable[str], advice: str) -> str:
     """Return a sentence if texts have names of control tokens, which are encoded as text; else ""."""
-    names = [*dict.fromkeys(name for text in texts for name in tokenizer.control_names(text))]
+    names = [*dict.fromkeys(match[0].strip() for text in texts
+                            for match in tokenizer.control_pattern.finditer(text))]
     if not names:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""

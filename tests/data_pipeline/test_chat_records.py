@@ -346,8 +346,9 @@ def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_p
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     columns = {"date": pyarrow.array([datetime.date(2026, 1, 2)]), "time": pyarrow.array([datetime.datetime(2026, 1, 2, 3)]),
                "price": pyarrow.array([decimal.Decimal("1.50")]), "took": pyarrow.array([datetime.timedelta(seconds=90)]),
-               "image": pyarrow.array([b"\xff"]), "early": pyarrow.array([-10**15], pyarrow.timestamp("s")),
-               "latin": pyarrow.Array.from_buffers(pyarrow.string(), 1, [None, *(pyarrow.py_buffer(part) for part in (b"\0\0\0\0\1\0\0\0", b"\xe9"))])}
+               "image": pyarrow.array([b"\xff"])}
+    bad = {"early": pyarrow.array([-10**15], pyarrow.timestamp("s")), "latin": pyarrow.Array.from_buffers(
+        pyarrow.string(), 1, [None, *(pyarrow.py_buffer(part) for part in (b"\0\0\0\0\1\0\0\0", b"\xe9"))])}
     table = pyarrow.table({"prompt": ["Why?"], "completion": ["So."], "chosen": ["So."], "rejected": ["No."], **columns})
     parquet.write_table(table, tmp_path / "x.parquet")
     source = Source(path=str(tmp_path / "x.parquet"))
@@ -359,12 +360,15 @@ def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_p
     (prompt,) = read_examples("prompts", source, reading)
     assert json.loads(prompt.record) == {"prompt": "Why?", "completion": "So.", "chosen": "So.", "rejected": "No.", "date": "2026-01-02",
                                          "time": "2026-01-02T03:00:00", "price": "1.50", "took": "0:01:30"}
-    assert reading.dropped == {"image": 1, "early": 1, "latin": 1}
-    with pytest.raises(DataError, match=r"prompt is unreadable \('utf-8' codec can't decode byte 0xe9"):
-        list(read_examples("prompts", Source(path=source.path, map="prompt=latin"), Reading()))
+    assert reading.dropped == {"image": 1}
     reading = Reading()
     assert [document.text for document in read_texts(Source(path=source.path, column="completion"), reading)] == ["So."]
     assert reading.dropped == dict.fromkeys({"prompt", "chosen", "rejected"} | columns.keys(), 1)
+    # What Python cannot hold either is refused by row.
+    for name, values in bad.items():
+        parquet.write_table(table.append_column(name, values), tmp_path / "x.parquet")
+        with pytest.raises(DataError, match=r"x\.parquet: row 1: .*; correct the table, or drop the column"):
+            list(read_examples("prompts", source, Reading()))
 
 
 def test_rows_streamed_by_datasets_lose_invented_nulls_and_keep_those_in_json(tmp_path):

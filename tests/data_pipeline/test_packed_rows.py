@@ -15,7 +15,8 @@ from config import ModelConfig
 from data_pipeline.chats import describe_lengths
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import LENGTH_SHIFT, Batch, ExampleRows, first_prompts, open_example_set
+from dataloaders import LENGTH_SHIFT, Batch, ExampleRows, open_example_set
+from extensions.evaluate import first_prompts
 from fused.head import IGNORE_INDEX
 from learn.objectives import pair_logprobs
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
