@@ -537,7 +537,7 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
 def _npy_header(path: Path) -> tuple[str, int, int]:
     """Return the type, offset and number of the ids in a NumPy file."""
     try:
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy parses the header as Python, and raises errors of any class
         raise DataError(f"{path}: cannot be read ({remote.first_line(error):.100}); copy it again") from error
     if array.ndim != 1 or array.dtype.str not in ("<u2", "<u4"):
