@@ -195,15 +195,6 @@ def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
     assert checked.code == 0 and "SEED was" in checked.text("warn") and "number of ranks was 1" in checked.text("warn")
 
 
-def test_weights_of_another_run_start_anew(trained, tmp_path, capsys):
-    changes = dict(OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
-    checked = Checked(trained, capsys, **changes)
-    assert checked.code == 0 and "schedule and step restart" in checked.text("ok") and list(tmp_path.iterdir()) == []
-    unset = trained.copy(tmp_path / "copy")
-    del unset.settings["COMPILE"]
-    assert "COMPILE=false" in Checked(unset, capsys, **changes).text("ok"), "as for the small model that it starts from"
-
-
 def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
     fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config

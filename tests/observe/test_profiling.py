@@ -10,12 +10,10 @@ import pytest
 import torch
 from factories import TinyRun, assert_same_run
 
-from common.errors import SettingsError
-from config import Config, rules
+from config import Config
 from extensions import power, profile
 from extensions.power import Reading, Sample
 from extensions.profile import Measurements, Profiling, peak_flops
-from extensions.settings import step_window
 
 # What the run of `whole` measures besides.
 MEASURED = {"PROFILE_STEPS": "3:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
@@ -95,21 +93,6 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
     assert "cannot be written" in run.said[-1] and "the run continues" in run.said[-1]
 
 
-def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
-    module = nvml()
-    module.millijoules, module.reasons = 1000, 0x20
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="30f3"))
-    run = fake_run(tmp_path, power_hz=1000)
-    sampler = power.start_sampler(run)
-    sampler.begin()
-    while not sampler.samples:
-        sampler.thread.join(0.001)
-    assert sampler.read().memory_bytes == 70 * 2**30
-    sampler.stop()
-    assert (tmp_path / "power.csv").exists() and run.said == []
-    assert power.start_sampler(fake_run(tmp_path, power_hz=0)) is None
-
-
 def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):
     nothing = Reading()
     one, other = Reading(300, 50, 0.5, 0x0, 10, 60, 1900), Reading(500, 100, 1, 0x24, 30, 80, 1200)
@@ -123,19 +106,6 @@ def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path)
         Measurements._warn_of_slowdowns(told, [one, other])
     assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; reported once"
                         for cause in ("its power limit", "heat")]
-
-
-def test_windows_are_checked():
-    assert step_window("3:7") == range(3, 8) and step_window(" 5:5 ") == range(5, 6) and step_window(None) is None
-    common = dict(pretrain_data_path="x", tokenizer_path="y", total_batch_size=8192)
-    assert [*rules(Config(**common, profile_steps="3:7", memory_snapshot=3))] == []
-    for wrong in ("7:3", "0:3", "3"):
-        assert [*rules(Config(**common, profile_steps=wrong))] == [
-            f"PROFILE_STEPS={wrong} must be the first and the last step from 1, such as 3:7"]
-    assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
-    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, but torch sees no GPU here; remove it"):
-        Measurements().run_start(SimpleNamespace(config=Config(memory_snapshot=3), ranks=SimpleNamespace(device=torch.device("cpu"))))
-    assert power.SLOWDOWNS
 
 
 def test_the_peak_is_known_or_set_or_unknown(monkeypatch):

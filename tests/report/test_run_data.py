@@ -1,7 +1,6 @@
 """A run's folder as the page's data: real runs, old ones, damaged ones, and one of a million steps."""
 
 import json
-import os
 import shutil
 import time
 
@@ -98,14 +97,6 @@ def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder)
         assert (run["state"], run["sentence"], run["eta_seconds"]) == ("running", "running: 5 of 10 steps done", 15)
         assert (folder / "run.lock").stat() == before
     assert read(folder).data()["runs"][0]["state"] == "stopped"
-
-
-def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
-    (folder / "run.lock").write_text("process 1 on elsewhere")
-    assert read(folder).data()["runs"][0]["sentence"] == "running on another machine: 5 of 10 steps done"
-    os.utime(folder / "metrics.jsonl", (time.time() - 7200, time.time() - 7200))
-    run, = read(folder).data()["runs"]
-    assert run["state"] == "unknown" and "no sign of life for 2 h 00 min" in run["sentence"]
 
 
 def test_alarms_come_from_the_step_log_and_the_events(folder):

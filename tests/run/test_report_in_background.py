@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import BARE
 from factories import PATIENCE, UNMEASURED
 
 from extensions import report as writing
@@ -56,18 +55,6 @@ def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its
     assert run.train() == 0 and there == [True]
     assert starts == [run.folder] * (len(run.steps_saved()) + 1)
     assert "train_loss" in (run.folder / "report.html").read_text() and not [*run.folder.glob("*.tmp*")]
-
-
-def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkeypatch, capsys):
-    run = tiny_run(REPORT="true", MAX_STEPS=2, **UNMEASURED)
-    with monkeypatch.context() as patch:
-        patch.setattr(writing, "SCRIPT", "/nowhere/report.py")
-        assert run.train() == 0
-    told = capsys.readouterr()
-    assert "Look at the run" not in told.out and not (run.folder / "report.html").exists()
-    subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True,
-                   env={**BARE, "VIRTUAL_ENV": sys.prefix, "PATH": f"{Path(sys.executable).parent}:{BARE['PATH']}"})
-    assert (run.folder / "report.html").exists()
 
 
 def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):

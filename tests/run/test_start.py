@@ -33,16 +33,6 @@ from settings.load import Layer
 from tokenizer import load_tokenizer
 
 
-def test_a_run_goes_on_with_its_tokenizer_in_another_file(prepared, tmp_path):
-    load_tokenizer(str(prepared.tokenizer)).save_huggingface(exported := tmp_path)
-    files = [prepared.tokenizer, exported]
-    run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED)
-    assert run.train(MAX_STEPS=2, TOKENIZER_PATH=files[0]) == 0
-    saved = store.read_state(run.checkpoint(2))["identity"]["TOKENIZER_PATH"]
-    assert run.train(MAX_STEPS=4, TOKENIZER_PATH=files[1]) == 0
-    assert store.read_state(run.checkpoint(4))["identity"]["TOKENIZER_PATH"] != saved
-
-
 def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
     """One more step for each spelling: first names are compared, then real paths, then the hash of the weights."""
     shutil.copytree(stages.base.parent.parent, tmp_path / "base")
@@ -197,18 +187,6 @@ def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path,
     again = []
     replay(taken.folder, 2, Layer(), info=again.append)
     assert " ".join(again).count("the same") == 2
-
-
-@pytest.mark.parametrize("changes, told", [
-    ({"N_HEADS": 8}, "N_HEADS is 4 there and 8 here (command line). To start from it, remove these settings, or set N_HEADS=4"),
-    ({"MULTIPLE_OF": 64}, "FFN_DIM is 96 there and 128 here (command line)")])
-def test_what_contradicts_the_start_is_named_with_its_place(changes, told, stages, tmp_path, capsys):
-    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1))
-    assert run.train(**changes) == 5 and told in capsys.readouterr().err and not run.folder.exists()
-    assert run.train() == 0
-    assert run.train(MAX_STEPS=2, **changes) == 5
-    (name, value), = changes.items()
-    assert f" is {value} (command line)" in capsys.readouterr().err or name == "MULTIPLE_OF"
 
 
 def model_from_elsewhere(stages: Stages, folder: Path, layers: int = 2, unused_rows: int = 0) -> Path:

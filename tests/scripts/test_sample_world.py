@@ -6,16 +6,10 @@ import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from common.errors import DataError
-from run import overview as check
-from run.overview import provide_sample
 from scripts.sample import stories
-from settings.load import load_config
-from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
@@ -125,29 +119,3 @@ def test_held_out_facts_are_never_trained_on():
     trained = facts_in(islice(stories.texts(), 2000)).union(*files.values())
     assert len(trained) > 4000 and len(held_out) > 1000
     assert not trained & held_out
-
-
-def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    made, codes = [], [0, 1]
-    monkeypatch.setattr(check.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
-        returncode=codes.pop(0)))
-    sample = load_config(["--preset", "sample"], {}).config
-    own = sample.model_copy(update={"pretrain_data_path": "set", "hellaswag_path": None, "tokenizer_path": "t.model"})
-    provide_sample(own, may_write=False)
-    with pytest.raises(DataError, match=r"scripts/make_sample.py'? --folder data/sample"):
-        provide_sample(sample, may_write=False)
-    assert not made
-    provide_sample(sample, may_write=True)
-    assert [command[1:] for command in made] == [[str(ROOT / "scripts" / "make_sample.py"), "--folder", "data/sample"]]
-    with pytest.raises(DataError, match="sample data in data/sample"):
-        provide_sample(sample, may_write=True)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    provide_sample(sample, may_write=True)
-    monkeypatch.delenv("LOCAL_RANK")
-    (tmp_path / "data" / "sample").mkdir(parents=True)
-    provide_sample(sample, may_write=True)
-    assert len(made) == 2
-    with pytest.raises(DataError, match="there is no file .*; make the embedded sample with .*scripts/make_sample.py'? --folder"):
-        load_tokenizer(sample.tokenizer_path)

@@ -19,7 +19,7 @@ from data_pipeline.templates import load_chat_format
 from extensions.inference import engine
 from extensions.inference.text import LanguageModel
 from extensions.serving.api import Api
-from extensions.serving.app import ServeOptions, model_ids
+from extensions.serving.app import ServeOptions
 from tokenizer import load_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -212,23 +212,6 @@ def test_n_answers_have_seeds_that_count_up(client):
     assert [chunk.choices[0].delta.role for chunk in chunks[:3]] == ["assistant"] * 3
     texts = [choice.text for choice in complete(client, ["The cat", "A dog"], n=2, **sampled).choices]
     assert texts == [complete(client, prompt, **{**sampled, "seed": seed}).choices[0].text for prompt in ("The cat", "A dog") for seed in (5, 6)]
-
-
-def test_a_model_that_is_alone_answers_to_any_name_and_ids_are_names(prepared):
-    assert model_ids(["runs/chat/checkpoints/step-00000010"]) == ["chat@step-00000010"]
-    assert model_ids(["runs/chat", "other/chat"]) == ["runs/chat", "other/chat"]
-    with serving([tiny_model(prepared.tokenizer, "runs/chä t")]) as (url, _), \
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        assert client.models.list().data[0].id == "chä t" == client.models.retrieve("runs/chä t").id
-        for path in ("/chat/completions", "/completions"):
-            for stream in (False, True):
-                body = {"model": "gpt-4o", "messages": HELLO} if path == "/chat/completions" else {"model": "gpt-4o", "prompt": "x"}
-                response = httpx.post(f"{url}/v1{path}", json={**body, "max_tokens": 2, "stream": stream})
-                assert response.headers["x-paddock-model"] == "ch%C3%A4%20t" and '"chä t"' in response.text
-    with serving([tiny_model(prepared.tokenizer, f"runs/{name}") for name in "ab"]) as (url, _), \
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        assert [model.id for model in client.models.list().data] == ["a", "b"]
-        assert chat(client, model="runs/b").model == "b", "the path that was given stays a name"
 
 
 def test_the_server_limits_how_far_a_prompt_is_continued(prepared):

@@ -36,7 +36,6 @@ from dataloaders import Batch, ExampleRows, open_example_set
 from learn import stored as precompute
 from learn.objectives import DPO, NextToken, stored_reference
 from model import Transformer
-from run.adapters import merge
 
 ROW_TOKENS = 192  # tokens of a row in the tests of single steps; several pairs fit
 
@@ -276,21 +275,6 @@ def test_adapters_are_not_resumed_on_another_base(stages, run, tmp_path, capsys)
     shutil.rmtree(base)
     shutil.copytree(stages.base, base)
     assert adapted.train() == 0
-
-
-def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, capsys):
-    """Once merged, training continues from them as a whole model."""
-    adapted = finished("lora-sft")
-    for mode in ("sft", "lora-sft", "dpo-stored"):
-        refused = run(mode, PRETRAIN_CHECKPOINT=adapted.checkpoint(4))
-        assert refused.train() == train.main([*refused.argv(), "--check"]) == 5
-        assert capsys.readouterr().err.count("--to merged") >= 1 and not refused.steps_saved()
-    merged = run("sft").output_dir / "merged"
-    merged.parent.mkdir(exist_ok=True)
-    merge(adapted.checkpoint(4), merged)
-    after = run("sft", PRETRAIN_CHECKPOINT=merged, MAX_STEPS=1, HELLASWAG_EVERY=0)
-    assert after.train() == 0
-    assert after.column("val_loss")[0] == pytest.approx(adapted.column("val_loss")[4], rel=1e-4)
 
 
 def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
