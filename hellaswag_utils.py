@@ -218,7 +218,8 @@ def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.dev
     # On the CPU, so that the model can look for a shared prefix without a device sync
     document_ids_BT = pad([task.documents_T for task in batch], padding_value=MOST_ENDINGS + 1)
     is_target_BT = targets_BT != IGNORE_INDEX
-    hidden_MD = model.hidden(tokens_BT, document_ids_BT)[is_target_BT.to(device)]
+    index_M = is_target_BT.flatten().nonzero().flatten().to(device)
+    hidden_MD = model(tokens_BT, document_ids_BT=document_ids_BT, target_index_M=index_M, mode="hidden")
     logprob_M = model.logprobs(hidden_MD, targets_BT[is_target_BT].to(device)).cpu().double().numpy()
     lengths = np.array([length for task in batch for length in task.ending_tokens])
     return by_item(np.add.reduceat(logprob_M, lengths.cumsum() - lengths), batch, -np.inf)

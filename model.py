@@ -328,20 +328,9 @@ class Transformer(nn.Module):
                               rotation_BT1H=None if rotation is None else torch.ones_like(rotation))
                 for layer, meta in enumerate(metas)]
 
-    def hidden(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
-               cache: Optional[KVCache] = None) -> Tensor:
-        """Return the normalized last hidden states, (B, T, D) in the compute dtype."""
-        metas = self.attention_metas(tokens_BT, document_ids_BT, cache)
-        x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
-        for layer, (block, meta) in enumerate(zip(self.layers, metas)):
-            if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
-                x_BTD = checkpoint(block, x_BTD, meta, use_reentrant=False)
-            else:
-                x_BTD = block(x_BTD, meta, None if cache is None else partial(cache.store, layer))
-        return self.norm(x_BTD)
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, document_ids_BT: Optional[Tensor] = None, *,
-                target_index_M: Optional[Tensor] = None, reduction: str | LogitsLoss = "none") -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Optional[Tensor] = None,
+                document_ids_BT: Optional[Tensor] = None, *, target_index_M: Optional[Tensor] = None,
+                mode: str | LogitsLoss = "logprobs", cache: Optional[KVCache] = None) -> Tensor:
         """Return the log-probabilities of the targets in nats, float32, without ever holding all logits.
 
         Args:
@@ -349,34 +338,32 @@ class Transformer(nn.Module):
             targets_BT: int64 ids, already shifted; IGNORE_INDEX marks positions to skip, which count as 0.
             document_ids_BT: int32; a token attends to its own document and to the latest SHARED_PREFIX of its
                 row. None = each row is one document.
-            target_index_M: int64 positions of the flattened targets to predict; None = all.
-            reduction: "none" returns (B, T); "each" too, faster without a graph, but with other rounding on
-                a CPU. "sum" returns their sum and saves a matmul of the head. A LogitsLoss returns the sum
-                of that loss.
+            target_index_M: int64 positions of the flattened tokens to predict; None = all.
+            mode: "logprobs" returns (B, T); "each" too, faster without a graph, but with other rounding on a
+                CPU. "sum" returns their sum and saves a matmul of the head. A LogitsLoss returns the sum of
+                that loss. Without targets, "hidden" returns the normalized last hidden states, (B, T, D) in
+                the compute dtype, and "logits" (B, T, vocab_size) in float32; both (M, ...) of an index.
+            cache: holds earlier tokens, which these continue; it excludes document ids.
         """
-        # Bypass FSDP's hook on `hidden`: it would end the forward and gather the head again.
-        hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT)
-        return self.logprobs(hidden_BTD, targets_BT, target_index_M=target_index_M, reduction=reduction)
-
-    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, target_index_M: Optional[Tensor] = None,
-                 reduction: str | LogitsLoss = "none") -> Tensor:
-        """Run the head's part of `forward` on hidden states of any leading shape."""
-        compute = partial(self.head.logprobs, targets_BT=targets_BT, target_index_M=target_index_M,
-                          reduction=reduction)
-        return self.head_matrix.use_as_head(hidden_BTD, compute)
-
-    def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
-               cache: Optional[KVCache] = None, *, only_B: Optional[Tensor] = None) -> Tensor:
-        """Return float32 logits: (B, T, vocab_size), or (B, vocab_size) of the one token per row in `only_B`.
-
-        The tokens continue those in the `cache`, which excludes document ids.
-        """
-        hidden = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
-        if only_B is not None:
-            hidden = hidden[torch.arange(len(only_B), device=only_B.device), only_B]
-        return self.head_logits(hidden)
-
-    def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return the float32 logits of normalized hidden states."""
+        metas = self.attention_metas(tokens_BT, document_ids_BT, cache)
+        x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
+        for layer, (block, meta) in enumerate(zip(self.layers, metas)):
+            if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, meta, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, meta, None if cache is None else partial(cache.store, layer))
+        hidden = self.norm(x_BTD)
+        if mode not in ("hidden", "logits"):
+            return self.logprobs(hidden, targets_BT, target_index_M=target_index_M, mode=mode)
+        if target_index_M is not None:
+            hidden = hidden.flatten(0, 1)[target_index_M]
+        if mode == "hidden":
+            return hidden
         logits = self.head_matrix.use_as_head(hidden, lambda weight, hidden: linear(hidden, weight.values_VD))
         return logits[..., :self.vocab_size].float()
+
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, target_index_M: Optional[Tensor] = None,
+                 mode: str | LogitsLoss = "logprobs") -> Tensor:
+        """Run the head's part of `forward` on hidden states of any leading shape."""
+        compute = partial(self.head.logprobs, targets_BT=targets_BT, target_index_M=target_index_M, mode=mode)
+        return self.head_matrix.use_as_head(hidden_BTD, compute)

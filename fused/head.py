@@ -221,7 +221,7 @@ class ChunkedHead:
         return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
 
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
-                 target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
+                 target_index_M: Optional[Tensor], mode: str | LogitsLoss) -> Tensor:
         """See `Transformer.forward`; the hidden states may have any leading shape."""
         sum_gradients_in_float32(weight.learned)
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
@@ -229,15 +229,15 @@ class ChunkedHead:
         varies = target_index_M is not None or hidden_BTD.dim() == 2
         if target_index_M is not None:
             hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
-        if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
-            return self.sum_over_logits(weight, hidden_MD, targets_M, reduction, varies)
-        in_rows = reduction == "none" and hidden_BTD.dim() > 2  # compared with another model's, to the bit
+        if callable(mode) or (mode == "sum" and torch.is_grad_enabled()):
+            return self.sum_over_logits(weight, hidden_MD, targets_M, mode, varies)
+        in_rows = mode == "logprobs" and hidden_BTD.dim() > 2  # compared with another model's, to the bit
         if in_rows or torch.is_grad_enabled() or hidden_MD.device.type != "cpu":
             logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self, varies)
         else:
             weight_VD = weight.values_VD.to(hidden_MD.dtype)
             logprob_M = logprob_in_tiles(hidden_MD, weight_VD, targets_M, self.vocab_size)
-        if reduction == "sum":
+        if mode == "sum":
             return logprob_M.sum()
         if target_index_M is not None:
             zeros = torch.zeros(targets_BT.numel(), device=logprob_M.device)

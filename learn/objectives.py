@@ -94,7 +94,7 @@ class NextToken:
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                              target_index_M=batch.target_index_M, reduction="sum"), {})
+                              target_index_M=batch.target_index_M, mode="sum"), {})
 
     def by_item(self, model: nn.Module, batch, items: str) -> LossSum:
         return LossSum(-sums_by_item(token_logprobs(model, batch, "each"), batch, items), {})
@@ -148,10 +148,10 @@ def share_prompts(batch):
                    target_index_M=(targets_BT != IGNORE_INDEX).flatten().nonzero().flatten())
 
 
-def token_logprobs(model: nn.Module, batch, reduction: str = "none") -> Tensor:
+def token_logprobs(model: nn.Module, batch, mode: str = "logprobs") -> Tensor:
     """Return the (B, T) log-probabilities of the targets in nats."""
     return model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                 target_index_M=batch.target_index_M, reduction=reduction)
+                 target_index_M=batch.target_index_M, mode=mode)
 
 
 @torch.no_grad()
@@ -529,7 +529,7 @@ class Distillation(NextToken):
             return total, gradient_MV
 
         total = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=target_index_M,
-                      reduction=loss)
+                      mode=loss)
         return LossSum(total, sums)
 
     def by_item(self, model: nn.Module, batch, items: str) -> LossSum:

@@ -92,8 +92,8 @@ class LlamaTeacher:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> LogitsOfSlice:
-        hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
-        hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
+        hidden_MD = self.model(batch.tokens_BT, document_ids_BT=batch.document_ids_BT,
+                               target_index_M=batch.target_index_M, mode="hidden").flatten(0, -2)
         if is_sharded(self.model.head_matrix):
             self.model.head_matrix.unshard()  # until its next forward ends
         weight_VD = self.model.head_matrix.as_head().values_VD

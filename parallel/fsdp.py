@@ -71,12 +71,6 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     # Hide the arguments from fully_shard: it would copy the document ids, which the host reads, to the GPU.
     model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
-    # Methods that are called outside of forward
-    model.call = lambda method: method()
-    fsdp.register_fsdp_forward_method(model, "call")
-    for method in (model.hidden, model.logits):
-        setattr(model, method.__name__,
-                lambda *args, method=method, **options: model.call(partial(method, *args, **options)))
 
 
 # ------------------------------------------------------------------------------- a rank's local rows

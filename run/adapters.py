@@ -111,7 +111,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
     model, tokenizer = load_model(adapters, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]
+        expected_BTV = model(tokens_BT, mode="logits")[..., :tokenizer.vocab_size]
     state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
     longest = huggingface.context_length(read_json(base_folder / "config.json"))
     differences = []
@@ -120,7 +120,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
         tensors = huggingface.load_model_weights(folder)
         with torch.no_grad():
             merged = model_from_tensors(tensors, model.config, tokenizer.vocab_size).eval()
-            differences.append(float((merged.logits(tokens_BT) - expected_BTV).abs().max()))
+            differences.append(float((merged(tokens_BT, mode="logits") - expected_BTV).abs().max()))
         allowed = TOLERANCE * max(1.0, float(expected_BTV.abs().max()))
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "

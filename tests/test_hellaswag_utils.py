@@ -184,7 +184,7 @@ def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len
     """The ending's log-probability in a row of its own, from plain logits."""
     row = (context + ending)[-(max_seq_len + 1):]
     with torch.no_grad():
-        logprobs = model.logits(torch.tensor([row[:-1]]))[0].log_softmax(-1)
+        logprobs = model(torch.tensor([row[:-1]]), mode="logits")[0].log_softmax(-1)
     return float(logprobs[-len(ending):].gather(1, torch.tensor(ending)[:, None]).double().sum())
 
 

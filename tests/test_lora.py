@@ -72,11 +72,11 @@ def tokens(rows: int = 2, length: int = 24) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def learn(model: nn.Module, batch: torch.Tensor | None = None, reduction: str = "sum") -> dict[str, torch.Tensor]:
+def learn(model: nn.Module, batch: torch.Tensor | None = None, mode: str = "sum") -> dict[str, torch.Tensor]:
     """The gradients of a mean next-token loss, of what learns."""
     batch = tokens() if batch is None else batch
     model.zero_grad()
-    (-model(batch[:, :-1], batch[:, 1:], reduction=reduction).sum() / batch[:, 1:].numel()).backward()
+    (-model(batch[:, :-1], batch[:, 1:], mode=mode).sum() / batch[:, 1:].numel()).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -89,9 +89,9 @@ def tokenizer() -> Tokenizer:
 def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
     model = adapted(shape(), ROWS, torch.bfloat16)
     with torch.no_grad():
-        before = model.logits(tokens())
+        before = model(tokens(), mode="logits")
         lora.cast_base(model, torch.bfloat16)
-        assert torch.equal(model.logits(tokens()), before)
+        assert torch.equal(model(tokens(), mode="logits"), before)
     kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert kept["layers.0.attention.wq.weight"] == kept["tok_embeddings.weight"] == torch.bfloat16
     assert kept["layers.0.attention.wq.lora_A"] == kept["norm.weight"] == torch.float32
@@ -105,13 +105,13 @@ def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
     config = shape(tie_embeddings=tied)
     model = adapted(config, besides)
     with torch.no_grad():
-        learnt, base = model.logits(tokens()), base_model(config).logits(tokens())
+        learnt, base = model(tokens(), mode="logits"), base_model(config)(tokens(), mode="logits")
         assert (learnt - base).abs().max() > 0.1
         with pytest.raises(KeyError):
             with lora.disable_adapters(model):
-                assert torch.equal(model.logits(tokens()), base)
+                assert torch.equal(model(tokens(), mode="logits"), base)
                 raise KeyError
-        assert torch.equal(model.logits(tokens()), learnt)
+        assert torch.equal(model(tokens(), mode="logits"), learnt)
     learned = "rows" if besides is ROWS else "weight"
     assert {name for name in learn(model) if "lora" not in name} == (
         {f"tok_embeddings.{learned}"} if tied else {f"tok_embeddings.{learned}", f"output.{learned}"})
@@ -162,8 +162,8 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
     assert furthest(learn(compiled), learn(eager)) < 1e-6
     assert len(graphs) == 2
     with torch.no_grad(), lora.disable_adapters(compiled):
-        expected = base_model(shape(n_layers=3)).logits(tokens())
-        torch.testing.assert_close(compiled.logits(tokens()), expected)
+        expected = base_model(shape(n_layers=3))(tokens(), mode="logits")
+        torch.testing.assert_close(compiled(tokens(), mode="logits"), expected)
     learn(compiled)
     assert len(graphs) == 3
 
@@ -179,9 +179,9 @@ def check_gradients() -> None:
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
     for part, last in zip(halves, (False, True)):
         with nullcontext() if last else trained.no_sync():
-            (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
+            (-trained(part[:, :-1], part[:, 1:], mode="sum")).backward()
     with torch.no_grad(), lora.disable_adapters(trained):
-        assert torch.equal(model.logits(tokens()), base_model(model.config).logits(tokens()))
+        assert torch.equal(model(tokens(), mode="logits"), base_model(model.config)(tokens(), mode="logits"))
     shared = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     alone = learn(adapted(shape(tie_embeddings=False), HEAD_AND_ROWS), tokens(rows=8))
     assert {"output.weight", "tok_embeddings.rows"} <= shared.keys()
@@ -295,14 +295,14 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     peft.set_peft_model_state_dict(theirs, tensors)
     with torch.no_grad():
         expected = theirs(tokens()).logits
-        assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (ours(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
         with lora.disable_adapters(ours), theirs.disable_adapter():
-            assert (ours.logits(tokens()) - theirs(tokens()).logits).abs().max() < 1e-4
+            assert (ours(tokens(), mode="logits") - theirs(tokens()).logits).abs().max() < 1e-4
     theirs(tokens(), labels=tokens()).loss.backward()
     of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
                  if parameter.requires_grad}
-    for reduction in ("sum", "none"):
-        of_ours = read_all(peft_format.to_peft(learn(ours, reduction=reduction), config, VOCAB))
+    for mode in ("sum", "logprobs"):
+        of_ours = read_all(peft_format.to_peft(learn(ours, mode=mode), config, VOCAB))
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
@@ -346,7 +346,7 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
     with torch.no_grad():
         expected = theirs(tokens()).logits
-        assert (model.logits(tokens()) - expected).abs().max() < 1e-5
+        assert (model(tokens(), mode="logits") - expected).abs().max() < 1e-5
     adapter = peft_format.load_adapter_folder(folder, model.config, padded(VOCAB))
     again = base_model(model.config)
     lora.add_adapters(again, adapter.config, torch.Generator(), adapter.token_ids)
@@ -386,7 +386,7 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
     lora.load_adapter_state_dict(ours, adapter.state)
     with torch.no_grad():
         expected = theirs.eval()(tokens()).logits
-        assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (ours(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
@@ -456,7 +456,7 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
         expected = theirs.eval()(tokens()).logits
         theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
         merged = model_from_tensors(huggingface.load_model_weights(tmp_path / "merged"), config, VOCAB)
-        assert (merged.logits(tokens()) - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert (merged(tokens(), mode="logits") - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("changed, problem", [
@@ -491,7 +491,7 @@ def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, chang
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
-        expected = model.logits(tokens())
+        expected = model(tokens(), mode="logits")
         assert (theirs(tokens()).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
@@ -543,10 +543,10 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
     merged = Transformer(shape(n_layers=1), VOCAB)
     merged.load_state_dict(lora.merged_state_dict(model))
     with torch.no_grad():
-        expected = model.logits(tokens())
-        assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+        expected = model(tokens(), mode="logits")
+        assert (merged(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
         with lora.disable_adapters(model):
-            assert not torch.equal(model.logits(tokens()), expected)
+            assert not torch.equal(model(tokens(), mode="logits"), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
 
 

@@ -83,10 +83,10 @@ def test_logits_and_all_gradients_equal_transformers(shape):
     tokens, targets = random_ids(3, 70), random_ids(3, 70, seed=1)
     logits = theirs(tokens).logits
     assert 0.3 < logits.std() < 30
-    assert (ours.logits(tokens) - logits).abs().max() < 1e-5 * logits.abs().max()
+    assert (ours(tokens, mode="logits") - logits).abs().max() < 1e-5 * logits.abs().max()
 
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    (-ours(tokens, targets, reduction="sum")).backward()
+    (-ours(tokens, targets, mode="sum")).backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The change of pairs for halves is a reordering of rows, so it maps gradients as it maps weights.
     assert_all_close(read_all(to_huggingface(gradients(ours), ours.config, VOCAB)), expected, 1e-5)
@@ -98,12 +98,12 @@ def test_padded_ids_are_never_predicted_and_never_learn():
     assert model.output.weight.shape[0] == padded(VOCAB) == 256 and padded(256) == 256
     with torch.no_grad():  # as loud as they can be
         model.output.weight[VOCAB:] = 100 * model.output.weight[:256 - VOCAB]
-    assert model.logits(tokens).shape == (2, 9, VOCAB)
-    padded_logits = linear(model.hidden(tokens), model.output.weight).flatten(0, 1)
+    assert model(tokens, mode="logits").shape == (2, 9, VOCAB)
+    padded_logits = linear(model(tokens, mode="hidden"), model.output.weight).flatten(0, 1)
     assert (float_logits(padded_logits, VOCAB)[:, VOCAB:] == -torch.inf).all()
-    expected = model.logits(tokens).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    for reduction in ("none", "sum"):
-        logprob = model(tokens, targets, reduction=reduction)
+    expected = model(tokens, mode="logits").log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    for mode in ("logprobs", "sum"):
+        logprob = model(tokens, targets, mode=mode)
         torch.testing.assert_close(logprob.sum(), expected.sum(), atol=1e-3, rtol=0)
         logprob.sum().backward()
         grads = gradients(model)
@@ -117,15 +117,15 @@ def test_documents_in_a_row_equal_rows_of_their_own():
     lengths = [[5, 1, 17, 9], [32], [20, 12]]
     tokens, targets = random_ids(3, 32), random_ids(3, 32, seed=1)
     documents = torch.tensor([[5] * 5 + [1] * 1 + [7] * 17 + [2] * 9, [1] * 32, [1] * 20 + [2] * 12], dtype=torch.int32)
-    logits = model.logits(tokens, documents)
-    model(tokens, targets, documents, reduction="sum").backward()
+    logits = model(tokens, document_ids_BT=documents, mode="logits")
+    model(tokens, targets, documents, mode="sum").backward()
     together = gradients(model)
     for row, parts in enumerate(lengths):
         start = 0
         for length in parts:
             part = (slice(row, row + 1), slice(start, start + length))
-            torch.testing.assert_close(model.logits(tokens[part]), logits[part], atol=1e-4, rtol=0)
-            model(tokens[part], targets[part], reduction="sum").backward()
+            torch.testing.assert_close(model(tokens[part], mode="logits"), logits[part], atol=1e-4, rtol=0)
+            model(tokens[part], targets[part], mode="sum").backward()
             start += length
     assert_all_close(together, gradients(model))
 
@@ -147,9 +147,9 @@ def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
                 places.append((row, slice(start, start + length), prefix))
                 start += length
     with torch.set_grad_enabled(with_gradients):
-        together = model.logits(tokens, documents)
+        together = model(tokens, document_ids_BT=documents, mode="logits")
         found = [together[row, place] for row, place, _ in places]
-        wanted = [model.logits(ids)[0, prefix:] for ids, (_, _, prefix) in zip(alone, places)]
+        wanted = [model(ids, mode="logits")[0, prefix:] for ids, (_, _, prefix) in zip(alone, places)]
     for ours, theirs in zip(found, wanted):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     if with_gradients:
@@ -173,27 +173,27 @@ def test_borders_are_where_documents_begin_in_the_flattened_batch():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, reduction, monkeypatch):
+@pytest.mark.parametrize("mode", ["logprobs", "sum"])
+def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, mode, monkeypatch):
     monkeypatch.setattr("fused.head.CACHED_LOGITS", 1000)  # a chunk has several parts
     tokens, targets = random_ids(2, 15), random_ids(2, 15, seed=1)
     targets[0, 3:9] = targets[1, -1] = IGNORE_INDEX
     model = make(tie_embeddings=tied, head_chunk_tokens=chunk)
-    logprobs = model.logits(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    logprobs = model(tokens, mode="logits").log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     expected = logprobs.where(targets != IGNORE_INDEX, 0)
     (expected.sum() * -0.25).backward()
     expected_gradients = gradients(model)
 
-    logprob = model(tokens, targets, reduction=reduction)
+    logprob = model(tokens, targets, mode=mode)
     assert logprob.dtype == torch.float32
-    if reduction == "none":
+    if mode == "logprobs":
         torch.testing.assert_close(logprob, expected, atol=1e-4, rtol=0)
         assert (logprob[targets == IGNORE_INDEX] == 0).all()
     torch.testing.assert_close(logprob.sum(), expected.sum(), atol=1e-3, rtol=1e-5)
     (logprob.sum() * -0.25).backward()
     assert_all_close(gradients(model), expected_gradients)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens, targets, reduction=reduction), logprob, atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(model(tokens, targets, mode=mode), logprob, atol=1e-3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
@@ -204,7 +204,7 @@ def test_recomputed_activations_give_the_same_bits(backend):
     results = []
     for how in ("none", "block"):
         model = make(activation_checkpointing=how, attention_backend=backend)
-        total = model(tokens, targets, documents, reduction="sum")
+        total = model(tokens, targets, documents, mode="sum")
         total.backward()
         results.append({"total": total.detach(), **gradients(model)})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
@@ -216,11 +216,11 @@ def test_a_cache_changes_nothing(steps):
     tokens = random_ids(3, sum(steps))
     cache = RowCache(model.config, 3, sum(steps), torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        expected = model.logits(tokens)
-        parts = [model.logits(part, cache=cache) for part in tokens.split(steps, dim=1)]
+        expected = model(tokens, mode="logits")
+        parts = [model(part, cache=cache, mode="logits") for part in tokens.split(steps, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=0)
         some = torch.tensor([3, 11, 0])
-        torch.testing.assert_close(model.logits(tokens, only_B=some), expected[range(3), some], atol=1e-4, rtol=0)
+        torch.testing.assert_close(model(tokens, target_index_M=12 * torch.arange(3) + some, mode="logits"), expected[range(3), some], atol=1e-4, rtol=0)
     assert cache.used == [sum(steps)] * 3
 
 
@@ -234,14 +234,14 @@ def test_a_compiled_norm_has_the_bits_of_an_eager_one(monkeypatch):
     assert torch.equal(norm(x), eager) and torch.equal(eager, exact)
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_bf16_is_close_to_fp32_and_its_gradients_are_fp32(reduction):
+@pytest.mark.parametrize("mode", ["logprobs", "sum"])
+def test_bf16_is_close_to_fp32_and_its_gradients_are_fp32(mode):
     tokens, targets = random_ids(4, 32), random_ids(4, 32, seed=1)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make(dtype=dtype)
-        assert model.hidden(tokens).dtype == dtype and all(p.dtype == torch.float32 for p in model.parameters())
-        logprob = model(tokens, targets, reduction=reduction)
+        assert model(tokens, mode="hidden").dtype == dtype and all(p.dtype == torch.float32 for p in model.parameters())
+        logprob = model(tokens, targets, mode=mode)
         assert logprob.dtype == torch.float32
         logprob.sum().backward()
         results.append((logprob.sum().detach() / targets.numel(), gradients(model)))

@@ -145,7 +145,7 @@ def test_blocks_compiled_under_ddp_stay_whole(tmp_path, monkeypatch):
         model_utils.compile_model(network)
         parallel = torch.nn.parallel.DistributedDataParallel(network)
         tokens = torch.arange(16)[None]
-        parallel(tokens, tokens, reduction="sum").backward()
+        parallel(tokens, tokens, mode="sum").backward()
     finally:
         torch.distributed.destroy_process_group()
         torch._dynamo.reset()

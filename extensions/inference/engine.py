@@ -266,7 +266,8 @@ class Batch:
         device, pieces = cache.index_S.device, [row.pending[:width] for row in rows]
         padded = [piece + [0] * (width - len(piece)) for piece in pieces]
         self.tokens_BT = torch.tensor(padded, device=device)
-        self.last_B = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
+        last = [number * width + len(piece) - 1 for number, piece in enumerate(pieces)]
+        self.last_M = torch.tensor(last, device=device)  # among the flattened tokens
         self.cache = cache.at([row.index for row in rows], [len(row.cached) for row in rows])
 
         # Sampling state of the rows whose input ends in this step
@@ -294,7 +295,7 @@ class Batch:
 
     def compute(self) -> None:
         """Run the model on the next tokens of the rows, and choose the tokens that follow, on the device."""
-        logits_RV = self.model.logits(self.tokens_BT, cache=self.cache, only_B=self.last_B)
+        logits_RV = self.model(self.tokens_BT, target_index_M=self.last_M, mode="logits", cache=self.cache)
         if not self.requests:
             return
         if self.ready_R is not None:

@@ -163,7 +163,7 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
             compile_model(model)
 
         def our_loss(ids, document_ids_BT):
-            logprob = model(ids[:, :-1], ids[:, 1:], document_ids_BT, reduction="sum")
+            logprob = model(ids[:, :-1], ids[:, 1:], document_ids_BT, mode="sum")
             return -logprob / (len(ids) * work.seq_len)
 
         return model, our_loss

@@ -210,7 +210,7 @@ def model_on(device: torch.device, dtype: torch.dtype = torch.float32, **setting
 def learned(model, batch) -> tuple[float, dict[str, Tensor]]:
     """Return the mean loss, and the gradients on the CPU in float64; the model may be wrapped in DDP."""
     model.zero_grad()
-    logprob = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum")
+    logprob = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, mode="sum")
     loss = -logprob / batch.targets_BT.numel()
     loss.backward()
     return float(loss.detach()), {name.removeprefix("module."): parameter.grad.double().cpu()
@@ -248,7 +248,7 @@ def parity(task) -> None:
 
         ids = random_tokens()[:, :-1]
         theirs = huggingface_model(model, model.config, VOCAB, LENGTH)(ids).logits[..., :VOCAB]
-        apart = float((model.logits(ids) - theirs).norm() / theirs.norm())
+        apart = float((model(ids, mode="logits") - theirs).norm() / theirs.norm())
         task.check("transformers: distance of logits", apart < 1e-4, apart)
 
 

@@ -77,7 +77,7 @@ def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, re
     assert theirs.config.max_position_embeddings == {None: 256, 2.0: 256, 4.0: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours_BTV, theirs_BTV = model.logits(tokens_BT), theirs(tokens_BT).logits
+        ours_BTV, theirs_BTV = model(tokens_BT, mode="logits"), theirs(tokens_BT).logits
     assert ours_BTV.shape == theirs_BTV.shape == (2, 200, VOCAB)
     assert 0.3 < ours_BTV.std() < 3
     assert (ours_BTV - theirs_BTV).abs().max() < 1e-4
@@ -95,7 +95,7 @@ def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
     with torch.no_grad():
         exact_BTV = theirs.double()(tokens_BT).logits
         ours_off, theirs_off = ((logits_BTV.double() - exact_BTV).square().mean().sqrt() for logits_BTV in (
-            ours.logits(tokens_BT), theirs.bfloat16()(tokens_BT).logits))
+            ours(tokens_BT, mode="logits"), theirs.bfloat16()(tokens_BT).logits))
     assert 0.002 < ours_off < 0.93 * theirs_off  # 0.78 to 0.85; 0.97 to 1 with norms in bf16
     norm, x = LlamaRMSNorm(64, 1e-5).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     assert torch.equal(RMSNorm(64, 1e-5)(x), norm(x)), "with weights of one there is nothing more to round"
@@ -368,7 +368,7 @@ def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))
     model.load_state_dict(read_all(tensors))
     with torch.no_grad():
-        return model.logits(tokens_BT)
+        return model(tokens_BT, mode="logits")
 
 
 def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):

@@ -129,7 +129,7 @@ def loss_and_gradients(model, batches):
     loss = torch.zeros(())
     for batch in batches:
         part = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                      target_index_M=batch.target_index_M, reduction="sum")
+                      target_index_M=batch.target_index_M, mode="sum")
         part.backward()
         loss += part.detach()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}

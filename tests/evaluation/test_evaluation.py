@@ -48,7 +48,7 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_logits_and_the_bytes_of_t
     nats, targets, text = 0.0, 0, b""
     for batch in validation_batches(rows, ROWS, 1, torch.device("cpu")):
         with torch.no_grad():
-            logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
+            logits_BTV = model(batch.tokens_BT, document_ids_BT=batch.document_ids_BT, mode="logits")
         nats += float(F.cross_entropy(logits_BTV[0], batch.targets_BT[0], reduction="sum"))
         targets += batch.targets_BT.numel()
         for token in batch.targets_BT[0].tolist():
@@ -88,7 +88,7 @@ def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
     loss, others, _ = validation_loss(model, ORPO(PreferenceConfig()), [Batch(tokens_BT, targets_BT, document_ids_BT)],
                                       context, tokenizer.byte_lengths, "pairs")
     with torch.no_grad():
-        nats = sum(float(F.cross_entropy(model.logits(answer[None, 0])[0], answer[1], reduction="sum")) for answer in answers[::2])
+        nats = sum(float(F.cross_entropy(model(answer[None, 0], mode="logits")[0], answer[1], reduction="sum")) for answer in answers[::2])
     assert others["perplexity"] == pytest.approx(math.exp(nats / 7), rel=1e-5)
     assert others["bits_per_byte"] == pytest.approx(nats / 7 / math.log(2), rel=1e-5), "each of these tokens is a byte"
 

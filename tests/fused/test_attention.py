@@ -219,7 +219,7 @@ def test_a_kernel_is_tried_in_inference_mode_as_elsewhere(monkeypatch):
     monkeypatch.setattr(attention, "kernel_order", lambda *_: ("math",))
     model = new_model(tiny(), 128)
     assert [len(ids) for ids in generate(model, [[1, 2, 3], [4]], 4)] == [4, 4]
-    model.train()(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), reduction="sum").backward()
+    model.train()(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), mode="sum").backward()
 
 
 def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypatch):
@@ -261,7 +261,7 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, wi
     documents = torch.tensor([[1] * 7 + [2] * 33, [5] * 40], dtype=torch.int32)
 
     def results(documents=documents):
-        total = model(tokens, targets, documents, reduction="sum")
+        total = model(tokens, targets, documents, mode="sum")
         return [total, *torch.autograd.grad(total, [*model.parameters()])]
 
     expected = results()
@@ -272,7 +272,7 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, wi
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
     with torch.no_grad():
-        model.logits(tokens, shared), model.logits(tokens)
+        model(tokens, document_ids_BT=shared, mode="logits"), model(tokens, mode="logits")
     seen = [["documents"], ["mask"], ["causal"]]
     if window:
         seen = [["documents", "window"], ["mask", "mask"], ["causal", "window"]]
@@ -327,7 +327,7 @@ def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
     graphs = []
     with torch.no_grad():
         for length in (256, 7, 3, 2, 1):
-            model.hidden(tokens, torch.arange(256)[None].repeat(2, 1).div(length, rounding_mode="floor").int() + 1)
+            model(tokens, document_ids_BT=torch.arange(256)[None].repeat(2, 1).div(length, rounding_mode="floor").int() + 1, mode="hidden")
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] == 2, "a block's and the norm's"
 
@@ -344,8 +344,8 @@ def test_any_number_of_targets_is_one_graph_of_each_function_of_the_head(traced_
         tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(count))
         batch = SimpleNamespace(tokens_BT=tokens, targets_BT=tokens, document_ids_BT=None, target_index_M=torch.arange(count))
         with torch._dynamo.config.patch(recompile_limit=8):
-            for reduction in ("none", "sum"):
-                model(tokens, tokens, target_index_M=batch.target_index_M, reduction=reduction).sum().backward()
+            for mode in ("logprobs", "sum"):
+                model(tokens, tokens, target_index_M=batch.target_index_M, mode=mode).sum().backward()
             distilled.loss_sum(model, batch)
         assert counters["stats"]["unique_graphs"] == 4, f"after {count} targets"
 

@@ -61,7 +61,7 @@ def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling 
     penalty, seen_1V = torch.tensor(sampling.repetition_penalty), torch.zeros(1, model.vocab_size, dtype=torch.bool)
     with torch.no_grad():
         for draw_1 in draws.split(1):
-            logits_1V, seen_1V[0, tokens] = model.logits(torch.tensor([tokens]))[:, -1], True
+            logits_1V, seen_1V[0, tokens] = model(torch.tensor([tokens]), mode="logits")[:, -1], True
             tokens.append(int(choose(penalize(logits_1V, seen_1V, penalty), draw_1, SamplingTensors([sampling]))))
     assert tokens[len(prompt):] == written
     return written
@@ -177,14 +177,14 @@ def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
 def test_what_a_row_has_read_is_not_read_again(model):
     """The next turn of a chat goes on in its row, also beside others; a prompt that begins alike takes over what is there."""
     engine, read = Engine(model, 3, 100), []
-    forward = model.logits
+    forward = model.forward
 
-    def logits(tokens_BT, **options):
+    def read_tokens(tokens_BT, **options):
         read.append(tokens_BT.numel())
         return forward(tokens_BT, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "logits", logits)
+        patch.setattr(model, "forward", read_tokens)
         first, = run(engine, Request(PROMPTS[2], 10))
         other, = run(engine, Request(PROMPTS[4], 10))
         read.clear()
@@ -220,7 +220,7 @@ def test_presence_counts_once_and_frequency_each_time(model, presence, frequency
     """In the completion, not in the prompt. Source: OpenAI's API reference."""
     sampling, tokens, counts_V = Sampling(presence_penalty=presence, frequency_penalty=frequency), [1, 2], torch.zeros(VOCAB)
     for token in run(Engine(model, 1, 60), Request([1, 2], 30, sampling))[0]:
-        logits_V = model.logits(torch.tensor([tokens]))[0, -1] - frequency * counts_V - presence * (counts_V > 0)
+        logits_V = model(torch.tensor([tokens]), mode="logits")[0, -1] - frequency * counts_V - presence * (counts_V > 0)
         assert token == logits_V[:VOCAB].argmax()
         counts_V[token] += 1
         tokens.append(token)

@@ -33,7 +33,7 @@ def test_packed_weights_write_the_same_tokens(tie):
     assert generate(packed, PROMPTS, 30) == generate(plain, PROMPTS, 30)
     tokens = torch.tensor(PROMPTS[1:2])
     with torch.no_grad():
-        torch.testing.assert_close(packed.logits(tokens), plain.logits(tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(packed(tokens, mode="logits"), plain(tokens, mode="logits"), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(packed(tokens, tokens), plain(tokens, tokens), rtol=1e-4, atol=1e-5)
 
 
@@ -44,12 +44,12 @@ def test_a_model_in_training_is_packed_for_a_while(dtype):
     model.init_weights(torch.Generator().manual_seed(0))
     before, tokens = dict(model.named_parameters()), torch.tensor(PROMPTS[1:2])
     with torch.no_grad():
-        expected = model.logits(tokens)
+        expected = model(tokens, mode="logits")
         with pytest.raises(KeyError), packed_weights(model):
             assert model.layers[0].feed_forward.w1.weight.is_mkldnn == (dtype == torch.bfloat16 and CPU_MULTIPLIES_BF16)
-            torch.testing.assert_close(model.logits(tokens), expected, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(model(tokens, mode="logits"), expected, rtol=2e-2, atol=2e-2)
             raise KeyError
-        assert torch.equal(model.logits(tokens), expected)
+        assert torch.equal(model(tokens, mode="logits"), expected)
     after = dict(model.named_parameters())
     assert [*after] == [*before] and all(after[name] is before[name] for name in before)
 
@@ -112,7 +112,7 @@ def test_an_int8_model_is_close_to_its_bf16_model():
     pack_weights(quantized, int8=True)
     assert quantized.layers[0].feed_forward.w1.weight.dtype == torch.int8
     with torch.no_grad():
-        expected, found = (each.logits(tokens)[0].log_softmax(-1) for each in (model, quantized))
+        expected, found = (each(tokens, mode="logits")[0].log_softmax(-1) for each in (model, quantized))
     divergence = (expected.exp() * (expected - found)).sum(-1)
     assert 0 < float(divergence.mean()) < 0.02
     assert [len(written) for written in generate(quantized, PROMPTS, 5)] == [5, 5, 5]

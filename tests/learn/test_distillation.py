@@ -84,7 +84,7 @@ class Teacher:
         self.model = model.eval().requires_grad_(False)
 
     def logits(self, batch):
-        logits_MV = self.model.logits(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
+        logits_MV = self.model(batch.tokens_BT, document_ids_BT=batch.document_ids_BT, mode="logits").flatten(0, 1)
         logits_MV = logits_MV if batch.target_index_M is None else logits_MV[batch.target_index_M]
         return lambda part: logits_MV[part]
 
@@ -120,7 +120,7 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
     summed = objective.loss_sum(student, batch)
     ours = gradients(student, summed.total)
 
-    logits, teacher_logits = (model.logits(batch.tokens_BT, batch.document_ids_BT) for model in (student, teacher))
+    logits, teacher_logits = (model(batch.tokens_BT, document_ids_BT=batch.document_ids_BT, mode="logits") for model in (student, teacher))
     counted = batch.targets_BT != IGNORE_INDEX
     part = plain_divergence(logits[counted], teacher_logits[counted], kind, 2.0, 0.3).sum()
     cross_entropy = F.cross_entropy(logits[counted], batch.targets_BT[counted], reduction="sum")
@@ -135,7 +135,7 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
         assert torch.equal(objective.loss_sum(student, batch).total, summed.total), "validation gives the same"
         by_item = objective.by_item(student, batch, "chats")
     assert by_item.total.shape == (3, 3) and not by_item.total[:, 0].any(), "two documents a row, and none with number 0"
-    second, numbers = student.logits(batch.tokens_BT, batch.document_ids_BT)[1], batch.document_ids_BT[1]
+    second, numbers = student(batch.tokens_BT, document_ids_BT=batch.document_ids_BT, mode="logits")[1], batch.document_ids_BT[1]
     here = counted[1] & (numbers == 2)
     expected = F.cross_entropy(second[here], batch.targets_BT[1, here], reduction="sum")
     torch.testing.assert_close(by_item.metrics["cross_entropy"][1, 2], expected.detach(), rtol=1e-5, atol=1e-5, check_dtype=False)

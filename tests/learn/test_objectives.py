@@ -181,7 +181,7 @@ def naive_logprobs(model, batch) -> list[list[tuple[float, int]]]:
         for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
             here = batch.document_ids_BT[row] == document
             targets = batch.targets_BT[row][here]
-            logits = model.logits(batch.tokens_BT[row][here][None])[0].log_softmax(-1)
+            logits = model(batch.tokens_BT[row][here][None], mode="logits")[0].log_softmax(-1)
             if (targets != IGNORE_INDEX).any():
                 values = [float(logits[place, target]) for place, target in enumerate(targets.tolist()) if target >= 0]
                 of_row.append((sum(values), len(values)))

@@ -28,7 +28,7 @@ def train_loop(model, optimizer, steps, rate=1e-2):
     for step in steps:
         tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        (-model(tokens[:, :-1], tokens[:, 1:], reduction="sum") / 16).backward()
+        (-model(tokens[:, :-1], tokens[:, 1:], mode="sum") / 16).backward()
         optimizer.step(rate)
 
 

@@ -97,7 +97,7 @@ def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
 def test_a_llama_of_ours_says_of_packed_rows_what_it_says_of_each_document_alone(llama_folder, tokenizer):
     teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, LlamaTeacher) and teacher.model.config.attention_backend == "auto"
-    held_against_documents_alone(teacher, lambda tokens: teacher.model.logits(tokens), tokenizer.vocab_size)
+    held_against_documents_alone(teacher, lambda tokens: teacher.model(tokens, mode="logits"), tokenizer.vocab_size)
 
 
 def test_a_foreign_model_says_of_packed_rows_what_it_says_of_each_document_alone(tmp_path, tokenizer):

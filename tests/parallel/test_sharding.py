@@ -233,7 +233,7 @@ def check_dtypes(argv: list[str]) -> None:
     sharded = build_model(config, 300, ranks, torch.bfloat16)
     sharded.tok_embeddings.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
     tokens_BT = torch.arange(20).view(2, 10)
-    sharded(tokens_BT, tokens_BT, reduction="sum").backward()
+    sharded(tokens_BT, tokens_BT, mode="sum").backward()
     bf16, fp32 = torch.bfloat16, torch.float32
     assert seen == {(bf16, fp32, fp32, torch.complex64), (bf16, fp32, torch.Tensor), (bf16, bf16), bf16}, seen
     assert all(map(is_divided, (sharded.tok_embeddings.weight, sharded.output.weight)))

@@ -128,7 +128,7 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
     with torch.inference_mode():
         caches = [RowCache(each.config, 2, 8, torch.device("cpu"), dtype) for each in (model, expected)]
         for part_BT in (tokens_BT, tokens_BT[:, :1]):
-            found, wanted = (each.logits(part_BT, cache=cache) for each, cache in zip((model, expected), caches))
+            found, wanted = (each(part_BT, cache=cache, mode="logits") for each, cache in zip((model, expected), caches))
             assert torch.equal(found, wanted)
         assert torch.equal(model(tokens_BT, tokens_BT), expected(tokens_BT, tokens_BT))
 

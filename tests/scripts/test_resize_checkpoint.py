@@ -21,9 +21,9 @@ def test_the_logits_stay(layers, ffn_dim, allowed, whole, tmp_path):
     (before, _), (after, _) = (load_model(folder, torch.device("cpu"), torch.float32) for folder in (source, tmp_path / "grown"))
     assert (len(after.layers), after.config.hidden_dim) == (layers or 2, ffn_dim or before.config.hidden_dim)
     tokens = torch.arange(64).reshape(2, 32)
-    assert (before.logits(tokens) - after.logits(tokens)).abs().max() <= allowed
+    assert (before(tokens, mode="logits") - after(tokens, mode="logits")).abs().max() <= allowed
     # Every new parameter gets a gradient now or, behind a zero matrix, after the first update.
-    (-after(tokens, tokens, reduction="sum")).backward()
+    (-after(tokens, tokens, mode="sum")).backward()
     assert all(block.attention.wo.weight.grad.any() and block.feed_forward.w2.weight.grad.any(dim=0).all() for block in after.layers)
     with pytest.raises(CheckpointError, match="already exists"):
         resize(source, 3, None, tmp_path / "grown")

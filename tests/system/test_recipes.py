@@ -64,7 +64,7 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     assert sum(weight.numel() for weight in theirs.parameters()) == parameter_count(config, vocab_size)
     tokens_BT = torch.randint(0, vocab_size, (2, 30), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours_BTV = model.hidden(tokens_BT) @ model.head_matrix.weight[:vocab_size].T
+        ours_BTV = model(tokens_BT, mode="hidden") @ model.head_matrix.weight[:vocab_size].T
         torch.testing.assert_close(ours_BTV, theirs(tokens_BT).logits, rtol=1e-4, atol=1e-5)
 
     assert run.train(RUN_NAME="next", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=1) == 0

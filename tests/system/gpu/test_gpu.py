@@ -103,7 +103,7 @@ def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype,
     targets_M = torch.randint(VOCAB, (ROWS * LENGTH,), generator=generator)
     targets_M[::5] = IGNORE_INDEX
     ours = hidden_MD.clone().requires_grad_()
-    total = -model.logprobs(ours, targets_M.to(device), reduction="sum")
+    total = -model.logprobs(ours, targets_M.to(device), mode="sum")
     total.backward()
     exact = hidden_MD.double().cpu().requires_grad_()
     weight = model.head_matrix.weight.detach().to(dtype).double().cpu().requires_grad_()
@@ -161,9 +161,9 @@ def cached_logits(model, device: torch.device) -> torch.Tensor:
     ids = random_tokens(2, 11).to(device)
     cache = RowCache(model.config, 3, 16, device, model.compute_dtype)
     with torch.no_grad():
-        model.logits(ids[:, :8], cache=cache.at([0, 2], [0, 0]))
-        last_B = torch.tensor([3, 3], device=device)
-        return model.logits(ids[:, 8:], cache=cache.at([0, 2], [8, 8]), only_B=last_B).cpu()
+        model(ids[:, :8], cache=cache.at([0, 2], [0, 0]), mode="logits")
+        last_M = torch.tensor([3, 7], device=device)
+        return model(ids[:, 8:], cache=cache.at([0, 2], [8, 8]), target_index_M=last_M, mode="logits").cpu()
 
 
 @on_gpu
