@@ -23,7 +23,7 @@ from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import WrongContentError, advice_on_encoding, check_start, sha256
+from common.files import WrongContentError, check_start, sha256
 from common.text import counted, pip_install, without_passwords
 
 # Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
@@ -457,7 +457,6 @@ def check_flags(source: Source, traits: set[str]) -> None:
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
-    advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
     lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
     for number, line in enumerate(islice(lines, start.record, None), start.record + 1):
         where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1)
@@ -471,12 +470,8 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            way = advice_on_encoding(file.url, valid + line)
-            reading.advice = f"{advice}; {way}" if way else advice
-            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
+            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8")
             continue
-        if not (valid or line.isascii()):
-            valid, reading.advice = line, advice
         yield where, text
 
 
@@ -531,8 +526,6 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                         "as JSON lines")
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     text = content.decode("utf-8-sig", "surrogateescape")
-    if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
-        reading.advice = f"{reading.advice}; {way}"
     line, at, number, fault = 1, 0, 0, "expected , or ]"
     try:
         # Each item follows a bracket or a comma.
