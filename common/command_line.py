@@ -7,7 +7,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
+from difflib import get_close_matches
 from itertools import groupby, takewhile
 from math import inf
 from typing import Optional
@@ -45,48 +45,23 @@ class HelpFormatter(argparse.HelpFormatter):
 SYNONYMS = {"max_tokens": "max_new_tokens", "num_predict": "max_new_tokens", "n_predict": "max_new_tokens",
             "temp": "temperature", "evaluate": "eval", "convert": "export", "tokenize": "prepare",
             "infer": "generate", "finetune": "train", "plot": "report"}
+SIMILAR, SIMILAR_SHORT = 0.85, 0.8  # for difflib; one typo in a short name changes more of it
 
 
 def suggestion(name: str, known: Iterable[str], same: Mapping[str, str] = {}) -> Optional[str]:
     """Return the known name that a user probably meant, or None.
 
-    It is the name that another one in `same` stands for, or one from which it differs by at most two typos.
+    It is the name that another one in `same` stands for, or a similar one. Another number or first letter
+    makes another name: fp8 and fp16, dora and lora.
     """
-    candidates = {ours: ours for ours in known}
-    candidates |= {theirs: ours for theirs, ours in same.items() if ours in candidates}
-    best = min(candidates, key=partial(count_typos, name[:60]), default="")
-    return candidates[best] if count_typos(name[:60], best) <= 2 else None
-
-
-def count_typos(one: str, other: str) -> float:
-    """Return the number of typos in the words of a name; inf if another name is meant.
-
-    Numbers, and letters of short words, make another name: fp8 and fp16, dora and lora, top_k and top_p.
-    """
-    words, others = (re.split("[-_.]+", text.lower().strip("-")) for text in (one, other))
-    if "".join(words) == "".join(others):
-        return words != others
-    numbers, others_numbers = (re.findall(r"\d+", text) for text in (one, other))
-    if len(words) != len(others) or words[0][:1] != others[0][:1] or numbers != others_numbers:
-        return inf
-    total = 0.0
-    for word, its in zip(words, others):
-        count, (shorter, longer) = edits(word, its), sorted((len(word), len(its)))
-        is_changed = shorter == longer < 5 and sorted(word) != sorted(its)
-        total += count if count <= (longer > 2) + (shorter > 6) and not is_changed else inf
-    return total
-
-
-def edits(one: str, other: str) -> int:
-    """Return the number of letters to insert, delete, change, or swap with their neighbor."""
-    older, old, new = [], [], [*range(len(other) + 1)]
-    for i, letter in enumerate(one, 1):
-        older, old, new = old, new, [i]
-        for j, its in enumerate(other, 1):
-            new.append(min(old[j] + 1, new[j - 1] + 1, old[j - 1] + (letter != its)))
-            if min(i, j) > 1 and letter == other[j - 2] and its == one[i - 2]:
-                new[j] = min(new[j], older[j - 2] + 1)
-    return new[-1]
+    candidates = {standard: standard for standard in known}
+    candidates |= {alias: standard for alias, standard in same.items() if standard in candidates}
+    name = re.sub("[-.]", "_", name[:60].lower().strip("-"))
+    similar = {re.sub("[-.]", "_", each.lower()): each for each in candidates}
+    similar = {each: original for each, original in similar.items()
+               if each[:1] == name[:1] and re.findall(r"\d+", each) == re.findall(r"\d+", name)}
+    best = get_close_matches(name, similar, 1, SIMILAR if len(name) > 6 else SIMILAR_SHORT)
+    return candidates[similar[best[0]]] if best else None
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -433,9 +433,9 @@ SAID = """
 """
 # and what is not known and resembles no setting, or another one by its letters alone.
 UNKNOWN = """
-    matrix_lr embedding_lr neftune_noise_alpha trust_remote_code top_k min_p mode reset reset_optim reuse_optimizer preset_optimizer
-    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path gspo_updates fp4 adam_beta3 eval.max_iters bias eval_only
-    activation_offloading lora_query scale_rewards swiglu bananas dropouts ipo_beta keep_list checkpoint.enable_checkpoint
+    matrix_lr embedding_lr neftune_noise_alpha trust_remote_code min_p mode reset reset_optim preset_optimizer
+    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 eval.max_iters bias eval_only
+    activation_offloading lora_query scale_rewards swiglu bananas dropouts ipo_beta checkpoint.enable_checkpoint
 """
 
 
@@ -462,7 +462,7 @@ def test_the_tables_of_other_trainers_names_fit_the_settings():
 
 @pytest.mark.parametrize("flags, words", [
     (("--precision", "bfloat16"), "or 'fp32'; did you mean bf16?"), (("--optimizer", "adamw_torch"), "did you mean adamw?"),
-    (("--training-stage", "stf"), "did you mean sft?"), (("--sharding", "FULL"), "did you mean full?"),
+    (("--training-stage", "pretrian"), "did you mean pretrain?"), (("--sharding", "FULL"), "did you mean full?"),
     (("--attention-backend", "flahs"), "did you mean flash?"), (("--attention-backend", "flash_attention_2"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
 def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
     assert problems(*flags)[0].endswith(words)
