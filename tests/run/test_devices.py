@@ -139,8 +139,6 @@ def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):
         with pytest.raises(SettingsError, match=f"{shown} does not work on an Apple GPU; .*DEVICE=cpu"):
             prepare_device(Config(device="mps", **{name: value}))
     assert not [*mps_rules(Config())] and prepare_device(Config(device="mps")) == MPS
-    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA"):
-        prepare_device(Config(device="mps", memory_snapshot=3))
     assert "prototype" in model_utils.why_not_compile(RunConfig(), "mps")
     assert model_utils.choose_dtype(RunConfig(), "mps") == torch.float32
 
