@@ -79,12 +79,6 @@ def forecast_memory(config: Config, *known) -> cost.MemoryEstimate:
 # ------------------------------------------------------------------------------------------------- speed
 
 
-def free_memory(device: torch.device) -> int:
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
-
-
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of square matmuls, which is close to an upper limit for a model."""
     matrix = torch.ones(1024, 1024, device=device, dtype=dtype)
@@ -429,7 +423,12 @@ class Check:
         vocab_size, why = self.inputs.tokenizer.vocab_size, ""
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
         at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
-        if forecast > (free := free_memory(self.device)):
+        free = free_host_memory()
+        if self.device.type == "mps":
+            free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        elif self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+        if forecast > free:
             why = f"the model needs about {forecast / GIB:.1f} GiB, but only {free / GIB:.1f} GiB is free"
         elif (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
             why = f"a micro-batch takes about {seconds:.0f} s"

@@ -264,7 +264,7 @@ FAULTS = [
           '"rope_scaling_yarn_beta_slow": config.rope_high_freq_factor', GGUF),
     fault("GGUF: tokens of users control", "scripts/convert_to_gguf.py", "else kinds.USER_DEFINED", "else kinds.CONTROL", GGUF),
     fault("GGUF: no end of a turn", "scripts/convert_to_gguf.py", "[tokenizer.eot_id, *more] if", "[None, *more] if", GGUF),
-    fault("server: half an end tag is shown as reasoning", "extensions/serving/reasoning.py", "(0 if tag or is_last else max(sizes))", "0",
+    fault("server: half an end tag is shown as reasoning", "extensions/serving/api.py", "(0 if tag or is_last else max(sizes))", "0",
           "tests/serving/test_api.py::test_reasoning_is_returned_beside_the_content"),
     fault("growth: the optimizer's state is grown like weights", "scripts/resize_checkpoint.py", "old, new, is_optimizer=True)", "old, new)",
           "tests/scripts/test_resize_checkpoint.py"),

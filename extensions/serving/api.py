@@ -25,7 +25,6 @@ from extensions.inference.generate import TextChunk
 from extensions.inference.text import UNKNOWN, Prompt, TextStream, note_of_controls
 from extensions.serving.batcher import Answer, Batcher, Job
 from extensions.serving.guard import ApiError
-from extensions.serving.reasoning import THINK, ReasoningReader
 
 BODY_BYTES = 1 << 20
 MAX_LOGPROBS = 20  # OpenAI's limit
@@ -46,6 +45,7 @@ NEUTRAL: Mapping[str, tuple] = {
     "service_tier": ("auto", "default")}
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
 SERVED_BY_VLLM = {"response_format", "tools", "tool_choice", "functions", "function_call"}
+THINK, THOUGHT = "<think>", "</think>"  # models write their reasoning between these
 ADVICE = "; leave it out, or serve the model with vLLM, which has it"
 
 
@@ -177,6 +177,33 @@ def parse(content: bytes, schema: type[AnyBody]) -> AnyBody:
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs", "top_logprobs")
     return body
+
+
+class ReasoningReader:
+    """Separates the reasoning at the beginning of a streamed answer, and holds back what may be a tag.
+
+    Args:
+        place: "start", "inside" the tags if the prompt opens them, or "content" if there are none.
+    """
+
+    def __init__(self, place: str):
+        self._place, self._held = place, ""
+
+    def add(self, chunk: TextChunk) -> tuple[TextChunk, str]:
+        """Return a chunk without reasoning, and its reasoning."""
+        text, reasoning, is_last = self._held + chunk.text, "", chunk.finish_reason is not None
+        if self._place == "start" and (begun := text.lstrip()).startswith(THINK):
+            self._place, text = "inside", begun.removeprefix(THINK)
+        elif self._place == "start" and (is_last or not THINK.startswith(begun)):
+            self._place = "content"
+        if self._place == "inside":
+            reasoning, tag, text = text.partition(THOUGHT)
+            sizes = (size for size in range(len(THOUGHT)) if reasoning.endswith(THOUGHT[:size]))
+            end = len(reasoning) - (0 if tag or is_last else max(sizes))
+            reasoning, text = reasoning[:end], reasoning[end:] + text
+            self._place = "content" if tag else "inside"
+        self._held, text = ("", text) if is_last or self._place == "content" else (text, "")
+        return chunk._replace(text=text), reasoning
 
 
 class AnswerResponse(Response):
