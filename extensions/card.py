@@ -125,8 +125,8 @@ def card_metadata(card: str) -> dict[str, str]:
     except (yaml.YAMLError, ValueError, RecursionError):  # not written by Paddock
         metadata = {}
     metadata = metadata if isinstance(metadata, dict) else {}
-    ours = metadata.get("paddock")
-    metadata |= ours if isinstance(ours, dict) else {}
+    details = metadata.get("paddock")
+    metadata |= details if isinstance(details, dict) else {}
     return {name: str(value) for name, value in metadata.items() if isinstance(value, (str, int, float))}
 
 

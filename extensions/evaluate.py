@@ -117,7 +117,7 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     rouge, pairs = RougeScorer([*ROUGE.values()]), [*zip(answers, references)]
     exact_N = np.array([answer.strip() == reference.strip() for answer, reference in pairs])
     scores = [rouge.score(reference, answer) for answer, reference in pairs]
-    rouge_N = {name: np.array([score[theirs].fmeasure for score in scores]) for name, theirs in ROUGE.items()}
+    rouge_N = {name: np.array([score[kind].fmeasure for score in scores]) for name, kind in ROUGE.items()}
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
               "exact_match_stderr": item_scores.standard_error(exact_N.astype(float)),
               **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},

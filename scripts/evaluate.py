@@ -116,10 +116,10 @@ def warn_of_another_tokenizer(folder: Path, run) -> None:
 
     with suppress(PaddockError):  # the model may have no tokenizer
         if difference := load_tokenizer(str(folder)).differing_id(run.inputs.tokenizer):
-            number, theirs, ours = difference
+            number, its_token, token = difference
             run.context.log.warn(
-                f"warning: {folder} was made for another tokenizer: id {number} is {theirs!r} there and "
-                f"{ours!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
+                f"warning: {folder} was made for another tokenizer: id {number} is {its_token!r} there and "
+                f"{token!r} in {run.config.tokenizer_path}, which encodes the texts of both models")
 
 
 def paired_tests(before: Measured, after: Measured) -> list:

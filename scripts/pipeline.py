@@ -181,7 +181,7 @@ def run_stages(pipeline: Pipeline) -> dict:
     right, stops = zip(*map(exact_answers, models.values()))
     right, stops = dict(zip(models, right)), dict(zip(models, stops))
     items = [value for _, value in curve("pretrain", "hellaswag_acc")]
-    trained, whole = (sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in
+    trained, total = (sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in
                       (open_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
     preferences = [preference_accuracy(models[name]) for name in ("sft", "dpo")]
     return {
@@ -191,7 +191,7 @@ def run_stages(pipeline: Pipeline) -> dict:
         "dpo": {"preference_accuracy": preferences, "exact_answers": [right["sft"], right["dpo"]]},
         **{name: {"exact_answers": [right["start"], right[name]]} for name in ("grpo", "on-policy")},
         "distill": {"val_loss": [losses["student"], losses["distilled"]]},
-        "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / whole},
+        "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / total},
         "seconds": time.perf_counter() - pipeline.began}
 
 

@@ -55,26 +55,26 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                              "%(default)s)")
     parser.add_argument("--name",
                         help="name of the sweep's folder in OUTPUT_DIR (default: sweep-SETTING-...)")
-    own, flags = parser.parse_known_args()
-    own.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
-                for name, _, values in (each.partition("=") for each in own.vary)]
-    if empty := [name for name, values in own.vary if not values]:
+    args, flags = parser.parse_known_args()
+    args.vary = [(name.strip().lower().replace("-", "_"), [*filter(None, map(str.strip, values.split(",")))])
+                for name, _, values in (each.partition("=") for each in args.vary)]
+    if empty := [name for name, values in args.vary if not values]:
         raise SettingsError(f"--vary {empty[0]} has no values; write --vary LEARNING_RATE=1e-3,3e-3")
-    if own.seeds == 1 and not own.vary:
+    if args.seeds == 1 and not args.vary:
         raise SettingsError("nothing varies; use --vary NAME=VALUE,VALUE or --seeds above 1")
-    own.name = own.name or "-".join(["sweep", *(name for name, _ in own.vary)])
-    if not PLAIN_NAME.fullmatch(own.name):
-        raise SettingsError(f"--name {own.name} must be a plain folder name: letters, digits, '.', '_', '-'")
-    return own, flags
+    args.name = args.name or "-".join(["sweep", *(name for name, _ in args.vary)])
+    if not PLAIN_NAME.fullmatch(args.name):
+        raise SettingsError(f"--name {args.name} must be a plain folder name: letters, digits, '.', '_', '-'")
+    return args, flags
 
 
-def list_trials(own: argparse.Namespace, flags: list[str]) -> tuple[Path, list[Trial]]:
+def list_trials(args: argparse.Namespace, flags: list[str]) -> tuple[Path, list[Trial]]:
     """Return the sweep's folder and its runs; exit if a setting is invalid."""
     config = load_config(flags, complete=False).config
-    folder, trials, problems = Path(config.output_dir) / own.name, [], []
-    for seed in range(config.seed, config.seed + own.seeds):
-        for values in itertools.product(*(values for _, values in own.vary)):
-            chosen = [*zip((name for name, _ in own.vary), values), ("seed", str(seed))]
+    folder, trials, problems = Path(config.output_dir) / args.name, [], []
+    for seed in range(config.seed, config.seed + args.seeds):
+        for values in itertools.product(*(values for _, values in args.vary)):
+            chosen = [*zip((name for name, _ in args.vary), values), ("seed", str(seed))]
             name = re.sub(r"[^\w.-]", "-", ".".join(f"{setting}-{value}" for setting, value in chosen))
             chosen += [("output_dir", str(folder)), ("run_name", name)]
             trial = Trial(name, [*flags, *(f"--{setting.replace('_', '-')}={value}"
@@ -183,8 +183,8 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
 
 
 def main() -> None:
-    own, flags = parse_args()
-    folder, trials = list_trials(own, flags)
+    args, flags = parse_args()
+    folder, trials = list_trials(args, flags)
     import torch
 
     visible = os.environ.get(VISIBLE, "").split(",")

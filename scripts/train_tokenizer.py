@@ -39,11 +39,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def prepare_command(named: str, source: Source, args: argparse.Namespace) -> str:
+def prepare_command(name: str, source: Source, args: argparse.Namespace) -> str:
     """Return the command that prepares this source with the new tokenizer."""
     flags = ["--column", args.column] if args.column and source.column == args.column else []
     flags += ["--on-bad-record", "skip"] if args.on_bad_record == "skip" else []
-    path = Path(named) if os.path.lexists(named) else named
+    path = Path(name) if os.path.lexists(name) else name
     return command("scripts/load_pretrain_dataset.py", "--source", path, "--tokenizer-path", args.output,
                    *flags)
 
@@ -64,8 +64,8 @@ def main() -> None:
     show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
          f"{len(ranks) + len(SPECIALS):,} ids; {counted(reading.bad, 'record')} skipped",
          f"Add to .env: TOKENIZER_PATH={args.output}",
-         *(f"Prepare text with it: {prepare_command(named, source, args)}"
-           for named, source in zip(args.sources, sources)))
+         *(f"Prepare text with it: {prepare_command(name, source, args)}"
+           for name, source in zip(args.sources, sources)))
 
 
 if __name__ == "__main__":

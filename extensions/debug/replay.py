@@ -206,8 +206,8 @@ def read_step_log(run_dir: Path, step: Optional[int] = None) -> dict[int, dict[s
     step_log = {entry["step"]: entry for entry in read_entries(path)}
     if step not in step_log and (step is not None or not step_log):
         recorded = f"has the steps {min(step_log)} to {max(step_log)}" if step_log else "is missing or empty"
-        asked = f"step {step}: the run has no such step" if step is not None else f"{run_dir} has no steps"
-        raise SettingsError(f"{asked}; {path} {recorded}")
+        problem = f"step {step}: the run has no such step" if step is not None else f"{run_dir} has no steps"
+        raise SettingsError(f"{problem}; {path} {recorded}")
     return step_log
 
 
@@ -219,15 +219,15 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
 
     # The newest verified checkpoint before the step, or what the run started from
     folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
-    is_own, named = folder is not None, config.named_checkpoint
-    if not is_own and named is not None:
-        is_own = config.resume == named
+    is_own, checkpoint = folder is not None, config.named_checkpoint
+    if not is_own and checkpoint is not None:
+        is_own = config.resume == checkpoint
         later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
         progress = store.read_state(later)["progress"] if later else {}
         if progress.get("base") and not is_own:  # the same weights, wherever they are now
             folder = find_base(config, progress, run_dir, messages.append)
         else:
-            folder = store.locate(named, run_dir, messages.append, store.verify)
+            folder = store.locate(checkpoint, run_dir, messages.append, store.verify)
     loaded = Settings(config, dict.fromkeys(Config.model_fields, str(run_dir)))
     start = find_start(loaded, inputs, run_dir, ranks, Located(folder, is_own, messages))
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))

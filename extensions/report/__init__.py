@@ -1,4 +1,4 @@
-"""What a run's folder tells, as one page, and the process that writes it at each save and at the end.
+"""The report of a run: one page, and the process that writes it at each save and at the end.
 
 The package needs no torch.
 """

@@ -98,7 +98,7 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
     """Yield a row for each result at the last step that all runs share, else at each run's last step."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
     tasks = task_names(names, runs[0].hellaswag)
-    # The result by which the first run is judged comes first.
+    # The main result of the first run comes first.
     main = runs[0].main
     titles = {main.curve: (main.title.lower(), "higher"),
               "val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),

@@ -135,7 +135,7 @@ class RunReader:
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
         self.settings = read_fields(self.folder / "config.json", schema.RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
-        self.main = HEADLINES.get(self.settings.get("TRAINING_STAGE", ""), LOSS)  # what it is judged by
+        self.main = HEADLINES.get(self.settings.get("TRAINING_STAGE", ""), LOSS)  # the result that counts
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
 

@@ -22,7 +22,7 @@ WORDS = {"better": ("Learned", "Learning"), "same": ("Did not learn", "Not learn
 
 
 class Headline(NamedTuple):
-    """The result by which a stage is judged."""
+    """The main result of a stage."""
 
     curve: str
     training: str  # the curve of the same quantity in training
