@@ -166,8 +166,8 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4
     captured = capsys.readouterr()
-    assert "Where: output of layers.1.ffn_norm and " in captured.out
-    assert "Loss nan" in captured.out and "error: step 1 was not finite" in captured.err
+    assert "in output of layers.1.ffn_norm and " in captured.out
+    assert "loss nan" in captured.out and "error: step 1 was not finite" in captured.err
     assert run.steps_saved() == [] and "the weights were already non-finite and are not saved" in captured.err
 
 
