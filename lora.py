@@ -47,8 +47,8 @@ class FrozenLinear(nn.Module):
     def load_base(self, read: ReadRows) -> None:
         if self.scales is None:
             return load_rows(self.weight, read)
-        whole = read(0, self.out_features).to(self.weight.device, torch.float32)
-        for parameter, values in zip((self.weight, self.scales), quantize(whole, self.kind)):
+        full = read(0, self.out_features).to(self.weight.device, torch.float32)
+        for parameter, values in zip((self.weight, self.scales), quantize(full, self.kind)):
             parameter.copy_(values)
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class LoRALinear(FrozenLinear):
         return super().merged() + self.scale * (self.lora_B @ self.lora_A)
 
 
-class TrainedWhole(VocabularyMatrix):
+class FullyTrained(VocabularyMatrix):
     """An embedding or head that is trained in float32, with a frozen copy for `disable_adapters`."""
 
     def __init__(self, base: VocabularyMatrix):
@@ -187,7 +187,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
 
     Args:
         generator: on any device; the same seed draws the same adapters.
-        token_ids: ids whose rows of "tok_embeddings" and "output" to train, unless these are trained whole.
+        token_ids: ids whose rows of "tok_embeddings" and "output" to train, unless these are fully trained.
     """
     targets = config.lora_target_modules.split(",")
     model.requires_grad_(False)
@@ -198,13 +198,13 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
         elif config.lora_base_quantization != "none":
             layer = FrozenLinear(layer, config.lora_base_quantization)
         setattr(model.get_submodule(parent), last, layer)
-    # Embedding and head, trained whole or by rows
+    # Embedding and head, fully trained or by rows
     if config.lora_train_embeddings or (config.lora_train_head and model.output is None):
-        model.tok_embeddings = TrainedWhole(model.tok_embeddings)
+        model.tok_embeddings = FullyTrained(model.tok_embeddings)
     if config.lora_train_head and model.output is not None:
-        model.output = TrainedWhole(model.output)
+        model.output = FullyTrained(model.output)
     for name, ids in (token_ids or {}).items():
-        if not isinstance(layer := model.get_submodule(name), TrainedWhole) and ids:
+        if not isinstance(layer := model.get_submodule(name), FullyTrained) and ids:
             setattr(model, name, TrainableTokens(layer, sorted(ids)))
     model.train(model.training)  # new layers start in training mode, whatever the model's is
     if not model.norm.weight.is_meta:
@@ -260,8 +260,8 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy saved adapters into a model with the same adapters."""
-    ours = adapter_state_dict(model)
-    here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, state))
+    own = adapter_state_dict(model)
+    here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (own, state))
     names = sorted(here.keys() ^ saved.keys()) or [name for name in here if here[name] != saved[name]]
     if names:
         first = names[0]
@@ -270,7 +270,7 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             f"and {here.get(first, 'none')} here ({len(names)} differ); set LORA_RANK, LORA_TARGET_MODULES, "
             "LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as in training")
 
-    for name, tensor in ours.items():
+    for name, tensor in own.items():
         put(tensor, state[name])
 
 

@@ -164,7 +164,7 @@ def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, v
     """Return a model with a Hugging Face Llama's tensors in their stored dtype, which computes in `dtype`."""
     state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
-    model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
+    model.load_state_dict({name: tensor.full().to(device, copy=True) for name, tensor in state.items()},
                           assign=True)
     return model
 

@@ -34,19 +34,13 @@ HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md
 OTHER_FORMATS = {
     r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
     r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
-    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
-    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
-                         "and the tokenizer's files to the result",
-    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
-                               "the trainer's own converter",
-    r"[^/]+\.gguf": "{0} is for llama.cpp; name the model that it was made from",
     r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
                            "model.safetensors",
     r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
                                 "transformers' from_pretrained, write another with save_pretrained, and copy "
                                 "the tokenizer's files to it",
-    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
-        "(nanochat?); convert it to transformers' format with that trainer's tools"}
+    r"(?!optimizer|scheduler|scaler|rng_state)([^/]+/)?[^/]+\.(pt|pth|ckpt|distcp|gguf)": "{0} is in the "
+        "format of another tool; convert it to transformers' format with that tool"}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
@@ -56,7 +50,7 @@ TokenIds = Mapping[str, Sequence[int]]
 # The families that are read and written, by their model_type and their class in transformers.
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
             "mistral": "MistralForCausalLM", "smollm3": "SmolLM3ForCausalLM"}
-# Hugging Face's names of our parameters, whose shapes are in `ModelConfig.block_shapes`.
+# Internal and Hugging Face names of parameters, whose shapes are in `ModelConfig.block_shapes`.
 HUGGINGFACE_NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", **LINEAR_LAYERS,
     "attention.bq": "self_attn.q_proj.bias", "attention.bk": "self_attn.k_proj.bias",
@@ -81,13 +75,13 @@ SCALING_FIELDS = {  # by ROPE_SCALING_TYPE
 
 
 def huggingface_name(name: str) -> str:
-    """Return Hugging Face's name of one of our parameters."""
+    """Return Hugging Face's name of a parameter."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("layers."):
         return f"{HUGGINGFACE_NAMES[stem]}.weight"
     _, layer, module = stem.split(".", 2)
-    theirs = HUGGINGFACE_NAMES[module]
-    return f"model.layers.{layer}.{theirs}{'' if theirs.endswith('.bias') else '.weight'}"
+    external = HUGGINGFACE_NAMES[module]
+    return f"model.layers.{layer}.{external}{'' if external.endswith('.bias') else '.weight'}"
 
 
 def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
@@ -125,12 +119,12 @@ def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: Mode
 
 
 def describing(c: ModelConfig) -> dict[str, Any]:
-    """Return the settings that decide what a model computes, in one spelling, and the shapes of a block."""
+    """Return the settings that decide what a model computes, in a normal form, and the shapes of a block."""
     layers, scaling = range(c.n_layers), {"rope_scaling_type", *SCALING_FIELDS[c.rope_scaling_type]}
-    spelt = {"head_width", *SCALING_SETTINGS}
-    spelt -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
+    varying = {"head_width", *SCALING_SETTINGS}
+    varying -= scaling if c.rope_scaling_factor else {"rope_scaling_factor"}
     fixed = [name for name, field in ModelConfig.model_fields.items()
-             if field.json_schema_extra["on_resume"] == "fixed" and name not in spelt]
+             if field.json_schema_extra["on_resume"] == "fixed" and name not in varying]
     return {name.upper(): getattr(c, name) for name in fixed} | c.block_shapes | {
         "HEAD_WIDTH": c.head_dim, "FFN_DIM": c.hidden_dim, "SLIDING_EVERY": None,
         "SLIDING_WINDOW": [c.sliding_window if c.slides(layer) else None for layer in layers],
@@ -170,16 +164,16 @@ def checked(name: str, tensor: LazyTensor) -> LazyTensor:
     return replace(tensor, read=read)
 
 
-def to_theirs(name: str, tensor: Tensor | LazyTensor, model_config: ModelConfig,
-              vocab_size: int) -> LazyTensor:
-    """Return one of our tensors in Hugging Face's layout, without vocabulary padding."""
+def to_huggingface_layout(name: str, tensor: Tensor | LazyTensor, model_config: ModelConfig,
+                          vocab_size: int) -> LazyTensor:
+    """Return a parameter in Hugging Face's layout, without vocabulary padding."""
     tensor = permuted(name, lazy(tensor), model_config, to_huggingface=True)
     return tensor.first_rows(vocab_size) if name in VOCABULARY else tensor
 
 
-def to_ours(name: str, tensor: LazyTensor, shape: tuple[int, ...], model_config: ModelConfig,
-            mismatch: str) -> LazyTensor:
-    """Invert `to_theirs`. Raises CheckpointError(mismatch) unless the tensor has our shape."""
+def to_internal_layout(name: str, tensor: LazyTensor, shape: tuple[int, ...], model_config: ModelConfig,
+                       mismatch: str) -> LazyTensor:
+    """Invert `to_huggingface_layout`. Raises CheckpointError(mismatch) unless the tensor has this shape."""
     tensor = tensor.padded(shape[0]) if name in VOCABULARY else tensor
     if tensor.shape != shape:
         raise CheckpointError(mismatch.format(tensor.shape, shape))
@@ -188,18 +182,18 @@ def to_ours(name: str, tensor: LazyTensor, shape: tuple[int, ...], model_config:
 
 def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                    vocab_size: int) -> dict[str, LazyTensor]:
-    """Return our parameters under Hugging Face's names. A tied head is left out."""
+    """Return parameters under Hugging Face's names. A tied head is left out."""
     tensors, shapes = {}, parameter_shapes(model_config, vocab_size)
     assert state_dict.keys() - shapes.keys() <= {"output.weight"}, "not the parameters of this model"
     for name, shape in shapes.items():
-        weight = to_theirs(name, state_dict[name], model_config, vocab_size)
+        weight = to_huggingface_layout(name, state_dict[name], model_config, vocab_size)
         assert weight.shape == shape, f"{name} is {weight.shape}, expected {shape}"
         tensors[huggingface_name(name)] = weight
     return tensors
 
 
 def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
-    """Return the number of ids in a Llama's embedding."""
+    """Return the number of ids in a model's embedding."""
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2 or not embedding.rows:
         raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
@@ -208,7 +202,7 @@ def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
 
 def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int,
                      finite: bool = True) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors under our names, with zero rows as vocabulary padding.
+    """Return a Hugging Face model's tensors under internal names, with zero rows as vocabulary padding.
 
     If `finite`, reading a NaN or infinity is an error.
     """
@@ -219,25 +213,25 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     elif head is None:
         raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
     shapes = parameter_shapes(model_config, padded_vocab)
-    theirs = {huggingface_name(name): name for name in shapes}
-    missing = [name for name in theirs if name not in tensors]
-    unknown = [name for name in tensors if name not in (*theirs, "lm_head.weight")
+    internal_names = {huggingface_name(name): name for name in shapes}
+    missing = [name for name in internal_names if name not in tensors]
+    unknown = [name for name in tensors if name not in (*internal_names, "lm_head.weight")
                and not name.endswith(".inv_freq")]  # a buffer in old files
     if unknown or missing:
         problem = f"lack {missing[0]}" if missing else f"contain {unknown[0]}, which this model does not have"
         raise CheckpointError(f"the weights {problem} ({len(missing)} missing, {len(unknown)} unknown); set "
                               "N_LAYERS and the other model settings as in the checkpoint's config.json")
     state = {}
-    for theirs_name, name in theirs.items():
-        tensor = checked(theirs_name, tensors[theirs_name]) if finite else tensors[theirs_name]
-        state[name] = to_ours(name, tensor, shapes[name], model_config, f"{theirs_name} is {{}} in the "
-                              "checkpoint, but the settings and the tokenizer give {}; set the model "
-                              "settings as in the checkpoint's config.json")
+    for external, name in internal_names.items():
+        tensor = checked(external, tensors[external]) if finite else tensors[external]
+        mismatch = (f"{external} is {{}} in the checkpoint, but the settings and the tokenizer give {{}}; "
+                    "set the model settings as in the checkpoint's config.json")
+        state[name] = to_internal_layout(name, tensor, shapes[name], model_config, mismatch)
     return state
 
 
 def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors with `vocab_size` ids in the embedding and in a separate head.
+    """Return a Hugging Face model's tensors with `vocab_size` ids in the embedding and in a separate head.
 
     New ids get the mean of all rows.
     """

@@ -25,14 +25,14 @@ GONE = "is gone: it was pruned or deleted in the meantime; start again, or choos
 NEWER = "it was written by a newer Paddock; use that version"
 
 
-def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return the exact bytes of a valid manifest, which include its own hash."""
+def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
+    """Return the exact content of a manifest's file, which includes its own hash."""
     content = json.dumps(manifest, indent=1, sort_keys=True)
-    seal = hashlib.sha256(content.encode()).hexdigest()
-    return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
+    sha256 = hashlib.sha256(content.encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": sha256}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_sealed(folder: Path) -> bytes:
+def read_manifest_bytes(folder: Path) -> bytes:
     """Return the content of a checkpoint's manifest, verified by its own hash, but not its files."""
     path = Path(folder) / MANIFEST
     try:
@@ -46,7 +46,7 @@ def read_sealed(folder: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
         manifest = json.loads(content)
-        intact = sealed({key: value for key, value in manifest.items() if key != "sha256"}) == content
+        intact = manifest_bytes({key: value for key, value in manifest.items() if key != "sha256"}) == content
     except (ValueError, AttributeError, RecursionError):
         intact = False
     if not intact:

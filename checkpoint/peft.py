@@ -10,14 +10,15 @@ from torch import Tensor
 
 from checkpoint import huggingface
 from checkpoint.huggingface import (
+    HUGGINGFACE_NAMES,
     VOCABULARY,
     TokenIds,
     checked,
     checked_settings,
     name_of_download,
     read_json,
-    to_ours,
-    to_theirs,
+    to_huggingface_layout,
+    to_internal_layout,
     write_json,
 )
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
@@ -28,7 +29,7 @@ from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
-PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
+PEFT_LAYERS = {name: HUGGINGFACE_NAMES[name].rpartition(".")[2] for name in ("tok_embeddings", "output")}
 LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
                "lora_rslora": "use_rslora"}
 # Fields of adapter_config.json that are read, or do not affect the computation.
@@ -48,7 +49,7 @@ MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and us
 class Adapter(NamedTuple):
     """The content of an adapter folder."""
 
-    state: dict[str, Tensor]  # trained parameters under our names
+    state: dict[str, Tensor]  # trained parameters under internal names
     config: LoraConfig
     base_path: Optional[str]  # a folder or hub name
     base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
@@ -72,7 +73,7 @@ def peft_name(name: str) -> str:
 def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
             vocab_size: int) -> dict[str, LazyTensor]:
     """Return trained parameters under PEFT's names; a tied matrix appears as embedding and as head."""
-    tensors = {peft_name(name): to_theirs(name, tensor, model_config, vocab_size)
+    tensors = {peft_name(name): to_huggingface_layout(name, tensor, model_config, vocab_size)
                for name, tensor in state_dict.items()}
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
         tensors[peft_name("output.weight")] = tied
@@ -81,7 +82,7 @@ def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelCo
 
 def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
               token_ids: TokenIds) -> dict[str, Tensor]:
-    """Return PEFT's tensors under our names, inverting `to_peft`."""
+    """Return PEFT's tensors under internal names, inverting `to_peft`."""
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
@@ -98,7 +99,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
             tensor = checked(peft_name(name), tensor)
-            state[name] = to_ours(name, tensor, shape, model_config, mismatch).whole()
+            state[name] = to_internal_layout(name, tensor, shape, model_config, mismatch).full()
     if remaining:
         raise CheckpointError(f"the adapters contain {min(remaining)}, which this model does not have "
                               f"({len(remaining)} such tensors); use the base that they were trained on")
@@ -110,7 +111,7 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     modules = [LORA_LAYERS[name] for name in config.lora_target_modules.split(",")]  # in the model's order
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
-    whole = [module for module, is_trained in zip(("embed_tokens", "lm_head"), trained) if is_trained or both]
+    full = [module for module, is_trained in zip(PEFT_LAYERS.values(), trained) if is_trained or both]
     rows: Any = {PEFT_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
     if tied and rows:  # a list means the embedding, which is also the head
         rows = rows["embed_tokens"]
@@ -119,7 +120,7 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
         base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
             **{field: getattr(config, name) for name, field in LORA_FIELDS.items()},
-            "target_modules": modules, "modules_to_save": whole or None,
+            "target_modules": modules, "modules_to_save": full or None,
             "trainable_token_indices": rows or None, "ensure_weight_tying": both, "bias": "none",
             "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
@@ -134,12 +135,12 @@ def check_targets(content: Mapping[str, Any], names: Collection[str], model_conf
     def refuse(field: str, problem: str, advice: str = MERGE) -> NoReturn:
         raise CheckpointError(f"{CONFIG_FILE} has {field}={content.get(field)!r:.80}, {problem}; {advice}")
 
-    whole = content.get("modules_to_save") or []
-    whole = [str(name).rpartition(".")[2] for name in whole] if isinstance(whole, list) else [str(whole)]
-    if unknown := {*whole} - {*PEFT_LAYERS.values()}:
-        refuse("modules_to_save", "but only embed_tokens and lm_head can be trained whole, not "
+    full = content.get("modules_to_save") or []
+    full = [str(name).rpartition(".")[2] for name in full] if isinstance(full, list) else [str(full)]
+    if unknown := {*full} - {*PEFT_LAYERS.values()}:
+        refuse("modules_to_save", "but only embed_tokens and lm_head can be fully trained, not "
                f"{min(unknown)}")
-    needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in whole}
+    needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in full}
     needed |= {f"{layer}.rows": "trainable_token_indices" for layer in token_ids}
     for name, field in needed.items():
         if peft_name(name) not in names:
@@ -164,7 +165,8 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
     indices = indices if isinstance(indices, dict) else {"embed_tokens": indices}  # the meaning of a list
     token_ids = {}
     for module, ids in indices.items():
-        layer = next((ours for ours, name in PEFT_LAYERS.items() if module.rpartition(".")[2] == name), None)
+        name = module.rpartition(".")[2]
+        layer = next((layer for layer, peft_layer in PEFT_LAYERS.items() if peft_layer == name), None)
         valid = isinstance(ids, list) and all(type(each) is int and 0 <= each < padded_vocab for each in ids)
         if layer is None or not valid or not ids or ids != sorted(set(ids)):
             raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={indices!r:.200}; only "
@@ -227,7 +229,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raise CheckpointError if a folder contains adapters instead of a whole model."""
+    """Raise CheckpointError if a folder contains adapters instead of a full model."""
     if os.path.exists(folder / CONFIG_FILE):
-        raise CheckpointError(f"{folder} contains adapters, not a whole model; merge them first: "
+        raise CheckpointError(f"{folder} contains adapters, not a full model; merge them first: "
                               f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

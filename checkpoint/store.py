@@ -7,26 +7,33 @@ it is deleted. run/life.py decides on the contents, and tensors.py writes the by
 
 import os
 import re
-import resource
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 from torch import Tensor
 
-from checkpoint.huggingface import MAX_SHARD_BYTES, hub_model, other_format, read_json, save_model_folder
-from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
+from checkpoint.huggingface import hub_model, other_format, read_json, save_model_folder
+from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
 from common import __version__
 from common.activity import tick
 from common.errors import CheckpointError, unreadable
-from common.files import TRANSIENT_ERRORS, free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
+from common.files import (
+    TRANSIENT_ERRORS,
+    disk_errors,
+    free_bytes,
+    read_plain,
+    sha256,
+    sync,
+    sync_folder,
+    why_not_writable,
+)
 from common.remote import is_hub_name
 from common.text import counted, print_safely, printable
 from config import ModelConfig
@@ -40,6 +47,7 @@ MOST_MANIFEST_BYTES = 2**20  # 4,000 files
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
+ANOTHER_DISK = "set OUTPUT_DIR to another disk, or lower KEEP_LAST"
 T = TypeVar("T")
 Warn = Callable[[str], None]
 WriteFiles = Callable[[Path], Optional[Mapping[str, dict[str, Any]]]]
@@ -54,7 +62,7 @@ def warn_on_console(text: str) -> None:
 
 
 def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
-            largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
+            warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest atomically, replacing one of the same name.
 
     Args:
@@ -64,13 +72,13 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
     temporary = temporary_of(folder)
 
     def attempt() -> Mapping[str, dict[str, Any]]:
-        begin(folder, {}, needed_bytes, largest_file_bytes)
-        with disk_errors(folder, needed_bytes):
+        start_writing(folder, {}, needed_bytes)
+        with disk_errors(folder, CheckpointError, ANOTHER_DISK):
             return write_files(temporary) or {}
 
     try:
         details = {"world_size": 1, "val_loss": None, **details}
-        finish(temporary, folder, details, retrying(attempt, warn), warn)
+        finish_writing(temporary, folder, details, retrying(attempt, warn), warn)
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -84,8 +92,7 @@ def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_
         complete(temporary)
         return written
 
-    size = sum(tensor.nbytes for tensor in state.values())
-    publish(folder, write, {"step": 0}, size, min(size, MAX_SHARD_BYTES))
+    publish(folder, write, {"step": 0}, sum(tensor.nbytes for tensor in state.values()))
 
 
 def check_new(folder: Path) -> None:
@@ -97,11 +104,11 @@ def temporary_of(folder: Path) -> Path:
     return folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}").absolute()
 
 
-def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int, largest_file_bytes: int) -> Path:
+def start_writing(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int) -> Path:
     """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
     temporary = temporary_of(folder)
-    check_room(folder.parent, needed_bytes, largest_file_bytes)
-    with disk_errors(folder, needed_bytes):
+    check_room(folder.parent, needed_bytes)
+    with disk_errors(folder, CheckpointError, ANOTHER_DISK):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -110,17 +117,17 @@ def begin(folder: Path, files: Mapping[str, TensorFile], needed_bytes: int, larg
     return temporary
 
 
-def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]],
-           warn: Warn) -> None:
+def finish_writing(temporary: Path, folder: Path, details: Mapping[str, Any],
+                   hashed: Mapping[str, dict[str, Any]], warn: Warn) -> None:
     """Write the manifest of a complete temporary folder and rename it, replacing a folder of that name."""
     folder = Path(folder).absolute()
     replaced = folder.with_name(f"replaced-{folder.name}")
 
     def attempt() -> None:
         # A crash between the two renames leaves the old checkpoint under `replaced-`.
-        with disk_errors(folder):
+        with disk_errors(folder, CheckpointError, ANOTHER_DISK):
             if temporary.exists():  # else it was renamed before the error
-                _seal(temporary, details, hashed)
+                write_manifest(temporary, details, hashed)
                 if os.path.lexists(folder):
                     if os.path.lexists(replaced):
                         _remove(replaced, warn)
@@ -133,8 +140,8 @@ def finish(temporary: Path, folder: Path, details: Mapping[str, Any], hashed: Ma
         _remove(replaced, warn)
 
 
-def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
-    """Sync a folder's files to the disk, then its manifest, in its reserved place; hash the other files."""
+def write_manifest(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[str, Any]]) -> None:
+    """Sync a folder's files to the disk, hash those that were not, and write and sync the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sync(path)
@@ -148,23 +155,11 @@ def _seal(folder: Path, details: Mapping[str, Any], hashed: Mapping[str, dict[st
     written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
     manifest = {"format": FORMAT, "paddock": __version__, **details, "written": written, "files": files}
     with open(os.open(folder / MANIFEST, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-        file.write(sealed(manifest))
+        file.write(manifest_bytes(manifest))
         file.truncate()
     sync(folder / MANIFEST)
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_folder(inner)
-
-
-@contextmanager
-def disk_errors(folder: Path, needed_bytes: int = 0) -> Iterator[None]:
-    """A `with` block that turns errors of the disk into a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        failure = CheckpointError(f"{folder} could not be written: {error}; "
-                                  f"{_space(folder.parent, needed_bytes)}")
-        failure.errno = error.errno  # also on ranks that only get the message
-        raise failure from error
 
 
 def retrying(attempt: Callable[[], T], warn: Warn) -> T:
@@ -185,27 +180,14 @@ def retrying(attempt: Callable[[], T], warn: Warn) -> T:
                 tick()  # waiting for the disk is not a hang
 
 
-def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
+def check_room(folder: Path, needed_bytes: int) -> None:
     """Check that a folder, which need not exist yet, is writable and has enough space."""
     if error := why_not_writable(folder):
-        raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder "
-                              f"({_space(folder, needed_bytes)})") from error
-    if free_bytes(folder) < needed_bytes:
-        raise CheckpointError(f"{folder} has too little space for a checkpoint: "
-                              f"{_space(folder, needed_bytes)}; free some, set OUTPUT_DIR to another disk, "
-                              "or lower KEEP_LAST")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if limit not in (resource.RLIM_INFINITY, -1) and limit < largest_file_bytes:
-        raise CheckpointError(f"{folder}: a checkpoint has a file of {largest_file_bytes:,} bytes, but this "
-                              f"shell allows {limit:,}; raise the limit with ulimit -f unlimited")
-
-
-def _space(folder: Path, needed_bytes: int) -> str:
-    try:
-        free = f"{free_bytes(folder):,}"
-    except OSError:
-        free = "an unknown number"
-    return f"{needed_bytes:,} bytes needed, {free} free"
+        raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder"
+                              ) from error
+    if (free := free_bytes(folder)) < needed_bytes:
+        raise CheckpointError(f"{folder} has too little space for a checkpoint: {needed_bytes:,} bytes "
+                              f"needed, {free:,} free; free some, {ANOTHER_DISK}")
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -213,7 +195,7 @@ def _space(folder: Path, needed_bytes: int) -> str:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's manifest, verified by its own hash, without verifying the files."""
-    return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
+    return parse(read_manifest_bytes(folder), Manifest, Path(folder) / MANIFEST)
 
 
 def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True,
@@ -402,7 +384,8 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     return pruned
 
 
-def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Optional[Path] = None) -> None:
+def delete_leftovers(checkpoints_dir: Path, warn: Warn = warn_on_console,
+                     started_from: Optional[Path] = None) -> None:
     """Delete half-written and half-deleted folders, except `started_from`. Rank 0 calls it under the lock."""
     for replaced in sorted(checkpoints_dir.glob("replaced-step-*")):
         original = replaced.with_name(replaced.name.removeprefix("replaced-"))
@@ -419,7 +402,7 @@ def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Opt
 
 
 def _remove(folder: Path, warn: Warn) -> None:
-    """Rename to trash, then delete. Leftovers (NFS keeps open files) are swept later."""
+    """Rename to trash, then delete. Leftovers (NFS keeps open files) are deleted at the next start."""
     trash = folder
     try:
         if not folder.name.startswith("trash-"):

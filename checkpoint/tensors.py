@@ -43,7 +43,7 @@ class LazyTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         return self.read(0, self.rows)
 
     def spans(self) -> Iterator[tuple[int, int]]:
@@ -96,7 +96,7 @@ def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
 
 
 def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
-    return {name: tensor.whole() for name, tensor in tensors.items()}
+    return {name: tensor.full() for name, tensor in tensors.items()}
 
 
 class TensorFile:

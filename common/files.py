@@ -168,7 +168,9 @@ def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterato
         place = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         room = f"{free_bytes(path):,} bytes are free; free some space, or " if is_full else ""
-        raise failure(f"{place} cannot be written: {error.strerror or error}; {room}{advice}") from error
+        raised = failure(f"{place} cannot be written: {error.strerror or error}; {room}{advice}")
+        raised.errno = error.errno  # also on ranks that only get the message
+        raise raised from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

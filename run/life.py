@@ -272,7 +272,7 @@ def start_writing(run: Run) -> None:
             store.check_room(run.folder, 0)
             if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
-        store.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
+        store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # the sweep renamed it back
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from checkpoint.manifest import read_sealed
+from checkpoint.manifest import read_manifest_bytes
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, HangError
 from common.files import plain
@@ -53,7 +53,7 @@ def newest_checkpoint(run_folder: Optional[Path]) -> list[int]:
     found = [[0, 0]]
     for folder in run_folder.glob("checkpoints/step-*") if run_folder else ():
         with suppress(CheckpointError, KeyError):
-            manifest = json.loads(read_sealed(folder))
+            manifest = json.loads(read_manifest_bytes(folder))
             found.append([manifest["written"], manifest["step"]])
     return max(found)
 

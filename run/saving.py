@@ -16,7 +16,7 @@ from checkpoint.manifest import MANIFEST, rows_of_part
 from checkpoint.tensors import LazyTensor, TensorFile
 from common.activity import Background, tick
 from common.errors import CheckpointError
-from common.files import BLOCK_BYTES, free_host_memory, sync
+from common.files import BLOCK_BYTES, disk_errors, free_host_memory, sync
 from parallel.fsdp import send_rows
 from parallel.ranks import Ranks, collective
 
@@ -151,9 +151,9 @@ class Saving:
 
     @collective
     def begin(self, folder: Path, warn: Warn) -> None:
-        sizes = [file.nbytes for file in self.files.values()]
+        size = sum(file.nbytes for file in self.files.values())
         self.temporary = Path(self.share.ranks.broadcast(self.share.ranks.on_rank0(lambda: str(store.retrying(
-            lambda: store.begin(folder, self.files, sum(sizes), max(sizes)), warn)))))
+            lambda: store.start_writing(folder, self.files, size), warn)))))
 
     @collective
     def start(self, folder: Path, warn: Warn) -> None:
@@ -180,7 +180,7 @@ class Saving:
                         hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
                 except Exception as failure:
                     error = failure
-        with store.disk_errors(folder, sum(file.nbytes for file in self.files.values())):
+        with disk_errors(folder, CheckpointError, store.ANOTHER_DISK):
             if error:
                 raise error
             for name in self.files if part >= 0 else ():
@@ -210,7 +210,7 @@ class Saving:
             parts = sorted(each for each in ranks.all_gather_json([self.share.part, written]) if each[0] >= 0)
             hashed = {name: file.entry(hashes[name] for _, hashes in parts)
                       for name, file in self.files.items()}
-            ranks.on_rank0(lambda: store.finish(self.temporary, folder, self.details, hashed, warn))
+            ranks.on_rank0(lambda: store.finish_writing(self.temporary, folder, self.details, hashed, warn))
         except Exception:
             self.remove()
             raise

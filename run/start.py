@@ -501,7 +501,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         each.load_state_dict(start.state.get("extensions", {}).get(type(each).__name__, {}))
     if not for_replay and progress.step < config.max_steps:
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
-        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
+        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size))
 
     def base() -> Path:  # located earlier, unless a run without adapters resumes
         return start.base or find_base(config, asdict(progress), folder.path, context.log.warn)
@@ -555,7 +555,7 @@ def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingfac
     """
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
     parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size)
-    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
+    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].full()
     ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
     if config.lora_train_tokens == "auto":
         rows = huggingface.vocabulary_rows(huggingface.load_model_weights(base))

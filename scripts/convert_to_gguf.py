@@ -193,7 +193,7 @@ def write_gguf(path: Path, source: Source, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, tensor in tqdm(tensors.items(), "Writing", disable=None, leave=False, unit="tensor"):
-        writer.write_tensor_data(gguf.quants.quantize(tensor.whole().float().numpy(), types[name]))
+        writer.write_tensor_data(gguf.quants.quantize(tensor.full().float().numpy(), types[name]))
     writer.close()
 
 
@@ -203,7 +203,7 @@ def compare(path: Path, source: Source) -> None:
     for stored in tqdm(gguf.GGUFReader(path).tensors, "Comparing", disable=None, leave=False, unit="tensor"):
         tensor, kind = source.tensors[stored.name], stored.tensor_type
         read = torch.from_numpy(gguf.quants.dequantize(stored.data, kind).reshape(tensor.shape).copy())
-        expected = tensor.whole().float()
+        expected = tensor.full().float()
         if kind == gguf.GGMLQuantizationType.Q8_0:  # half a step, which is stored as f16
             largest = expected.reshape(-1, 32).abs().amax(dim=1, keepdim=True)
             allowed = largest * (0.5 / 127 + 2**-11) + 127 * 2**-25

@@ -61,12 +61,12 @@ def resized(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfi
     generator = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if wider and len(tensor.shape) == 2 and re.search(r"\.(gate_proj|up_proj|w1|w3)\.", name):
-            value = tensor.padded(new.hidden_dim).whole()
+            value = tensor.padded(new.hidden_dim).full()
             if not is_optimizer:
                 value[tensor.rows:].normal_(0.0, old.init_std, generator=generator)
             tensor = lazy(value)
         elif wider and len(tensor.shape) == 2 and re.search(r"\.(down_proj|w2)\.", name):
-            tensor = lazy(nn.functional.pad(tensor.whole(), (0, wider)))
+            tensor = lazy(nn.functional.pad(tensor.full(), (0, wider)))
         if not (match := re.fullmatch(r"((?:model\.)?layers\.)(\d+)(\..+)", name)):
             result[name] = tensor
             continue

@@ -314,7 +314,7 @@ def flip_bit(path: Path, position: int = -1) -> None:
     path.write_bytes(content)
 
 
-def reseal(checkpoint: Path, state: Optional[dict] = None, manifest: Optional[dict] = None) -> None:
+def rehash(checkpoint: Path, state: Optional[dict] = None, manifest: Optional[dict] = None) -> None:
     """Write another trainer state or manifest into a checkpoint, with matching hashes."""
     manifest = store.read_manifest(checkpoint) if manifest is None else manifest
     if state is not None:
@@ -322,7 +322,7 @@ def reseal(checkpoint: Path, state: Optional[dict] = None, manifest: Optional[di
         (checkpoint / store.STATE).write_bytes(content)
         if isinstance(files := manifest.get("files"), dict) and isinstance(files.get(store.STATE), dict):
             files[store.STATE] |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (checkpoint / store.MANIFEST).write_bytes(store.sealed({name: manifest[name] for name in manifest if name != "sha256"}))
+    (checkpoint / store.MANIFEST).write_bytes(store.manifest_bytes({name: manifest[name] for name in manifest if name != "sha256"}))
 
 
 def ways_out(error: str) -> list[str]:

@@ -400,8 +400,8 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     assert huggingface.weights_sha256({**extra, **tensors}) == sha256
     name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
     assert huggingface.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert huggingface.weights_sha256({**tensors, name: lazy(tensors[name].whole().reshape(64, -1))}) != sha256
-    changed = tensors[name].whole().clone()
+    assert huggingface.weights_sha256({**tensors, name: lazy(tensors[name].full().reshape(64, -1))}) != sha256
+    changed = tensors[name].full().clone()
     changed[3, 4] += 1e-6
     assert huggingface.weights_sha256({**tensors, name: lazy(changed)}) != sha256
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun, reseal
+from factories import UNMEASURED, TinyRun, rehash
 
 from checkpoint import store
 from common.errors import CheckpointError
@@ -59,7 +59,7 @@ def test_any_field_of_any_type_is_read_or_refused_by_name(run):
         for value in WRONG:
             files = [copy.deepcopy(manifest), state]
             files[which] = changed(files[which], *place, to=value)
-            reseal(folder, *reversed(files))
+            rehash(folder, *reversed(files))
             tried += 1
             try:
                 store.read_manifest(folder)
@@ -88,7 +88,7 @@ def test_a_run_does_not_go_on_from_what_it_does_not_understand(spoilt, run, caps
     which, place, value, told = SPOILT[spoilt]
     files = [*both_files(run.checkpoint(2))]
     files[which] = changed(files[which], *place, to=value)
-    reseal(run.checkpoint(2), *reversed(files))
+    rehash(run.checkpoint(2), *reversed(files))
     assert run.train(MAX_STEPS=3) == 5
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and told in error and f"{run.checkpoint(2)}/" in error

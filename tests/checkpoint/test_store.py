@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from factories import cached_on_the_hub, flip_bit, reseal
+from factories import cached_on_the_hub, flip_bit, rehash
 from safetensors.torch import save_file
 
 from checkpoint import huggingface, store
@@ -142,7 +142,7 @@ def test_unlisted_files_are_ignored_but_none_outside_the_folder_is_listed(tmp_pa
     for name in ("../elsewhere", str(tmp_path / "elsewhere"), "link"):
         (folder / "link").unlink(missing_ok=True)
         (folder / "link").symlink_to(tmp_path / "elsewhere")
-        reseal(folder, manifest=manifest | {"files": files | {name: files["config.json"]}})
+        rehash(folder, manifest=manifest | {"files": files | {name: files["config.json"]}})
         with pytest.raises(CheckpointError, match="outside its folder.*put a copy of it there"):
             store.verify(folder)
 
@@ -179,11 +179,11 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
     os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()
     for name in ("pipe", "folder"):
-        reseal(folder, manifest=manifest | {"files": files | {name: {"size": 0, "sha256": "0" * 64}}})
+        rehash(folder, manifest=manifest | {"files": files | {name: {"size": 0, "sha256": "0" * 64}}})
         with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is not a plain file"):
             store.verify(folder)
     (folder / "zero").symlink_to("/dev/zero")
-    reseal(folder, manifest=manifest | {"files": files | {"zero": {"size": 0, "sha256": "0" * 64}}})
+    rehash(folder, manifest=manifest | {"files": files | {"zero": {"size": 0, "sha256": "0" * 64}}})
     with pytest.raises(CheckpointError, match="outside its folder: 'zero'"):
         store.verify(folder)
     for name, read in ((store.MANIFEST, store.verify), (store.STATE, store.read_state),
@@ -233,7 +233,7 @@ def test_a_death_at_any_call_leaves_a_verified_checkpoint(tmp_path):
         deaths += 1
         chosen, messages = store.newest_verified(folder)
         assert chosen is not None and not messages, "nothing half-written ever carries a checkpoint's name"
-        store.sweep(folder)
+        store.delete_leftovers(folder)
         after_sweep, messages = store.newest_verified(folder)
         assert not messages
         assert store.read_manifest(after_sweep)["written"] == max(
@@ -275,7 +275,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
 
     if hasattr(store, where):
         monkeypatch.setattr(store, where, no_space)
-    with pytest.raises(CheckpointError, match=r"step-00000002 could not be written: .*No space left.*needed, [\d,]+ free"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: No space left on device; [\d,]+ bytes are free; free some space, or set OUTPUT_DIR"):
         save(tmp_path, 2, write=write)
     monkeypatch.undo()
     assert names(tmp_path) == ["step-00000001"]
@@ -308,7 +308,7 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
         failing(*((place, "write") if where == "write_files" else (store, where)))
     monkeypatch.setattr(store.time, "sleep", waited.append)
     if failures > len(store.RETRY_SECONDS):
-        with pytest.raises(CheckpointError, match="step-00000002 could not be written"):
+        with pytest.raises(CheckpointError, match="step-00000002 cannot be written"):
             save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
         assert store.newest_verified(tmp_path) == (good, [])
     else:
@@ -316,7 +316,7 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
         assert store.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
     waits = store.RETRY_SECONDS[:failures]
     assert sum(waited) == pytest.approx(sum(waits)) and max(waited) <= 1, "it beats meanwhile"
-    assert len(told) == len(waits) and all("step-00000002 could not be written" in text and "retrying in" in text
+    assert len(told) == len(waits) and all("step-00000002 cannot be written" in text and "retrying in" in text
                                             for text in told)
 
 
@@ -370,7 +370,7 @@ def test_of_a_checkpoint_that_is_a_link_the_link_goes_and_its_target_stays(tmp_p
         target = (folder / f"step-0000000{step}").rename(elsewhere / f"step-0000000{step}")
         (folder / f"step-0000000{step}").symlink_to(target)
     (folder / "trash-of-an-earlier-version").symlink_to(elsewhere)
-    store.sweep(folder, told.append)
+    store.delete_leftovers(folder, told.append)
     save(folder, 2, warn=told.append)
     store.prune(folder, keep_last=1, keep_best=0, warn=told.append)
     assert names(folder) == ["step-00000002"] and not told

@@ -28,7 +28,7 @@ def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
     for name, tensor in tensors.items():
         for each in (opened[name], lazy(tensor)):
             assert (each.shape, each.dtype, each.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
-            assert torch.equal(each.whole(), tensor)
+            assert torch.equal(each.full(), tensor)
             spans = [(i, j) for i in range(each.rows + 1) for j in range(i, each.rows + 1)] if each.shape else []
             assert all(torch.equal(each.read(i, j), tensor[i:j]) for i, j in spans)
             pieces = [each.read(*span) for span in each.spans()]
@@ -52,7 +52,7 @@ def test_only_the_rows_that_are_asked_for_are_read(tmp_path):
     rows = tensor.read(3_000, 3_016)
     assert rows.shape == (16, row) and not rows.any()
     assert resident_bytes_of_files() - before < size / 8
-    whole = tensor.whole()
+    whole = tensor.full()
     assert not whole.any() and resident_bytes_of_files() - before > size / 2
     del whole, rows
     assert resident_bytes_of_files() - before < size / 8
@@ -112,8 +112,8 @@ def test_new_rows_are_the_mean_of_the_others_which_do_not_change(dtype, monkeypa
     assert torch.equal(rows[40:], whole.double().mean(dim=0).to(dtype).expand(3, 6))
     for span in ((0, 5), (38, 42), (41, 43), (40, 40)):  # as the ranks of a sharded model read it
         assert torch.equal(larger.read(*span), rows[slice(*span)])
-    assert torch.equal(lazy(whole).resized(9).whole(), whole[:9]) and torch.equal(lazy(whole).resized(40).whole(), whole)
-    assert torch.equal(larger.padded(128).whole()[:43], rows) and not larger.padded(128).whole()[43:].any()
+    assert torch.equal(lazy(whole).resized(9).full(), whole[:9]) and torch.equal(lazy(whole).resized(40).full(), whole)
+    assert torch.equal(larger.padded(128).full()[:43], rows) and not larger.padded(128).full()[43:].any()
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -141,5 +141,5 @@ def test_a_file_that_is_replaced_or_deleted_is_not_read_on(tmp_path):
     (tmp_path / "other").rename(tmp_path / "file")
     for _ in range(2):
         with pytest.raises(CheckpointError, match="file is gone: "):
-            tensor.whole()
+            tensor.full()
         (tmp_path / "file").unlink(missing_ok=True)

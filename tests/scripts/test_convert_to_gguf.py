@@ -98,7 +98,7 @@ def test_llama_cpp_divides_the_frequencies_of_pairs_by_the_factors(tmp_path):
     """Llama 3.1's factors: 1 for pairs that rotate often, the scaling's for those that rotate rarely, and between them a mixture."""
     folder = save(tmp_path / "model", **MODELS["llama3 scaling"])
     model, tokenizer = load_model(folder, torch.device("cpu"), torch.float32)
-    factors = script.read_source(folder, "model", model.config, tokenizer).tensors["rope_freqs.weight"].whole().tolist()
+    factors = script.read_source(folder, "model", model.config, tokenizer).tensors["rope_freqs.weight"].full().tolist()
     rotations = [64 / (2 * math.pi) * 10_000.0 ** (-pair / 8) for pair in range(8)]
     shares = [min(1.0, max(0.0, (each - 1) / (4 - 1))) for each in rotations]
     assert factors == pytest.approx([1 / ((1 - share) / 8 + share) for share in shares], rel=1e-4)

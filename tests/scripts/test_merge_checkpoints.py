@@ -20,10 +20,10 @@ def test_numbers_are_exact_weighted_means(whole, tmp_path):
     given, found = [*map(load_model_weights, folders)], load_model_weights(tmp_path / "mean")
     assert found.keys() == given[0].keys() and load_model(tmp_path / "mean")[1].vocab_size
     for name, tensor in found.items():
-        columns = [each[name].whole().flatten() for each in given]
+        columns = [each[name].full().flatten() for each in given]
         for index in range(0, len(columns[0]), 97):  # rounded from the exact fraction
             exact = sum(Fraction(weight) * Fraction(float(column[index])) for weight, column in zip(weights, columns)) / Fraction(sum(weights))
-            assert float(tensor.whole().flatten()[index]) == torch.tensor(float(exact), dtype=torch.float64).float()
+            assert float(tensor.full().flatten()[index]) == torch.tensor(float(exact), dtype=torch.float64).float()
     assert "checkpoints/step-00000004, weight 2" in (tmp_path / "mean" / "README.md").read_text()
     with pytest.raises(CheckpointError, match="already exists"):
         merge(folders, weights, tmp_path / "mean")

@@ -36,7 +36,7 @@ def test_fewer_layers_are_the_first_ones_without_a_trainer_state(whole, tmp_path
     assert resize(source, 1, None, tmp_path / "cut") == []
     before, after = (huggingface.load_model_weights(folder) for folder in (source, tmp_path / "cut"))
     assert after.keys() == {name for name in before if not name.startswith("model.layers.1.")}
-    assert all(torch.equal(after[name].whole(), before[name].whole()) for name in after)
+    assert all(torch.equal(after[name].full(), before[name].full()) for name in after)
     assert store.read_state(tmp_path / "cut") == {} and read_model_config(tmp_path / "cut").n_layers == 1
 
 
@@ -49,9 +49,9 @@ def test_a_run_goes_on_and_resumes_exactly(optimizer, prepared, tmp_path):
     kept, moved = (store.read_optimizer(folder) for folder in (base.checkpoint(4), tmp_path / "grown"))
     for name, tensor in kept.items():  # of 2 layers, each is followed by a new one
         layer = int(name.split(".")[1]) if name.startswith("layers.") else 0
-        there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].whole()
-        assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.whole())
-    new = [tensor.whole() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
+        there = moved[name.replace(f"layers.{layer}.", f"layers.{2 * layer}.")].full()
+        assert torch.equal(there[tuple(map(slice, tensor.shape))], tensor.full())
+    new = [tensor.full() for name, tensor in moved.items() if name.startswith(("layers.1.", "layers.3."))]
     assert len(new) >= 2 * 9 and not any(tensor.any() for tensor in new), "a new layer has no past, not that of another"
     run, parted = (TinyRun(prepared, tmp_path / name, **settings, PRETRAIN_CHECKPOINT=tmp_path / "grown")
                    for name in ("whole", "parted"))
@@ -75,7 +75,7 @@ def test_only_the_new_layers_are_trained_and_exactly_after_a_resume(prepared, tm
     assert new == [1, 3] and run.train() == parted.train(STOP_STEP=6) == 0 and parted.train() == 0
     assert_same_run(run, parted, 8, logs=("ledger",))
     before, after = (huggingface.load_model_weights(folder) for folder in (tmp_path / "grown", run.checkpoint(8)))
-    changed = {name for name in before if not torch.equal(before[name].whole(), after[name].whole())}
+    changed = {name for name in before if not torch.equal(before[name].full(), after[name].full())}
     assert changed == {name for name in before if name.startswith(("model.layers.1.", "model.layers.3."))}
     assert {name.split(".")[1] for name in store.read_optimizer(run.checkpoint(8))} == {"1", "3"}
 

@@ -61,7 +61,7 @@ def seal(folder: Path, name: str) -> None:
     manifest = json.loads((folder / store.MANIFEST).read_text())
     del manifest["sha256"]
     manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / store.MANIFEST).write_bytes(store.sealed(manifest))
+    (folder / store.MANIFEST).write_bytes(store.manifest_bytes(manifest))
 
 
 @pytest.mark.parametrize("mode", READ)

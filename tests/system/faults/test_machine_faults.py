@@ -137,7 +137,7 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
     """After the check of the free space, and before the last byte."""
-    original, saves = store.begin, iter(range(9))
+    original, saves = store.start_writing, iter(range(9))
 
     def begin(*arguments):
         temporary = original(*arguments)
@@ -145,7 +145,7 @@ def fill_the_disk_in_the_save_of_step_4() -> None:
             fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
         return temporary
 
-    store.begin = begin
+    store.start_writing = begin
 
 
 @needs_mounts
@@ -262,7 +262,7 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(synced, prepared, tmp_
 
 def test_a_limit_on_the_size_of_files_is_told(tiny_run):
     run, (small, tiny) = tiny_run(ASYNC_SAVE="false"), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
-    assert_one_sentence(run.ends([5], small), "100,000", "ulimit -f unlimited")
+    assert_one_sentence(run.ends([5], small), "cannot be written: File too large")
     assert run.steps_saved() == []
     run.ends([5], partial(act, 0, 3, tiny))
     assert run.steps_saved() == [2]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from commands import Command, launch
 from factories import assert_same_run, do_in_step, free_port
 
-from checkpoint.manifest import MANIFEST, sealed
+from checkpoint.manifest import MANIFEST, manifest_bytes
 from config import Config
 from extensions.report.data import RunReader
 from learn import optim
@@ -38,7 +38,7 @@ class Played(Job):
             self.written += 1
             checkpoint = self.folder / "checkpoints" / f"step-{step:08d}"
             checkpoint.mkdir(parents=True, exist_ok=True)
-            (checkpoint / MANIFEST).write_bytes(sealed({"written": self.written, "step": step}))
+            (checkpoint / MANIFEST).write_bytes(manifest_bytes({"written": self.written, "step": step}))
         exits = [RankExit(False, float(number), 1, code, f"cause {number}")] if code else []
         return Ending(exits, bool(stopped), self.folder if self.folder.exists() else None)
 

@@ -175,7 +175,7 @@ def test_a_signal_in_an_evaluation_which_gathers_embedding_and_head_saves_the_ow
 def test_a_disk_that_is_away_for_a_moment_is_written_again_by_all_ranks(whole_sharded, tiny_run):
     run = tiny_run(**FULL)
     text = run.ends([0, 0], partial(faults.act, 0, IN_THE_SECOND_SAVE, partial(fail_to_write, errno.ESTALE)))
-    assert text.count("could not be written: [Errno 116] Stale file handle") == 1 and "retrying in 1 s" in text
+    assert text.count("cannot be written: Stale file handle") == 1 and "retrying in 1 s" in text
     assert_same_run(run, whole_sharded, 6)
 
 
@@ -187,7 +187,7 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_from_which_one_process_
     text = run.ends(codes, plant)
     assert "Traceback" not in text
     if codes == [5, 5]:
-        assert text.count("error: ") == 1 and "could not be written: [Errno 28] No space left on device" in text
+        assert text.count("error: ") == 1 and "cannot be written: No space left on device" in text
     assert run.steps_saved() == [2] and store.newest_verified(run.folder / "checkpoints") == (run.checkpoint(2), [])
     assert run.train(SHARDING="none") == 0
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole_sharded.lines("ledger")]
