@@ -62,11 +62,11 @@ class MixFile(BaseModel, strict=True, extra="forbid"):
 
     @model_validator(mode="after")
     def check_sources(self) -> "MixFile":
-        for place, source in enumerate(self.sources, 1):
+        for index, source in enumerate(self.sources, 1):
             if bool(source.path) == bool(source.name):
-                raise ValueError(f"source {place}: give either a path (files) or a name (on the hub)")
+                raise ValueError(f"source {index}: give either a path (files) or a name (on the hub)")
             if self.phases is not None and source.weight is not None:
-                raise ValueError(f"source {place}: remove its weight, because the phases have weights")
+                raise ValueError(f"source {index}: remove its weight, because the phases have weights")
         return self
 
 
@@ -111,8 +111,8 @@ def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options
 def prepare_mixture(kind: str, file: str | Path, output_dir: Path, options: PreparationOptions) -> Path:
     """Prepare each source of a `MixFile` as a separate set, unless it exists; return the mixture's folder."""
     sources, mixed = read_mix(file)
-    for place, (source, entry) in enumerate(zip(sources, mixed.sources), 1):
-        show(f"Source {place} of {len(sources)}: {entry.label}")
+    for index, (source, entry) in enumerate(zip(sources, mixed.sources), 1):
+        show(f"Source {index} of {len(sources)}: {entry.label}")
         entry.set = os.path.join("..", prepare_set(kind, source, output_dir, options).name)
     with disk_errors(output_dir, DataError, "choose another --output"):
         return mixture.write_mixture(output_dir, mixed)
@@ -129,10 +129,10 @@ def describe(folder: Path) -> list[str]:
     lines = describe_counts(folder, manifest)
     if manifest.get("kind") in ("chats", "pairs"):
         lines.append(describe_lengths(folder, manifest))
-    for place, example in enumerate(manifest["examples"], 1):
-        # Further lines are indented to distinguish them from ours.
+    for index, example in enumerate(manifest["examples"], 1):
+        # Further lines are indented to set them off.
         first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
-        lines += [f"Example {place}: {first}", *(f"    {line}" for line in further)]
+        lines += [f"Example {index}: {first}", *(f"    {line}" for line in further)]
     return lines
 
 
@@ -267,8 +267,8 @@ def name_set(folder: Path, source: str) -> Path:
     if not name:
         return folder
 
-    def source_in(place: Path) -> tuple[str, ...]:
-        manifest = read_prepared(place) if (place / MANIFEST).is_file() else {}
+    def source_in(folder: Path) -> tuple[str, ...]:
+        manifest = read_prepared(folder) if (folder / MANIFEST).is_file() else {}
         source = manifest and manifest["source"]["sources"][0]
         return (names_of_sources(manifest)[0], source.get("config", ""), source.get("split") or "train"
                 ) if manifest else ()

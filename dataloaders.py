@@ -103,9 +103,9 @@ class Mixing:
         sources = (self.taken(positions + 1) - before).argmax(axis=0)
         rows, first = np.empty(len(positions), np.int64), 0
         for source, size in enumerate(self.sizes):
-            if len(places := np.flatnonzero(sources == source)):
-                taken = before[source, places]
-                rows[places] = first + (taken % size if seed is None else rows_at(taken, size, seed, source))
+            if len(indices := np.flatnonzero(sources == source)):
+                taken = before[source, indices]
+                rows[indices] = first + (taken % size if seed is None else rows_at(taken, size, seed, source))
             first += size
         return rows
 
@@ -289,41 +289,41 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
 def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int]]:
     """Yield placements (first bin, bins, items per bin) by descending length, given the items of each length.
 
-    Bins with equal room are interchangeable. The fullest bin that fits an item stays the fullest, and takes
-    as many items as it can, so whole ranges of bins are filled at once.
+    Bins with equal free space are interchangeable. The fullest bin that fits an item stays the fullest, and
+    takes as many items as it can, so whole ranges of bins are filled at once.
     """
-    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first bin, bins) by room
-    rooms: list[int] = []  # the rooms of existing bins, ascending
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # (first bin, bins) by free space
+    free_sizes: list[int] = []  # the free space of existing bins, ascending
     opened = 0
 
-    def add_range(room: int, first: int, bins: int) -> None:
+    def add_range(free: int, first: int, bins: int) -> None:
         if bins:
-            if not ranges[room]:
-                insort(rooms, room)
-            ranges[room].append((first, bins))
+            if not ranges[free]:
+                insort(free_sizes, free)
+            ranges[free].append((first, bins))
 
     for length in np.flatnonzero(counts)[::-1].tolist():
         items = int(counts[length])
         while items:
-            fullest = bisect_left(rooms, length)
-            if fullest == len(rooms):
+            fullest = bisect_left(free_sizes, length)
+            if fullest == len(free_sizes):
                 bins = -(-items // (capacity // length))
                 add_range(capacity, opened, bins)
                 opened += bins
-            room = rooms[fullest]
-            first, bins = ranges[room].pop()
-            if not ranges[room]:
-                del rooms[fullest]
+            free = free_sizes[fullest]
+            first, bins = ranges[free].pop()
+            if not ranges[free]:
+                del free_sizes[fullest]
             # Fill the bins of one range; the last one may stay partly empty.
-            per_bin = room // length
+            per_bin = free // length
             full = min(bins, items // per_bin)
             rest = items - full * per_bin if full < bins else 0  # fewer than `per_bin`, for one more bin
             for start, count, taken in ((first, full, per_bin), (first + full, int(rest > 0), rest)):
                 if count:
                     yield start, count, taken
-                    add_range(room - taken * length, start, count)
+                    add_range(free - taken * length, start, count)
             used = full + (rest > 0)
-            add_range(room, first + used, bins - used)
+            add_range(free, first + used, bins - used)
             items -= full * per_bin + rest
 
 
@@ -350,33 +350,33 @@ class ExampleRows:
         self.numbered = document_mask or kind == "pairs"
         # The tokens of each example's documents (D: one, or a pair's two), and those before the first target.
         prompts_E1 = example_set.first_targets.astype(np.int64)[:, None]
-        lengths_ED, kept_ED = np.diff(example_set.starts)[:, None], prompts_E1
+        lengths_ED, prompts_ED = np.diff(example_set.starts)[:, None], prompts_E1
         if kind == "pairs":
             answers_E2 = (example_set.segments >> LENGTH_SHIFT).astype(np.int64).reshape(-1, 3)[:, 1:]
-            lengths_ED, kept_ED = prompts_E1 + answers_E2, np.repeat(prompts_E1, 2, axis=1)
+            lengths_ED, prompts_ED = prompts_E1 + answers_E2, np.repeat(prompts_E1, 2, axis=1)
             if truncation == "keep_end":
                 if example_set.labels is None:  # both answers follow the same prompt
                     answers_E2 = answers_E2.max(axis=1, keepdims=True)
-                kept_ED = np.minimum(kept_ED, np.maximum(self.most - answers_E2, self.most // 2))
-        self._prompts_ED = kept_ED
-        cut_ED = np.minimum(lengths_ED - prompts_E1 + kept_ED, self.most)
-        needed = kept_ED.max(axis=1)
+                prompts_ED = np.minimum(prompts_ED, np.maximum(self.most - answers_E2, self.most // 2))
+        self._prompts_ED = prompts_ED
+        cut_ED = np.minimum(lengths_ED - prompts_E1 + prompts_ED, self.most)
+        needed = prompts_ED.max(axis=1)
         if (kind, truncation) == ("pairs", "drop"):
             needed = (lengths_ED - 1).sum(axis=1)
-        kept = np.flatnonzero(needed <= max_seq_len)
-        if not len(kept):
+        used = np.flatnonzero(needed <= max_seq_len)
+        if not len(used):
             raise DataError(f"{example_set.path}: none of the {len(needed):,} {kind} keeps a target in a "
                             f"row of MAX_SEQ_LEN={max_seq_len} tokens; set it to {needed.min():,} or more")
         slots = (cut_ED - 1).sum(axis=1)
-        self.row_tokens = row_tokens = max(max_seq_len, int(slots[kept].max()))
+        self.row_tokens = row_tokens = max(max_seq_len, int(slots[used].max()))
         if row_tokens > max_seq_len:  # the rows depend on these, too
             self.fingerprint = json_sha256([self.fingerprint, max_seq_len, truncation])
-        packing = pack(slots[kept], row_tokens)
-        self._packing = Packing(kept.astype(packing.items.dtype)[packing.items], packing.offsets)
+        packing = pack(slots[used], row_tokens)
+        self._packing = Packing(used.astype(packing.items.dtype)[packing.items], packing.offsets)
         self._bins = permute(np.arange(len(packing)), len(packing), 0, 0)
-        self.examples, self.left_out = len(kept), len(needed) - len(kept)
-        self.tokens = int(slots[kept].sum())
-        self.truncated = int((cut_ED < lengths_ED).any(axis=1)[kept].sum())
+        self.examples, self.left_out = len(used), len(needed) - len(used)
+        self.tokens = int(slots[used].sum())
+        self.truncated = int((cut_ED < lengths_ED).any(axis=1)[used].sum())
         self.fill = self.tokens / (len(self) * row_tokens)  # share of slots without padding
 
     def __len__(self) -> int:
@@ -423,9 +423,9 @@ class ExampleRows:
                 yield ids[:self.most], is_target[:self.most]
                 continue
             prompt, *answers = np.split(ids, np.cumsum(lengths[:2]))
-            for kept, answer in zip(self._prompts_ED[example].tolist(), answers):
-                document = np.concatenate([prompt[len(prompt) - kept:], answer])[:self.most]
-                yield document, np.arange(len(document)) >= kept
+            for prompt_tokens, answer in zip(self._prompts_ED[example].tolist(), answers):
+                document = np.concatenate([prompt[len(prompt) - prompt_tokens:], answer])[:self.most]
+                yield document, np.arange(len(document)) >= prompt_tokens
 
 
 class PromptRows:
@@ -440,18 +440,18 @@ class PromptRows:
         self.example_set, self.row_tokens = example_set, row_tokens
         self.token_set, self.fingerprint = example_set.tokens, example_set.fingerprint
         # The last token of an answer is only a target.
-        kept = np.flatnonzero(example_set.first_targets <= row_tokens + 1 - answer_tokens)
-        if not len(kept):
+        used = np.flatnonzero(example_set.first_targets <= row_tokens + 1 - answer_tokens)
+        if not len(used):
             shortest = example_set.first_targets.min()
             raise DataError(f"{example_set.path}: the shortest prompt has {shortest:,} tokens, too many "
                             f"for MAX_SEQ_LEN={row_tokens} with answers of {answer_tokens}; raise it, or "
                             "lower GRPO_MAX_TOKENS")
-        self._kept = kept[permute(np.arange(len(kept)), len(kept), 0, 0)]
-        self.truncated, self.left_out = 0, len(example_set) - len(kept)
-        self.fill = float(example_set.first_targets[kept].mean()) / row_tokens
+        self._examples = used[permute(np.arange(len(used)), len(used), 0, 0)]
+        self.truncated, self.left_out = 0, len(example_set) - len(used)
+        self.fill = float(example_set.first_targets[used].mean()) / row_tokens
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._examples)
 
     def describe(self) -> str:
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
@@ -460,7 +460,7 @@ class PromptRows:
     def __call__(self, indices: np.ndarray) -> Batch:
         tokens_BT = torch.zeros(len(indices), self.row_tokens, dtype=torch.int64)
         lengths, records = [], []
-        for row, example in enumerate(self._kept[indices].tolist()):
+        for row, example in enumerate(self._examples[indices].tolist()):
             ids, length = self.example_set.read(example)[0], int(self.example_set.first_targets[example])
             tokens_BT[row, :length] = torch.from_numpy(ids[:length].astype(np.int64))
             lengths.append([length])
@@ -507,9 +507,9 @@ class MixedRows:
 
     def __call__(self, indices: np.ndarray) -> Batch:
         sources, within = self.locate(indices)
-        places = [np.flatnonzero(sources == source) for source in np.unique(sources)]
-        batches = [self.source_rows[sources[each[0]]](within[each]) for each in places]
-        return batches[0] if len(batches) == 1 else join(batches, np.argsort(np.concatenate(places)))
+        positions = [np.flatnonzero(sources == source) for source in np.unique(sources)]
+        batches = [self.source_rows[sources[each[0]]](within[each]) for each in positions]
+        return batches[0] if len(batches) == 1 else join(batches, np.argsort(np.concatenate(positions)))
 
 
 def rows_by_source(rows) -> tuple:
@@ -536,7 +536,7 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
     for row in range(len(rows)):
         source_rows, within = rows, row
         if isinstance(rows, MixedRows):
-            source, within = (int(place[0]) for place in rows.locate(np.array([row])))
+            source, within = (int(each[0]) for each in rows.locate(np.array([row])))
             source_rows = rows.source_rows[source]
         for example in source_rows.examples_in(within).tolist():
             ids, segments = source_rows.example_set.read(example)
@@ -655,14 +655,14 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
     the CPU. `next()` raises its errors. It ends with the block, or is abandoned on a dead file system.
     """
     ready: queue.SimpleQueue = queue.SimpleQueue()
-    room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
+    free_slots, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
 
     def read_ahead() -> None:
         try:
             if on_gpu:
                 torch.cuda.set_device(device)  # otherwise the thread uses GPU 0 and memory on it
             for step in itertools.count(first_step):
-                room.acquire()
+                free_slots.acquire()
                 if closed.is_set():
                     return
                 batches = []
@@ -676,7 +676,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
 
     def steps() -> Iterator[tuple[list[Batch], int]]:
         while not isinstance(item := ready.get(), BaseException):
-            room.release()
+            free_slots.release()
             batches, units = item
             yield [batch.to(device) for batch in batches], units
         raise item
@@ -687,7 +687,7 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
         yield steps()
     finally:
         closed.set()
-        room.release()
+        free_slots.release()
         thread.join(CLOSING_SECONDS)
 
 

@@ -42,8 +42,8 @@ def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
     encoded = (word.encode("utf-8", "surrogatepass") for word in words)
     numbers = np.fromiter(map(crc32, encoded), np.uint64, len(words))
     hashes = np.zeros(count, np.uint64)
-    for place in range(length):
-        hashes = (hashes + numbers[place:place + count]) * MULTIPLIER
+    for offset in range(length):
+        hashes = (hashes + numbers[offset:offset + count]) * MULTIPLIER
         hashes ^= hashes >> np.uint64(29)
     return hashes
 
@@ -52,13 +52,13 @@ class EvaluationItems:
     """All 13-word runs of evaluation items."""
 
     def __init__(self, path: str):
-        self.texts, self.places, hashes = [], [], []
+        self.texts, self.origins, hashes = [], [], []
         reading = Reading(advice="correct it, or leave it out")
         for where, record in read_records(Source(path=path, split="", column=""), reading):
             for words in map(words_of, texts_of_item(record)):
                 if len(words) >= OVERLAP_WORDS:
                     self.texts.append(f" {' '.join(words)} ")
-                    self.places.append(where)
+                    self.origins.append(where)
                     hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
         if not hashes:
             raise DataError(f"--decontaminate {path}: no item has a text with {OVERLAP_WORDS} words, "
@@ -68,13 +68,13 @@ class EvaluationItems:
         self.text_of = np.searchsorted(ends, first, side="right").astype(np.int32)
 
     def overlap(self, words: list[str]) -> str | None:
-        """Return the first 13-word run that a text shares with an item, and the item's place, or None."""
+        """Return the first 13-word run that a text shares with an item, and where the item is, or None."""
         hashes = hashes_of_runs(words, OVERLAP_WORDS)
         index = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         for start in np.flatnonzero(self.hashes[index] == hashes):
             run, item = " ".join(words[start:start + OVERLAP_WORDS]), self.text_of[index[start]]
             if f" {run} " in self.texts[item]:  # not a hash collision
-                return f"{run!r} is in {self.places[item]}"
+                return f"{run!r} is in {self.origins[item]}"
         return None
 
 

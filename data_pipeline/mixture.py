@@ -131,9 +131,9 @@ def describe_sources(mixture: Mixture, sources: Sequence[dict[str, Any]]) -> lis
     rows = [["source", "documents", "tokens", *(f"until {end}" for end in ends if len(ends) > 1), "share",
              "passes" if "passes" in sources[0] else "a pass every"]]
     for entry in sources:
-        label, room = entry["source"], LABEL_COLUMNS
+        label, width = entry["source"], LABEL_COLUMNS
         weights = [f"{weight:.2%}" for weight in entry["weights"]] if len(ends) > 1 else []
         read = f"{entry['passes']:.2f}" if "passes" in entry else f"{entry['tokens'] / entry['share']:,.0f}"
-        rows.append([label if len(label) <= room else f"...{label[3 - room:]}", f"{entry['documents']:,}",
+        rows.append([label if len(label) <= width else f"...{label[3 - width:]}", f"{entry['documents']:,}",
                      f"{entry['tokens']:,}", *weights, f"{entry['share']:.2%}", read])
     return aligned(rows)

@@ -121,16 +121,16 @@ class SplitPlan(NamedTuple):
     common: list[float] = []  # positions of keys of too many items (see WorkerSpec)
 
 
-def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPlan:
+def plan_split(kind: DataKind, items: Iterable, requested: float | None) -> SplitPlan:
     """Plan the split from the first items.
 
     A key is common if it has all items, or more than people collect answers to one prompt, and so many that
     one key more or less would change what is held out by an eighth.
     """
-    if asked == 0:
+    if requested == 0:
         return SplitPlan()
-    fraction = SMALL_SET_FRACTION if asked is None else asked
-    most = COUNTED if kind.name else min(SMALL_SET, ceil(FEW_DOCUMENTS / (asked or LARGE_SET_FRACTION)))
+    fraction = SMALL_SET_FRACTION if requested is None else requested
+    most = COUNTED if kind.name else min(SMALL_SET, ceil(FEW_DOCUMENTS / (requested or LARGE_SET_FRACTION)))
     keys = [(position_of(item.split_key), kind.name and position_of(item.whole_key))
             for item in islice(items, most)]
     target = fraction * len(keys)
@@ -139,16 +139,16 @@ def plan_split(kind: DataKind, items: Iterable, asked: float | None) -> SplitPla
               if count > limit or kind.name and count == len(keys)}
     keys = [whole if key in common else key for key, whole in keys]
     counts = sorted(Counter(keys).items())
-    if asked is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
+    if requested is None and len({*keys[:SMALL_SET]}) == SMALL_SET:
         fraction = LARGE_SET_FRACTION
-    elif asked is None and len(counts) < FEW_DOCUMENTS and not kind.name:
+    elif requested is None and len(counts) < FEW_DOCUMENTS and not kind.name:
         fraction = None
     elif len(keys) < most:  # these are all items: hold out at least one, and near the fraction
         sums = [*accumulate(count for _, count in counts)]
         cuts = [(key + after) / 2 for (key, _), (after, _) in zip(counts, counts[1:])]
         held_out = sum(count for key, count in counts if key < fraction)
         if not cuts:
-            fraction = 0.0 if asked is None else asked
+            fraction = 0.0 if requested is None else requested
         elif not held_out or kind.name and is_far(held_out, target):
             fraction = min(zip(sums, cuts), key=lambda each: abs(each[0] - target))[1]
     return SplitPlan(fraction, [*common])
@@ -322,7 +322,7 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
         return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"][:2])
     plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
-    # Finished chunks of a source without places are read again, but not tokenized.
+    # Finished chunks of a source without positions are read again, but not tokenized.
     return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
 
 
@@ -437,19 +437,19 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
 
 def describe_split(manifest: dict) -> Iterator[str]:
     """Yield lines about a split by other keys, or in which much more or less is held out than asked for."""
-    kind, asked = manifest.get("kind"), manifest["settings"]["validation_fraction"]
+    kind, requested = manifest.get("kind"), manifest["settings"]["validation_fraction"]
     trained, held_out = (manifest["splits"][split]["documents"] for split in SPLITS)
     noun, more = "example" if kind else "document", how_to_get_more(kind, names_of_sources(manifest))
-    if asked is None:
-        asked = min(manifest.get("held_out", 0), SMALL_SET_FRACTION) or SMALL_SET_FRACTION
+    if requested is None:
+        requested = min(manifest.get("held_out", 0), SMALL_SET_FRACTION) or SMALL_SET_FRACTION
     if common := manifest.get("common_openings"):
         yield (f"Split: {counted(common, 'opening')} began too many {noun}s to stay in one split; these "
                "are split by the whole conversation")
-    if asked and not held_out:
-        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {asked:.1%}; {more}"
-    elif "cut_from_each" not in manifest and is_far(held_out, asked * (trained + held_out)):
+    if requested and not held_out:
+        yield f"Warning: no {noun} fell into validation, 0 of {trained:,} instead of {requested:.1%}; {more}"
+    elif "cut_from_each" not in manifest and is_far(held_out, requested * (trained + held_out)):
         yield (f"Warning: {held_out:,} of {trained + held_out:,} {noun}s are in validation, "
-               f"{held_out / (trained + held_out):.1%} instead of {asked:.1%}, because equal ones"
+               f"{held_out / (trained + held_out):.1%} instead of {requested:.1%}, because equal ones"
                f"{' and those with one prompt' * bool(kind)} stay together; remove repeats, {more}, or "
                f"shuffle the source if its first {COUNTED:,} differ from the rest")
 

@@ -57,22 +57,22 @@ class Cache(NamedTuple):
     chosen: Optional[Path] = None  # CACHE_DIR
     fallback: Optional[Path] = None
 
-    def places(self, data: Path, fingerprint: str) -> list[Path]:
+    def folders(self, data: Path, fingerprint: str) -> list[Path]:
         """Return the possible folders of results for a folder's data, preferred one first."""
         name = f"data-{fingerprint[:16]}"
         if self.chosen:
             return [self.chosen / name]
         return [data, *([self.fallback / name] if self.fallback else [])]
 
-    def place_to_write(self, data: Path, fingerprint: str, name: str = "") -> tuple[Path, str]:
+    def folder_to_write(self, data: Path, fingerprint: str, name: str = "") -> tuple[Path, str]:
         """Return the first folder in which `name` can be written, and why preferred ones cannot ("")."""
         refusals = []
-        for place in self.places(data, fingerprint):
-            folders = [place, place / name] if os.path.isdir(place / name) else [place]
-            refused = [f"{folder} cannot be written: {error.strerror}" for folder in folders
-                       if (error := why_not_writable(folder))]
+        for folder in self.folders(data, fingerprint):
+            checked = [folder, folder / name] if os.path.isdir(folder / name) else [folder]
+            refused = [f"{each} cannot be written: {error.strerror}" for each in checked
+                       if (error := why_not_writable(each))]
             if not refused:
-                return place, "; ".join(refusals)
+                return folder, "; ".join(refusals)
             refusals.append(refused[0])
         raise DataError(f"{'; '.join(refusals)}; set CACHE_DIR to a writable folder")
 
@@ -215,11 +215,11 @@ def read_as(schema: type[BaseModel], path: Path, advice: str) -> Any:
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the place and the message of the first violation of a schema."""
+    """Return the location and the message of the first violation of a schema."""
     fault = error.errors()[0]
     message = fault["msg"].removeprefix("Value error, ")
-    place = ".".join(map(str, fault["loc"]))
-    return ": ".join([*filter(None, [place]), f"{message[0].lower()}{message[1:]}"])
+    location = ".".join(map(str, fault["loc"]))
+    return ": ".join([*filter(None, [location]), f"{message[0].lower()}{message[1:]}"])
 
 
 @dataclass(frozen=True)
@@ -281,8 +281,8 @@ class Shard:
         """Raise DataError with the position of the first id beyond the vocabulary; `ids` start at `start`."""
         if len(ids) and int(ids.max()) >= vocab_size:
             token = int(np.flatnonzero(ids >= vocab_size)[0])
-            place = start + token
-            raise DataError(f"{self.path}: token {place} (byte {self.offset + place * ids.itemsize}) has id "
+            index = start + token
+            raise DataError(f"{self.path}: token {index} (byte {self.offset + index * ids.itemsize}) has id "
                             f"{ids[token]}, beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the "
                             "tokenizer it was made with, or prepare the data again")
 
@@ -413,10 +413,10 @@ def prepared_folder(path: Path) -> Path | None:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; check the path and its permissions"
                         ) from error
-    sets = sorted((place for place in inside if not place.name.startswith(("tmp-", "."))
-                   and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE))),
-                  key=lambda place: (place.is_symlink(), place))
-    sets = [*{place.resolve(): place for place in sets}.values()]  # links take precedence over their sets
+    sets = sorted((folder for folder in inside if not folder.name.startswith(("tmp-", "."))
+                   and (os.path.lexists(folder / MANIFEST) or os.path.lexists(folder / MIXTURE))),
+                  key=lambda folder: (folder.is_symlink(), folder))
+    sets = [*{folder.resolve(): folder for folder in sets}.values()]  # links take precedence over their sets
     if len(sets) > 1:
         raise DataError(f"{path}: holds several prepared sets, name one: {', '.join(map(str, sets))}")
     return sets[0] if sets else None
@@ -553,11 +553,11 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
     for folder in {shard.path.parent: None for shard in token_set.shards}:
         shards = [shard for shard in token_set.shards if shard.path.parent == folder]
         # Stored results of all possible folders; the preferred one takes precedence.
-        places, due = cache.places(folder, token_set.fingerprint), []
+        caches, due = cache.folders(folder, token_set.fingerprint), []
         known: dict[str, dict[str, Any]] = {}
-        for place in reversed(places):
+        for cached in reversed(caches):
             with suppress(OSError, ValueError):
-                known |= read_json(place / VERIFIED)
+                known |= read_json(cached / VERIFIED)
         for shard in shards:
             result = known.get(shard.path.name)
             is_known = (isinstance(result, dict) and result.items() >= file_stamp(shard.status).items()
@@ -568,10 +568,10 @@ def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
         # Scan the other files, and store the results in the first writable folder.
         for shard, result in zip(due, _scan_all(due)):
             known[shard.path.name] = file_stamp(shard.status) | result
-        for place in places if due else ():
+        for cached in caches if due else ():
             with suppress(OSError):
-                place.mkdir(parents=True, exist_ok=True)
-                write_json(place / VERIFIED, known)
+                cached.mkdir(parents=True, exist_ok=True)
+                write_json(cached / VERIFIED, known)
                 break
         # Check all results: stored ones may be bad too.
         for shard in shards:

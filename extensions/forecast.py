@@ -248,7 +248,7 @@ class Check:
         if self.inputs and objectives.reference_is_stored(config):
             with self.entry("cache"):
                 for rows in rows_by_source(self.inputs.rows):
-                    folder, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
+                    folder, why = cache_of(config).folder_to_write(rows.token_set.folder, rows.fingerprint)
                 reason = f" ({why})" if why else ""
                 self.line("cache", "the reference's log-probabilities are computed once and stored in "
                           f"{folder}{reason}")

@@ -51,13 +51,13 @@ class OutputStore:
                 None.
         """
         ranks, context, folder = self.context.ranks, self.context, rows.token_set.folder
-        for place in self.cache.places(folder, rows.fingerprint):
+        for place in self.cache.folders(folder, rows.fingerprint):
             if (stored := compute(place / key, False)) is not None:
                 return stored
 
         def open_lock() -> list[str]:
             nonlocal lock
-            place, why = self.cache.place_to_write(folder, rows.fingerprint, key)
+            place, why = self.cache.folder_to_write(folder, rows.fingerprint, key)
             with disk_errors(place, DataError, "make it writable, or set CACHE_DIR to another folder"):
                 place.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(FileLock(place / f".{key}.lock"))

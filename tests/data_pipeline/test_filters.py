@@ -26,16 +26,16 @@ def runs_of(text, length):
 
 
 def overlap_cases(tmp_path):
-    dice = Random(2)
-    items = [{"ctx": " ".join(dice.choices(WORDS, k=dice.randrange(4, 30))), "label": 1,
-              "endings": [" ".join(dice.choices(WORDS, k=8)) for _ in range(4)]} for _ in range(40)]
+    rng = Random(2)
+    items = [{"ctx": " ".join(rng.choices(WORDS, k=rng.randrange(4, 30))), "label": 1,
+              "endings": [" ".join(rng.choices(WORDS, k=8)) for _ in range(4)]} for _ in range(40)]
     write_jsonl(tmp_path / "items.jsonl", items)
     texts = []
     for _ in range(300):
-        item = dice.choice(items)
-        words = f"{item['ctx']} {dice.choice(item['endings'])}".split()
-        length, around = dice.randrange(9, 18), dice.choices(WORDS, k=40)
-        start = dice.randrange(max(1, len(words) - length))
+        item = rng.choice(items)
+        words = f"{item['ctx']} {rng.choice(item['endings'])}".split()
+        length, around = rng.randrange(9, 18), rng.choices(WORDS, k=40)
+        start = rng.randrange(max(1, len(words) - length))
         texts.append(" ".join(around[:20] + [word.upper() + "," for word in words[start:start + length]] + around[20:]))
     return items, texts
 
@@ -72,10 +72,10 @@ def test_items_of_any_columns_are_taken_and_those_without_words_refused(tmp_path
     ("pairs", lambda text: {"prompt": text[:20], "chosen": text[20:], "rejected": text[20:40]})])
 def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(prepared, tmp_path, monkeypatch, kind, record):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
-    dice = Random(3)
-    contexts = [" ".join(dice.choices(WORDS, k=20)) for _ in range(3)]
+    rng = Random(3)
+    contexts = [" ".join(rng.choices(WORDS, k=20)) for _ in range(3)]
     write_jsonl(tmp_path / "items.jsonl", [{"ctx": context, "endings": ["a", "b", "c", "d"]} for context in contexts])
-    texts = [" ".join(dice.choices(WORDS, k=60)) for _ in range(150)]
+    texts = [" ".join(rng.choices(WORDS, k=60)) for _ in range(150)]
     texts[30:120:10] = [f"{text} {context.title()}" for text, context in zip(texts[30:120:10], contexts * 3)]
     texts += texts[::3]
     source = write_jsonl(tmp_path / "x.jsonl", map(record, texts))

@@ -57,25 +57,25 @@ def opened(folder, kind, verify="auto", **changes):
     return open_example_set(folder, "train", kind, tokenizer, verify)
 
 
-def draw_ids(dice, least, most):
-    return dice.integers(1, VOCABULARY, dice.integers(least, most + 1)).tolist()
+def draw_ids(rng, least, most):
+    return rng.integers(1, VOCABULARY, rng.integers(least, most + 1)).tolist()
 
 
 def draw_chats(count, seed=0, most=6):
     """Return chats of one to three turns; the first token is the chat's number modulo the vocabulary."""
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     chats = []
     for number in range(count):
-        chat = [part for _ in range(dice.integers(1, 4)) for part in
-                ((PROMPT, draw_ids(dice, 2, most)), (WORDS, draw_ids(dice, 1, most)))]
+        chat = [part for _ in range(rng.integers(1, 4)) for part in
+                ((PROMPT, draw_ids(rng, 2, most)), (WORDS, draw_ids(rng, 1, most)))]
         chat[0][1][0] = number % VOCABULARY
-        chats.append(chat + [(PROMPT, draw_ids(dice, 1, 2))] * int(dice.integers(0, 2)))
+        chats.append(chat + [(PROMPT, draw_ids(rng, 1, 2))] * int(rng.integers(0, 2)))
     return chats
 
 
 def draw_pairs(count, seed=0, most=6):
-    dice = np.random.default_rng(seed)
-    return [[(PROMPT, draw_ids(dice, 2, most)), (WORDS, draw_ids(dice, 1, most)), (WORDS, draw_ids(dice, 1, most))]
+    rng = np.random.default_rng(seed)
+    return [[(PROMPT, draw_ids(rng, 2, most)), (WORDS, draw_ids(rng, 1, most)), (WORDS, draw_ids(rng, 1, most))]
             for _ in range(count)]
 
 

@@ -229,10 +229,10 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
 
 @fewer
 @given(token_sets, st.integers(1, 30), st.randoms(use_true_random=False))
-def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_tokens, dice):
+def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_tokens, rng):
     folder = write_set(set_folder, token_set[0], shard_tokens, token_set[1])
-    path = dice.choice(sorted(folder.glob("*.bin")))
-    flip_bit(path, dice)
+    path = rng.choice(sorted(folder.glob("*.bin")))
+    flip_bit(path, rng)
     with pytest.raises(DataError, match=path.name):
         shards.open_token_set(folder, "train", shards.TokenizerInfo(token_set[1]), verify="always")
 
@@ -266,8 +266,8 @@ def test_any_bytes_as_a_file_of_a_checkpoint_are_read_or_refused(folder, content
 
 @fewer
 @given(files=st.dictionaries(st.text("abc", min_size=1, max_size=4), st.binary(max_size=30), min_size=1, max_size=4),
-       dice=st.randoms(use_true_random=False))
-def test_any_flipped_bit_of_any_checkpoint_is_found(tmp_path_factory, files, dice):
+       rng=st.randoms(use_true_random=False))
+def test_any_flipped_bit_of_any_checkpoint_is_found(tmp_path_factory, files, rng):
     folder = tmp_path_factory.mktemp("published") / "step-00000001"
 
     def write(into: Path) -> None:
@@ -279,7 +279,7 @@ def test_any_flipped_bit_of_any_checkpoint_is_found(tmp_path_factory, files, dic
     listed = store.verify(folder)["files"]
     assert {name: listed[name]["sha256"] for name in files} == {name: hashlib.sha256(content).hexdigest()
                                                                 for name, content in files.items()}
-    path = dice.choice([path for path in sorted(folder.iterdir()) if path.stat().st_size])
-    flip_bit(path, dice)
+    path = rng.choice([path for path in sorted(folder.iterdir()) if path.stat().st_size])
+    flip_bit(path, rng)
     with pytest.raises(CheckpointError, match=path.name):
         store.verify(folder)
