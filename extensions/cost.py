@@ -14,7 +14,7 @@ from config import LORA_LAYERS, Config, ModelConfig, padded, parameter_count
 from fused.attention import KERNELS
 from fused.head import FITS, tokens_in_chunk
 from learn.objectives import reference_is_live
-from learn.optim import muon_batch
+from learn.optim import OPTIMIZERS, muon_batch
 from run.saving import pinned_bytes
 
 FLOAT32 = 4
@@ -287,8 +287,9 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
 
 def moment_count(config: Config, trained: int) -> int:
     """Return the size of the optimizer's state: two numbers per weight for AdamW, one for Muon."""
-    muon = config.matrix_count if config.optimizer == "muon" and not config.lora_enabled else 0
-    return 2 * trained - muon
+    of_matrices, of_rest = (len({*each.state_names} - {"step"}) for each in OPTIMIZERS[config.optimizer])
+    matrices = 0 if config.lora_enabled else config.matrix_count
+    return of_rest * trained + (of_matrices - of_rest) * matrices
 
 
 def pinned_share(config: Config, vocab_size: int) -> float:

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor, nn
@@ -160,16 +160,36 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
 
 
 class EagerOptimizer(torch.optim.Optimizer):
-    """Without torch's wrappers for compiled optimizers, whose first call imports torch._dynamo (1 s)."""
+    """Base class of optimizers that divide the gradients by `grad_scale`, and skip the update if `found_inf`.
+
+    It goes without torch's wrappers for compiled optimizers, whose first call imports torch._dynamo (1 s).
+    """
+
+    state_names: ClassVar[tuple[str, ...]]  # tensors that it keeps for each parameter
+    grad_scale: Optional[Tensor] = None
+    found_inf: Optional[Tensor] = None
+    sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
+    ranks = Ranks()  # they have equal gradients
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+    @classmethod
+    def from_config(cls, groups: list[dict], config: OptimConfig) -> "EagerOptimizer":
+        """Return the optimizer of groups of parameters, each with its `weight_decay`."""
+        raise NotImplementedError
 
 
 class AdamW(EagerOptimizer, torch.optim.AdamW):
     """torch's AdamW."""
 
+    state_names = ("step", "exp_avg", "exp_avg_sq")
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+    @classmethod
+    def from_config(cls, groups: list[dict], config: OptimConfig) -> "AdamW":
+        return cls(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2),
+                   eps=config.adam_eps, fused=True)
 
 
 def muon_batch(count: int, numel: int) -> int:
@@ -181,17 +201,18 @@ class Muon(EagerOptimizer):
     """Orthogonalized momentum, with updates as large as AdamW's, so that both share one learning rate.
 
     Unlike torch.optim.Muon, which iterates in bf16 over single matrices, it computes in float32 on a CPU, and
-    in batches of equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
+    in batches of equal shapes, which the ranks divide.
     Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
 
-    grad_scale: Optional[Tensor] = None
-    found_inf: Optional[Tensor] = None
-    sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
-    ranks = Ranks()  # they have equal gradients
+    state_names = ("momentum_buffer",)
 
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float):
+    def __init__(self, params: list, lr: float, weight_decay: float, momentum: float):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @classmethod
+    def from_config(cls, groups: list[dict], config: OptimConfig) -> "Muon":
+        return cls(groups, config.learning_rate, config.weight_decay, config.muon_momentum)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -256,16 +277,18 @@ class Muon(EagerOptimizer):
             tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
 
 
-STATE_OF = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # per parameter
+# By OPTIMIZER: the optimizers of the blocks' matrices, without adapters, and of the other parameters.
+OPTIMIZERS: dict[str, tuple[type[EagerOptimizer], type[EagerOptimizer]]] = {
+    "adamw": (AdamW, AdamW), "muon": (Muon, AdamW)}
 
 
 class Optimizer:
-    """AdamW for the trainable parameters, or Muon for the blocks' matrices and AdamW for the rest.
+    """The optimizers of the trainable parameters, as one.
 
     Weight decay applies to matrices only. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
 
     Args:
-        ranks: ranks that call `step` together with equal gradients; they divide the work of Muon.
+        ranks: ranks that call `step` together with equal gradients; they may divide the work.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks = Ranks()):
@@ -275,19 +298,19 @@ class Optimizer:
         self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
         self.names = {rows_of.get(p, p): name for name, p in trained.items()}
-        # AdamW trains adapters: orthogonalizing both factors does not orthogonalize their product.
-        with_muon = [p for p, name in self.names.items() if config.optimizer == "muon" and p.ndim >= 2
-                     and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
-        with_adamw = [p for p in self.names if not any(p is other for other in with_muon)]
-        groups = [{"params": [p for p in with_adamw if p.ndim >= 2], "weight_decay": config.weight_decay},
-                  {"params": [p for p in with_adamw if p.ndim < 2], "weight_decay": 0.0}]
-        self.optimizers: list[torch.optim.Optimizer] = [
-            AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
-                  betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
-        if with_muon:
-            muon = Muon(with_muon, config.learning_rate, config.weight_decay, config.muon_momentum)
-            muon.sharded, muon.ranks = self.sharded, ranks
-            self.optimizers.append(muon)
+        of_matrices, of_rest = OPTIMIZERS[config.optimizer]
+        # Orthogonalizing both factors of an adapter does not orthogonalize their product.
+        matrices = [p for p, name in self.names.items() if of_matrices is not of_rest and p.ndim >= 2
+                    and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
+        rest = [p for p in self.names if not any(p is other for other in matrices)]
+        groups = [{"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+                  {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0}]
+        self.optimizers = [of_rest.from_config([group for group in groups if group["params"]], config)]
+        if matrices:
+            decayed = {"params": matrices, "weight_decay": config.weight_decay}
+            self.optimizers.append(of_matrices.from_config([decayed], config))
+        for optimizer in self.optimizers:
+            optimizer.sharded, optimizer.ranks = self.sharded, ranks
 
     @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
@@ -333,7 +356,7 @@ class Optimizer:
             return
         places = {f"{self.names[p]}.{entry}": (optimizer, p, entry) for optimizer in self.optimizers
                   for group in optimizer.param_groups for p in group["params"]
-                  for entry in STATE_OF[type(optimizer)]}
+                  for entry in optimizer.state_names}
         saved = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
         wanted = {key: "torch.float32 ()" if entry == "step" else
                   f"{p.dtype} {tuple(self.sharded.get(p, p).shape)}" for key, (_, p, entry) in places.items()}
