@@ -7,7 +7,6 @@ import fcntl
 import fnmatch
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -169,8 +168,6 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
     with disk_errors(newest):
         kept = segment_files(run_dir)
         (run_dir / SEGMENTS).mkdir(exist_ok=True)
-        if first > 1 and not kept and newest.exists():  # older versions wrote only config.json
-            shutil.copyfile(newest, run_dir / SEGMENTS / "step-00000001.json")
         for begins, path in kept:
             if begins > first:  # the run repeats its steps
                 path.unlink()

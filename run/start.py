@@ -43,12 +43,8 @@ from tokenizer import SUPPRESSED, load_tokenizer, read_generation
 MOST_READ_TOKENS = 5 * 10**9  # about 20 seconds; in more tokens, each control token counts as seen
 
 
-class Located(NamedTuple):
-    """The checkpoint that a run starts from."""
-
-    folder: Optional[str]  # None = initial weights
-    is_own: bool  # written by this run
-    warnings: list[str]
+# The checkpoint that a run starts from (None = initial weights), whether this run wrote it, and warnings.
+Found = tuple[Optional[str], bool, list[str]]
 
 
 class Start(NamedTuple):
@@ -186,22 +182,22 @@ def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, 
 
 @collective
 def find_start(loaded: Settings, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
-               located: Optional[Located] = None) -> Start:
-    """Return the start that the settings ask for, from `located` if the checkpoint is known.
+               found: Optional[Found] = None) -> Start:
+    """Return the start that the settings ask for, from `found` if the checkpoint is known.
 
     `inputs` must equal those of the checkpoint; None skips the comparison.
     """
-    if located is None:
-        located = Located(*ranks.broadcast(locate_together(loaded.config, run_dir, ranks)))
-    if located.folder is None:
+    name, is_own, warnings = found or ranks.broadcast(locate_together(loaded.config, run_dir, ranks))
+    if name is None:
         if conflicts := [*shape_rules(loaded.config)]:  # not checked before if the settings name this run
             raise SettingsError(*conflicts)
-        return Start(decide_compile(loaded.config, loaded), None, False, {}, [], located.warnings)
-    folder = find_on_rank0(lambda: located.folder, ranks)
-    start = ranks.raise_on_all(lambda: adopt(located._replace(folder=folder), loaded, inputs, run_dir))
+        return Start(decide_compile(loaded.config, loaded), None, False, {}, [], warnings)
+    folder = find_on_rank0(lambda: name, ranks)
+    start = ranks.raise_on_all(lambda: adopt(folder, is_own, loaded, inputs, run_dir))
+    warnings = [*warnings, *start.warnings]
 
     # Record where later starts can find the same base.
-    config, named, warnings = start.config, start.config.named_checkpoint, [*start.warnings]
+    config, named = start.config, start.config.named_checkpoint
     if not start.is_own:
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
@@ -225,13 +221,13 @@ def find_start(loaded: Settings, inputs: Optional[Inputs], run_dir: Path, ranks:
 
 
 @collective
-def locate_together(config: Config, run_dir: Path, ranks: Ranks) -> Optional[Located]:
+def locate_together(config: Config, run_dir: Path, ranks: Ranks) -> Optional[Found]:
     """Return what `locate` finds on rank 0, for which every rank verifies a part of each file."""
     def help_with(file: list) -> tuple[str, list[str]]:
         folder, name, expected = file
         return examine(Path(folder), name, expected, ranks.rank, ranks.world_size)
 
-    def locate_with(ask: Callable[[Any], list]) -> Located:
+    def locate_with(ask: Callable[[Any], list]) -> Found:
         return locate(config, run_dir, lambda folder, name, expected: fault_in(
             ask([str(folder.absolute()), name, expected]), folder / name, expected))
 
@@ -239,7 +235,7 @@ def locate_together(config: Config, run_dir: Path, ranks: Ranks) -> Optional[Loc
 
 
 def locate(config: Config, run_dir: Path,
-           find_fault: Callable[[Path, str, Mapping], Optional[str]] = fault_of) -> Located:
+           find_fault: Callable[[Path, str, Mapping], Optional[str]] = fault_of) -> Found:
     """Return the verified checkpoint to start from.
 
     A run that started from the named checkpoint resumes its own newest one, so that the command that started
@@ -266,7 +262,7 @@ def locate(config: Config, run_dir: Path,
                             f"RESUME={earlier[-1].parent}")
     newest_state = store.read_state(newest) if newest else {}
     if named is None or (newest and started_from(named, newest_state["progress"], run_dir)):
-        return Located(newest and str(newest), newest is not None, warnings)
+        return newest and str(newest), newest is not None, warnings
 
     # The named checkpoint is not what this run started from.
     def check(folder: Path) -> None:
@@ -285,12 +281,11 @@ def locate(config: Config, run_dir: Path,
             raise CheckpointError(explain_other_start(newest, folder, newest_state, config))
         if newest.resolve() != folder.resolve():
             warnings.append(f"{newest} is not used, because the settings name {folder}")
-    return Located(str(folder), is_own, warnings)
+    return str(folder), is_own, warnings
 
 
-def adopt(located: Located, loaded: Settings, inputs: Optional[Inputs], run_dir: Path) -> Start:
+def adopt(folder: Path, is_own: bool, loaded: Settings, inputs: Optional[Inputs], run_dir: Path) -> Start:
     """Return the start from this checkpoint, whose model supplies settings that are not set explicitly."""
-    folder, is_own, warnings = located
     state = store.read_state(folder)
     resumed = resumes_trainer_state(state, is_own, loaded.config)
     if resumed:
@@ -308,18 +303,19 @@ def adopt(located: Located, loaded: Settings, inputs: Optional[Inputs], run_dir:
     adopted = {name.upper(): value for name, value in values.items()
                if getattr(config, name) != getattr(loaded.config, name)}
     notes = [f"model settings from {folder}: {assignments(adopted).removeprefix('set ')}"] if adopted else []
+    warnings: list[str] = []
 
     # Check settings and inputs against the checkpoint, and against each other.
     if resumed and inputs:
         identity = inputs.identity(config, state["identity"])
         changes = check_changes(state, config, identity, folder, is_own, loaded.sources)
-        notes, warnings = notes + changes.notes, warnings + changes.warnings
+        notes, warnings = notes + changes.notes, changes.warnings
     if not resumed and "learning_rate" in loaded.deferred:
         rate = float(f"{config.learning_rate * max(1, RECIPE_WIDTH / config.dim):.2g}")
         config = config.model_copy(update={"learning_rate": rate})
         notes.append(f"TRAINING_STAGE={config.training_stage} and DIM={config.dim} set LEARNING_RATE={rate}")
     if not resumed:
-        warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
+        warnings = model_utils.check_model(folder, config, loaded.sources)
         notes.append(f"weights from {folder}; optimizer, schedule and step restart")
         if inputs:
             notes += model_utils.check_vocabulary(folder, inputs.tokenizer, config)
@@ -415,11 +411,11 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
 def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
                  advice: str) -> Path:
     """Like `find_base`, but try these names first. If all fail, the error ends with `advice`."""
-    remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
+    remembered, wanted = base_places(progress, run_dir), progress["base_sha256"]
     named, failures = [], []
     for name in dict.fromkeys(filter(None, names)):
         try:  # the hash of the weights verifies them
-            folder = store.locate(name, run_dir, warn, store.read_manifest if wanted else store.verify_model)
+            folder = store.locate(name, run_dir, warn, store.read_manifest)
         except CheckpointError as error:
             failures.append(str(error))
             continue
@@ -427,12 +423,6 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
         sibling = remembered and folder.parent / remembered[0].name
         named += [sibling, folder] if sibling and sibling.is_dir() else [folder]
 
-    if wanted is None:  # older versions stored no hash
-        place = next((place for place in (*remembered, *named) if place.is_dir()), None)
-        if place in named and place not in remembered:
-            warn(f"{place} is assumed to be the model that this run started from; its hash was not stored")
-        if place:
-            return place
     for place in dict.fromkeys(path.resolve() for path in (*named, *remembered)):
         try:
             if not place.is_dir():
@@ -442,8 +432,7 @@ def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], ru
             failures.append(f"{place} is another model, whose weights have SHA-256 {sha256}")
         except CheckpointError as error:
             failures.append(str(error))
-    raise CheckpointError("the base of this "
-                          f"run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not found: "
+    raise CheckpointError(f"the base of this run, whose weights have SHA-256 {wanted}, was not found: "
                           f"{'; '.join(failures) or 'no place is known'}. Restore it, or {advice}")
 
 
@@ -645,9 +634,6 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
 
     if not is_stored:
         return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs
-    if not base_sha256:  # older versions stored the hash only for adapters
-        folder = base()
-        base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
     provenance = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
     def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:

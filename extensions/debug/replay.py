@@ -34,7 +34,7 @@ from model_utils import is_vocabulary, seed_step
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
 from run.life import Run, StepResult
-from run.start import Located, build_run, find_base, find_start, prepare_device, read_inputs
+from run.start import build_run, find_base, find_start, prepare_device, read_inputs
 from run.step_log import median_and_deviation, rows_crc32
 from settings.load import Layer, Settings, read_config_file, validate
 from train import train_step
@@ -229,7 +229,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
         else:
             folder = store.locate(checkpoint, run_dir, messages.append, store.verify)
     loaded = Settings(config, dict.fromkeys(Config.model_fields, str(run_dir)))
-    start = find_start(loaded, inputs, run_dir, ranks, Located(folder, is_own, messages))
+    start = find_start(loaded, inputs, run_dir, ranks, (folder, is_own, messages))
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     for message in (*start.warnings, *start.notes):
         log.warn(message)
