@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import shutil
@@ -9,7 +8,6 @@ import torch
 from factories import (
     UNMEASURED,
     TinyRun,
-    contents,
     flip_bit,
 )
 from safetensors.torch import load_file
@@ -60,19 +58,6 @@ def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, 
     assert checked.lines[0][2] == f"{len(load_config(run.argv(), {}).sources)} set, all valid", "--check is none of them"
     assert checked.marks() == dict.fromkeys(NAMES, "ok")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypatch):
-    run = TinyRun(prepared, tmp_path)
-    monkeypatch.setenv("SYSTEM_PROMPT", "Hi")
-    told = dict((name, text) for _, name, text in Checked(run, capsys, WORLD_SIZE=2).lines)
-    manifest = json.loads((prepared.shards / "manifest.json").read_text())
-    tokens = manifest["splits"]["train"]["tokens"]
-    assert told["settings"] == "From the environment: SYSTEM_PROMPT=Hi"
-    assert told["batch"] == "256 tokens per step = 2 rows x 32 tokens x 2 micro-batches x 2 ranks; 6 steps"
-    assert told["data"].startswith(f"{tokens:,} tokens, ") and f"reads it {6 * 256 / tokens:.2f} times" in told["data"]
-    assert any(noun in told["first row"] for noun in ("cat", "dog", "hen")) and told["evaluation"].startswith("10 questions (HellaSwag)")
-    assert str(run.folder) in told["start"] and "2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
 
 
 def test_a_model_that_could_not_be_saved_fails(prepared, tmp_path, capsys, monkeypatch):
@@ -177,15 +162,6 @@ def test_the_speed_is_that_of_a_real_step_with_as_many_micro_batches_as_fit_two_
         monkeypatch.setattr(check, "timed", lambda device, do: [do()] and seconds)  # noqa: B023
         found = check.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
         assert found == config.accumulation_steps * seconds / expected[-1] and taken == expected
-
-
-def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
-    before = contents(trained.output_dir)
-    checked = Checked(trained, capsys)
-    assert checked.code == 0
-    assert f"from {trained.checkpoint(4)}, 2 of 6 steps left" in checked.text("ok")
-    assert "0 of 3 steps left" in Checked(trained, capsys, MAX_STEPS=3).text("ok")
-    assert contents(trained.output_dir) == before
 
 
 def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):

@@ -202,20 +202,6 @@ def test_a_failed_run_begins_with_its_failure(show):
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
-def test_a_logarithmic_axis_survives_zeros(show):
-    data = report(run())
-    data["runs"][0]["curves"]["grad_norm"] = curve(STEPS, lambda step: 10 ** (step / 250) if step < 600 else 0)
-    data["charts"].append({"id": "norm", "title": "Norm", "unit": "", "log": True, "percent": False, "stacked": False,
-                           "series": [series("grad_norm", "gradient norm")]})
-    page = show(data)
-    assert page.evaluate("charts.get('norm').isLog") and page.evaluate("charts.get('norm').plot.scales.y.distr") == 3
-    drawn = page.evaluate("charts.get('norm').slots.at(-1).y")
-    assert min(drawn) > 0 and drawn[-1] == pytest.approx(page.evaluate("charts.get('norm').floor"))
-    low, high = page.evaluate("[charts.get('norm').plot.scales.y.min, charts.get('norm').plot.scales.y.max]")
-    assert 0 < low < drawn[-1] and high > 200
-    assert spoken(page, "norm") == "last: gradient norm 0.000", "what is said is the value itself"
-
-
 @pytest.fixture
 def four() -> dict:
     """The data of four runs: two learning rates, two seeds each."""
@@ -239,19 +225,6 @@ def test_many_runs_are_a_table_that_can_be_sorted_and_does_not_widen_the_page(sh
     assert page.evaluate("charts.get('loss').lines.length") == 6
     assert page.locator("#comparison table").first.locator("tbody tr").count() == 4, "a matrix of paired tests"
     assert page.locator("#time .box").first.locator(".bar").count() == 3, "one bar of phases for each run that is shown"
-
-
-def test_rare_values_are_never_interpolated(show, four):
-    """The mean of two seeds is known where both were validated, and the cursor names the step of what it shows."""
-    four["comparison"]["configurations"] = [{"name": "a=1", "runs": ["a1", "a2"], "results": [{"name": "loss", "mean": 1, "stderr": None}]}]
-    for name in ("val_loss", "val_loss_stderr"):
-        four["runs"][1]["curves"][name] = curve([100, 250, 400], lambda step: 1.0)
-    page = show(four)
-    known = page.evaluate("""charts.get('loss').lines.filter(({label}) => label === 'a=1 validation')
-        .map(({steps, y}) => steps.filter((_, i) => y[i] !== null))[0]""")
-    assert known == [100, 400]
-    page.evaluate("charts.get('loss').moveTo(270)")
-    assert "(step 200)" in spoken(page, "loss") or "(step 300)" in spoken(page, "loss")
 
 
 def test_a_chart_is_saved_as_csv_svg_or_png(show, tmp_path):

@@ -178,16 +178,3 @@ def test_markdown_reads_inline_code_as_one_text_also_in_a_table(text):
     row = [token.children for token in markdown.parse(f"| a | b |\n|---|---|\n| {cell(text)} | c |") if token.type == "inline"]
     assert [[child.type for child in children] for children in row] == [["text"], ["text"], ["code_inline"], ["text"]]
     assert row[2][0].content.strip() == printable(text).strip()
-
-
-def test_a_card_is_read_back(tmp_path):
-    text = card_text({"license": "other", "license_name": "my own: one", "tags": ["a"], "empty": "", "none": [], "paddock": {"step": 3}},
-                     "a|`b", introduction="{{ hello }}", is_chat=True, inherited={"Empty": "", "Scores": "| a |"})
-    assert card_metadata(text) == {"license": "other", "license_name": "my own: one", "step": "3"}
-    assert "\n\n# ``a|`b``\n\n{{ hello }}\n\n## Use\n" in text and [*sections_of(text)] == ["Use", "Scores", "Check a copy"]
-    assert sections_of(text)["Scores"] == "| a |" and "apply_chat_template" in sections_of(text)["Use"]
-    assert read_card(tmp_path) == "" == read_card(tmp_path / "missing")
-    # Cards of others: comments, quotes, lists of mappings, no metadata at all.
-    assert card_metadata("---\nlicense: 'llama3.2' \nbase_model:\n- a/b\nlicense_link: \"LICENSE.txt\"\n---\n# T\nlicense: mit\n") == {
-        "license": "llama3.2", "license_link": "LICENSE.txt"}
-    assert card_metadata("# Title\nlicense: mit\n") == {} == card_metadata(json.dumps({}))

@@ -2,9 +2,7 @@
 
 import json
 import math
-import sys
 from collections import defaultdict
-from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from factories import new_model
 
 from checkpoint import huggingface
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError
 from config import ModelConfig
 from run.adapters import load_model
 from scripts import convert_to_gguf as script
@@ -122,23 +120,6 @@ def test_the_fields_of_a_file_say_how_to_rotate_and_which_tokens_control(tmp_pat
     assert all(kind == "unused" for token, kind in kinds.items() if token.startswith("[PAD"))
     ids = {role: written["token_list"][written[f"{role}_token_id"]] for role in ("bos", "eos", "eot")}
     assert ids == {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "eot": "<|eot_id|>"}
-
-
-@pytest.mark.parametrize("version, refused", [("0.9", True), ("0.100.dev1", False), (None, False)])
-def test_a_gguf_that_is_too_old_is_refused_with_the_command_that_upgrades_it(version, refused, monkeypatch):
-    """One that pip has not installed, such as that of a clone of llama.cpp, has no version."""
-    def found(name: str) -> str:
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setitem(sys.modules, "gguf", stub := SimpleNamespace())
-    monkeypatch.setattr(metadata, "version", found)
-    if not refused:
-        assert script.import_gguf() is stub
-        return
-    with pytest.raises(SettingsError, match=rf"--to gguf needs the package gguf>=0\.18: .*install 'gguf>=0\.18' \({version} is installed\)"):
-        script.import_gguf()
 
 
 def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path):

@@ -108,12 +108,6 @@ def test_a_batch_of_chats_shows_what_is_learned(sets, inspect):
     assert "of the run" not in cut and "left out" in cut
 
 
-def test_pairs_are_marked(sets, inspect):
-    row = inspect(sets["pairs"], "--max-seq-len", 512)
-    row = row[row.index("number 1 of the run"):]
-    assert row.count("pair 1, chosen: slots 0-") == row.count("pair 1, rejected: ") == 1 and row.count("⟦No.<|eot_id|>⟧") >= 1
-
-
 def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2

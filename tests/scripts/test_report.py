@@ -53,6 +53,7 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
     assert report(folder, second, "--output", tmp_path / "both.html").stdout == f"{tmp_path}/both.html\n"
 
 
+@pytest.mark.slow
 def test_a_figure_is_vector_graphics_of_the_width_and_joins_seeds(folder, tmp_path):
     pytest.importorskip("matplotlib")
     second = shutil.copytree(folder, tmp_path / "runs" / "second")

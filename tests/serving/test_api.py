@@ -1,24 +1,18 @@
 """The API as OpenAI's own client uses it: chats, completions, streams, usage, errors, and what is cancelled."""
 
-import asyncio
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from factories import wait_until, write_jsonl
+from factories import wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from checkpoint.huggingface import save_model_folder
-from data_pipeline.chats import read_examples
-from data_pipeline.sources import Reading, Source
-from data_pipeline.templates import load_chat_format
 from extensions.inference import engine
 from extensions.inference.text import LanguageModel
-from extensions.serving.api import Api
 from extensions.serving.app import ServeOptions
 from tokenizer import load_tokenizer
 
@@ -336,56 +330,3 @@ def test_reasoning_is_returned_beside_the_content(with_tools, monkeypatch, writt
         known = model.chat_prompt
         monkeypatch.setattr(model, "chat_prompt", lambda *given: known(*given)._replace(ids=[*known(*given).ids, *model.tokenizer.encode("<think>")]))
         assert ask().choices[0].message.reasoning_content == reasoning
-
-
-# A template that writes everything that a message has.
-EVERYTHING = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{{ mood }}{% for m in messages %}<|start_header_id|>{{ m.role }}:
-{%- for key in ("name", "tool_call_id", "reasoning_content", "content", "train") if key in m %}{{ key ~ "=" ~ m[key] ~ ";" }}{% endfor %}
-{%- for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|eot_id|>{% endfor %}
-{%- if add_generation_prompt %}<|start_header_id|>assistant:{% endif %}"""
-CALL = {"id": "c1", "type": "function", "function": {"name": "see", "arguments": "{\"x\": null}"}}
-FORMS = [
-    [*HELLO], [{"role": "system", "content": "Be kind."}, *HELLO], [{"role": "developer", "content": "Be kind."}, *HELLO],
-    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_text", "text": " b", "cache_control": {}}]}],
-    *([HELLO[0], {"role": "assistant", **answer}, HELLO[0]] for answer in (
-        {"content": [{"type": "output_text", "text": "So."}], "name": "Bob"}, {"content": "So.", "thinking": "Hm."})),
-    *([HELLO[0], {"role": "assistant", **answer}, {"role": role, "content": "1", "tool_call_id": "c1", "name": "see"}] for role, answer in (
-        ("tool", {"tool_calls": [{**CALL, "index": 0}]}), ("function", {"content": " ", "function_call": CALL["function"]}),
-        ("tool", {"content": "Let me see.", "tool_calls": [{"name": "see", "parameters": {"x": [1, None]}}]}),
-        ("ipython", {"content": [{"type": "text", "text": "So."}], "tool_calls": json.dumps([CALL])}))),
-    [HELLO[0], {"role": "function_call", "content": json.dumps(CALL["function"])}, {"role": "observation", "content": [{"type": "text", "text": ""}]}],
-    [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "So."}, {"from": "human", "value": "Why?"}]]
-
-
-@pytest.mark.parametrize("messages", FORMS, ids=str)
-def test_the_server_and_the_preparation_read_every_form_of_a_message_alike(tmp_path, tokenizer_path, messages):
-    load_tokenizer(tokenizer_path).save_huggingface(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(EVERYTHING)
-    chat_format = load_chat_format(load_tokenizer(str(tmp_path)))
-    record = {"messages": messages, "chat_template_kwargs": {"mood": "merry", "other": None}}
-    source = Source(path=write_jsonl(tmp_path / "x.jsonl", [record]))
-    (example,) = read_examples("prompts", source, Reading(), chat_format.fields)
-    prepared = chat_format.encode_prompt(example.messages, example.options)
-    served = []
-
-    class Captured(Exception):
-        pass
-
-    class StubModel:
-        def __init__(self):
-            self.chat_format = chat_format
-
-        def chat_prompt(self, *given):
-            served.append(chat_format.encode_prompt(*given))
-            raise Captured
-
-    class StubRequest:
-        headers = {}
-
-        async def stream(self):
-            yield json.dumps({"model": "m", **record}).encode()
-
-    batcher = SimpleNamespace(model=StubModel(), check_room=lambda count: None)
-    with pytest.raises(Captured):
-        asyncio.run(Api({"m": batcher}, 10, 10).chat(StubRequest()))
-    assert served == [prepared] and "merry" in chat_format.tokenizer.decode(prepared)

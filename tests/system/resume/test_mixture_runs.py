@@ -75,33 +75,3 @@ def test_other_weights_make_another_run_and_another_length_moves_the_border(whol
 
 
 MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*")]
-
-
-@pytest.mark.parametrize("mode, kind, stored", MODES)
-def test_every_stage_takes_a_mixture_and_resumes(mode, kind, stored, stages, tmp_path, capsys):
-    """What is computed once is stored beside each set, so other weights compute nothing again."""
-    file = stages.prepared.tokenizer.parent / "text.jsonl" if kind == "documents" else stages.chats.parents[1] / f"{kind}.jsonl"
-    setting = {"documents": "PRETRAIN_DATA_PATH", "chats": "SFT_DATA_PATH", "pairs": "DPO_DATA_PATH"}[kind]
-    sets = tmp_path / "sets"
-    phases = [(0.5, 3, 1), (1, 1, 3)]
-    changes = {setting: mixture_of(kind, stages.prepared, file, sets, *phases), "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
-    if mode == "sft":
-        changes |= {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 4}
-    whole = stages.run(mode, tmp_path / "whole", **changes)
-    assert whole.train() == 0
-    assert list(whole.column("generation_n")) == ([0, 2, 4] if mode == "sft" else [])
-    if stored:
-        assert sorted({path.parents[0].name for path in sets.glob(f"*/{stored}")}) == sorted(
-            path.parent.name for path in sets.glob("*/manifest.json"))
-        before = {path: path.stat().st_mtime_ns for path in sets.glob(f"*/{stored}")}
-    killed = stages.run(mode, tmp_path / "killed", **changes)
-    with at_step(4, die), pytest.raises(KeyError):
-        killed.train()
-    assert killed.train() == 0
-    assert_same_run(killed, whole, 4)
-    if stored:
-        capsys.readouterr()
-        other = mixture_of(kind, stages.prepared, file, sets, (1, 1, 1))
-        assert stages.run(mode, tmp_path / "other", **changes | {setting: other}).train() == 0
-        assert before == {path: path.stat().st_mtime_ns for path in sets.glob(f"*/{stored}")}
-        assert "are computed once" not in capsys.readouterr().out
