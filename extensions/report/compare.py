@@ -166,12 +166,12 @@ def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired
         factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
         size = f"{factor * abs(test.difference):.{digits}f} ± {factor * test.stderr:.{digits}f}{unit}"
         p = f"p = {least:.2g}" if least >= 1e-4 else "p < 0.0001"
-        better, verdict = None, f"{a} and {b} do not differ significantly: {size}"
+        better, result = None, f"{a} and {b} do not differ significantly: {size}"
         if least < SIGNIFICANT:
             better = "b" if (test.difference < 0) == kind.lower else "a"
-            verdict = "{} is better than {} by {}".format(*((b, a) if better == "b" else (a, b)), size)
+            result = "{} is better than {} by {}".format(*((b, a) if better == "b" else (a, b)), size)
         made[a, b] = {
             "name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
             "difference": test.difference, "stderr": test.stderr, "p": least, "better": better,
-            "sentence": f"{label} at step {step:,}: {verdict} ({p}, {test.n:,} {kind.items})"}
+            "sentence": f"{label} at step {step:,}: {result} ({p}, {test.n:,} {kind.items})"}
     return [made[a, b] for a, b, *_ in family]
