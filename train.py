@@ -101,6 +101,7 @@ def train(loaded: Settings) -> int:
             reducer = make_reducer(run.model, run.ranks, run.config)
             start_writing(run)
             ACTIVITY.phase, ACTIVITY.step = "other", run.progress.step
+            hooks = ACTIVITY.hooks  # runs may be nested
             ACTIVITY.hooks = [extension.phase for extension in run.extensions
                               if type(extension).phase is not Extension.phase]
             for extension in run.extensions:
@@ -108,7 +109,7 @@ def train(loaded: Settings) -> int:
             with saves_end(run):
                 code = train_loop(run, reducer)
             del reducer  # destroying a DDP model after its process group can hang
-            ACTIVITY.phase, ACTIVITY.hooks = "the end", ()
+            ACTIVITY.phase, ACTIVITY.hooks = "the end", hooks
             return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED

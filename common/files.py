@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
 from common.activity import tick
-from common.errors import PaddockError
+from common.errors import CheckpointError, PaddockError
 from common.text import ROOT, show
 
 LARGEST_TEXT = 1 << 26  # bytes of a file that is read as a whole
@@ -158,7 +158,8 @@ def why_not_writable(folder: Path) -> Optional[OSError]:
 
 
 @contextmanager
-def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterator[None]:
+def disk_errors(path: Path, failure: type[PaddockError] = CheckpointError,
+                advice: str = "set OUTPUT_DIR to a folder that can be written") -> Iterator[None]:
     """A `with` block that turns an OSError from writing into `failure` with `advice`."""
     try:
         yield
@@ -166,6 +167,7 @@ def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterato
         raise failure(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
         place = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
+        place = path if "/tmp-" in place else place  # as `store.temporary_of` does
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         room = f"{free_bytes(path):,} bytes are free; free some space, or " if is_full else ""
         raised = failure(f"{place} cannot be written: {error.strerror or error}; {room}{advice}")

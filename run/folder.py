@@ -18,10 +18,10 @@ from typing import Any, Optional
 from checkpoint.schema import SCHEMAS, SEGMENTS, segment_files
 from checkpoint.store import Warn, warn_on_console
 from common.errors import CheckpointError
-from common.files import FileLock
+from common.files import FileLock, disk_errors
 from config import Config
 from parallel.ranks import Ranks, collective
-from run.log import REPORT, disk_errors
+from run.log import REPORT
 
 LOCK = "run.lock"
 DATA = "data.json"  # the sources of a mixture and their shares

@@ -25,7 +25,7 @@ from checkpoint.tensors import TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
-from common.files import commit
+from common.files import commit, disk_errors
 from common.text import DIM, ROOT, command, counted, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
@@ -40,7 +40,7 @@ from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.log import RunLog, disk_errors
+from run.log import RunLog
 from run.saving import Saving, Share
 
 PREFETCH_STEPS = 2  # that the loader prepares in advance

@@ -17,10 +17,8 @@ from typing import Any, Optional, TextIO
 
 from checkpoint.item_scores import item_scores, measured_as
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
-from common import files
 from common.activity import tick
-from common.errors import CheckpointError
-from common.files import plain
+from common.files import disk_errors, plain
 from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
@@ -40,8 +38,6 @@ SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte",
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
 CLOSE_RETRY_SECONDS = (0.1, 0.4, 1.5)  # for lines that a disk has refused
-disk_errors = partial(files.disk_errors, failure=CheckpointError,
-                      advice="set OUTPUT_DIR to a folder that can be written")
 
 
 class RunHistory:

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import interrupts
 from common.command_line import CommandParser
-from common.errors import CheckpointError, SettingsError, run_script
+from common.errors import SettingsError, run_script
 from common.files import disk_errors
 from common.http_server import is_loopback
 from common.text import print_safely, silence_unread_streams
@@ -161,7 +161,7 @@ class Logs(NamedTuple):
 def open_logs(config: Config, node_rank: int) -> Logs:
     """Create a folder for this launch; keep the KEPT_FOLDERS newest, and those that a launcher has locked."""
     parent = Path(config.output_dir) / "launch"
-    with disk_errors(parent, CheckpointError, "set OUTPUT_DIR to a writable folder"):
+    with disk_errors(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             suffix = f"-{number}" if number > 1 else ""
