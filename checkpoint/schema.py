@@ -89,39 +89,6 @@ class SavedProgress:
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
-class RunSettings(Open):
-    """Settings in a run's config.json that its report reads."""
-
-    TRAINING_STAGE: str = ""
-    MAX_STEPS: Count = 0
-    WORLD_SIZE: Optional[WorldSize] = None
-    HELLASWAG_NAME: str = "HellaSwag"
-    LORA_ENABLED: bool = False
-    DISTILLATION_ENABLED: bool = False
-
-
-class Tensor(Open):
-    """A tensor in the header of a safetensors file."""
-
-    shape: list[Count] = []
-
-
-class Source(Open):
-    """An entry of `sources` in a run's data.json."""
-
-    source: str
-    share: Optional[Number] = None
-    tokens: Optional[Number] = None
-    documents: Optional[Number] = None
-    passes: Optional[Number] = None
-
-
-class RunData(Open):
-    """A run's data.json."""
-
-    sources: Optional[list[Source]] = None
-
-
 class Settings(Open):
     """Settings of a checkpoint that are read by name."""
 

@@ -5,7 +5,6 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,11 @@ from checkpoint import huggingface
 from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
-from config import Config, LoraConfig, ModelConfig
+from config import LoraConfig, ModelConfig
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
-from run import start as run_start
 from run.adapters import merge
 from run.overview import describe_adapters
 from tokenizer import Tokenizer
@@ -223,28 +221,6 @@ def test_how_far_a_row_may_be_from_those_of_reserved_tokens(reserved):
         radius = (weight_VD[20:40] - centre_D).norm(dim=1).max()
     weight_VD[USED] = centre_D + torch.tensor([[0.5], [1.5], [1.9], [2.2]]) * radius * torch.eye(32)[0]
     assert lora.tokens_to_train("auto", USED, reserved | CONTROL, weight_VD) == USED[:3]
-
-
-def trained_on(seen: int, config: ModelConfig, folder: Path, tokenizer: Tokenizer) -> Path:
-    """A base that has learned a text of the first so many tokens, of which the later ones are rarer."""
-    model, generator = base_model(config), torch.Generator().manual_seed(4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.004)
-    chances = 1 / torch.arange(1.0, seen + 1)
-    for _ in range(100):
-        learn(model, torch.multinomial(chances, 512, replacement=True, generator=generator).view(8, 64))
-        optimizer.step()
-    folder.mkdir()
-    huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, 256)
-    return folder
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_of_a_trained_base_only_the_tokens_that_it_never_saw_are_found(tied, tokenizer, tmp_path):
-    config = shape(tie_embeddings=tied, init_std=0.02)
-    base, unseen = trained_on(264, config, tmp_path / "base", tokenizer), [270, tokenizer.eot_id, tokenizer.eot_id + 1]
-    inputs = SimpleNamespace(tokenizer=tokenizer, used_ids=lambda: [*range(264), *unseen])
-    settings = Config(lora_enabled=True, **config.model_dump())
-    assert run_start.token_ids_to_train(settings, inputs, base) == ids_of(config, dict(token_rows=unseen))
 
 
 def test_tokens_can_be_named():

@@ -29,7 +29,42 @@ from settings.load import describe_settings
 # -------------------------------------------------------------------------- settings, sources, weights
 
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
-TENSORS = TypeAdapter(dict[str, schema.Tensor])  # the header of a safetensors file
+
+
+class RunSettings(schema.Open):
+    """Settings in a run's config.json that the report reads."""
+
+    TRAINING_STAGE: str = ""
+    MAX_STEPS: schema.Count = 0
+    WORLD_SIZE: Optional[schema.WorldSize] = None
+    HELLASWAG_NAME: str = "HellaSwag"
+    LORA_ENABLED: bool = False
+    DISTILLATION_ENABLED: bool = False
+
+
+class Source(schema.Open):
+    """An entry of `sources` in a run's data.json."""
+
+    source: str
+    share: Optional[schema.Number] = None
+    tokens: Optional[schema.Number] = None
+    documents: Optional[schema.Number] = None
+    passes: Optional[schema.Number] = None
+
+
+class RunData(schema.Open):
+    """A run's data.json."""
+
+    sources: Optional[list[Source]] = None
+
+
+class Tensor(schema.Open):
+    """A tensor in the header of a safetensors file."""
+
+    shape: list[schema.Count] = []
+
+
+TENSORS = TypeAdapter(dict[str, Tensor])
 
 
 def read_fields(path: Path, model: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
@@ -71,7 +106,7 @@ def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dic
     """Yield the first step, number of ranks and changed settings of each start of a run."""
     before: dict[str, Any] = {}
     for first, path in schema.segment_files(folder):
-        settings = read_fields(path, schema.RunSettings, Counter() if aside is None else aside)
+        settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
         changes = [{"name": name, "before": format_value(before[name]), "after": format_value(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
@@ -83,7 +118,7 @@ def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list
     """Return the sources of a mixture, or a single source."""
     fields = {"label": "source", "share": "share", "tokens": "tokens", "documents": "documents",
               "epochs": "passes"}
-    table = read_fields(folder / "data.json", schema.RunData, aside).get("sources")
+    table = read_fields(folder / "data.json", RunData, aside).get("sources")
     if table:
         return [{label: source.get(name) for label, name in fields.items()} for source in table]
     data = settings.get(f"{settings.get('TRAINING_STAGE', '').upper()}_DATA_PATH")
@@ -133,7 +168,7 @@ class RunReader:
         if not self.folder.is_dir():
             raise CheckpointError(f"there is no run {str(self.folder)!r}: name a run's folder")
         self.aside: Counter[str] = Counter()  # invalid entries in files other than logs
-        self.settings = read_fields(self.folder / "config.json", schema.RunSettings, self.aside)
+        self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.hellaswag = self.settings.get("HELLASWAG_NAME", "HellaSwag")
         self.main = HEADLINES.get(self.settings.get("TRAINING_STAGE", ""), LOSS)  # the result that counts
         self.segments = [*segments(self.folder, self.aside)]

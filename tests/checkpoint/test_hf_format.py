@@ -6,7 +6,6 @@ import runpy
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,11 +300,6 @@ def test_a_folder_of_transformers_trainer_is_a_model(tokenizer, tmp_path):
         (tmp_path / "m" / name).write_bytes(b"not read")
     assert store.locate(str(tmp_path / "m"), tmp_path / "run") == tmp_path / "m"
     assert store.read_state(tmp_path / "m") == store.read_optimizer(tmp_path / "m") == {}
-    export = runpy.run_path(str(IMPORT_SCRIPT.with_name("export.py")))
-    export["main"].__globals__["parse_args"] = lambda: SimpleNamespace(model=str(tmp_path / "m"), to="hf", output=tmp_path / "out")
-    export["main"]()
-    assert {"model.safetensors", "config.json", "tokenizer.json"} < {path.name for path in (tmp_path / "out").iterdir()}
-    assert not [*tmp_path.glob("out/*.bin"), *tmp_path.glob("out/*.pt*"), *tmp_path.glob("out/trainer_state.json")]
     (tmp_path / "m" / "trainer_state.json").write_text(json.dumps({"settings": {}, "progress": {"step": 1}}))
     with pytest.raises(CheckpointError, match="incomplete copy of a Paddock checkpoint.*delete trainer_state.json"):
         store.locate(str(tmp_path / "m"), tmp_path / "run")

@@ -461,24 +461,3 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     assert (tmp_path / run_folder.LOCK).read_text().startswith("process ")
     with run_folder.lock_run(tmp_path):
         assert f"process {os.getpid()} " in (tmp_path / run_folder.LOCK).read_text()
-
-
-def test_what_stands_in_the_way_at_the_start_of_a_run_comes_into_its_log(tiny_run, monkeypatch, capsys):
-    """A file system without locks, and a leftover that cannot be deleted."""
-    run, fcntl, rmtree = tiny_run(MAX_STEPS=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), run_folder.fcntl, shutil.rmtree
-
-    def unsupported(*args):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    def busy(path, *args, **kwargs):
-        if "trash-" in str(path):
-            raise OSError(errno.EBUSY, "Device or resource busy")
-        rmtree(path, *args, **kwargs)
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    monkeypatch.setattr(store.shutil, "rmtree", busy)
-    (run.folder / "checkpoints" / "tmp-00000001-1").mkdir(parents=True)
-    assert run.train() == 0
-    log = (run.folder / "log" / "rank-0.txt").read_text()
-    assert "warning: " in log and "cannot be locked" in log and "tmp-00000001-1 could not be deleted" in log
-    assert "UserWarning" not in capsys.readouterr().err
