@@ -288,7 +288,7 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Return the settings of the model in a folder."""
-    content = huggingface.read_json(folder / "config.json")
+    content = huggingface.read_model_json(folder / "config.json")
     try:
         return ModelConfig(**huggingface.model_settings_from_huggingface(content))
     except CheckpointError as error:
@@ -330,7 +330,7 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     """
     rows, ids = huggingface.vocabulary_rows(huggingface.load_model_weights(folder)), tokenizer.vocab_size
     advice = "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added, and prepare the data"
-    if (described := huggingface.read_json(folder / "config.json").get("vocab_size")) != rows:
+    if (described := huggingface.read_model_json(folder / "config.json").get("vocab_size")) != rows:
         raise CheckpointError(f"the model in {folder} has {rows:,} rows of the vocabulary, but vocab_size is "
                               f"{described} in its config.json; correct it")
     if rows >= ids:

@@ -501,7 +501,7 @@ def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index):
         raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}{other_format(folder)}")
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_model_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} does not map tensors to files; download it again")
     tensors = {}
@@ -516,8 +516,8 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file."""
+def read_model_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model folder; a fault is a CheckpointError."""
     try:
         return files.read_json(path)
     except (OSError, ValueError) as error:
@@ -536,7 +536,7 @@ def hub_model(name: str) -> Path:
 
 def is_complete(folder: Path) -> bool:
     index = folder / INDEX_FILE
-    files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
+    files = set(read_model_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
     return all((folder / file).exists() for file in ("config.json", *files))
 
 

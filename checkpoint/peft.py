@@ -16,7 +16,7 @@ from checkpoint.huggingface import (
     checked,
     checked_settings,
     name_of_download,
-    read_json,
+    read_model_json,
     to_huggingface_layout,
     to_internal_layout,
     write_json,
@@ -201,13 +201,13 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     """Return the adapters in a Paddock or PEFT folder, which must fit the model."""
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} contains no adapters ({CONFIG_FILE} is missing); use another folder")
-    content = read_json(folder / CONFIG_FILE)
+    content = read_model_json(folder / CONFIG_FILE)
     unlike = [f"{key}={value!r:.80}" for key, value in content.items()
               if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
     unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
     if unlike:
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {MERGE}")
-    base_info = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
+    base_info = read_model_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     tensors = open_tensors(folder / WEIGHTS_FILE)
     check_targets(content, tensors, model_config, token_ids)

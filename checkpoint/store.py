@@ -17,7 +17,7 @@ from typing import Any, Optional, TypeVar
 
 from torch import Tensor
 
-from checkpoint.huggingface import hub_model, other_format, read_json, save_model_folder
+from checkpoint.huggingface import hub_model, other_format, read_model_json, save_model_folder
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
@@ -47,7 +47,6 @@ MOST_MANIFEST_BYTES = 2**20  # 4,000 files
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
-ANOTHER_DISK = "set OUTPUT_DIR to another disk, or lower KEEP_LAST"
 T = TypeVar("T")
 Warn = Callable[[str], None]
 WriteFiles = Callable[[Path], Optional[Mapping[str, dict[str, Any]]]]
@@ -73,7 +72,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
 
     def attempt() -> Mapping[str, dict[str, Any]]:
         start_writing(folder, {}, needed_bytes)
-        with disk_errors(folder, CheckpointError, ANOTHER_DISK):
+        with disk_errors(folder):
             return write_files(temporary) or {}
 
     try:
@@ -108,7 +107,7 @@ def start_writing(folder: Path, files: Mapping[str, TensorFile], needed_bytes: i
     """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
     temporary = temporary_of(folder)
     check_room(folder.parent, needed_bytes)
-    with disk_errors(folder, CheckpointError, ANOTHER_DISK):
+    with disk_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -125,7 +124,7 @@ def finish_writing(temporary: Path, folder: Path, details: Mapping[str, Any],
 
     def attempt() -> None:
         # A crash between the two renames leaves the old checkpoint under `replaced-`.
-        with disk_errors(folder, CheckpointError, ANOTHER_DISK):
+        with disk_errors(folder):
             if temporary.exists():  # else it was renamed before the error
                 write_manifest(temporary, details, hashed)
                 if os.path.lexists(folder):
@@ -187,7 +186,8 @@ def check_room(folder: Path, needed_bytes: int) -> None:
                               ) from error
     if (free := free_bytes(folder)) < needed_bytes:
         raise CheckpointError(f"{folder} has too little space for a checkpoint: {needed_bytes:,} bytes "
-                              f"needed, {free:,} free; free some, {ANOTHER_DISK}")
+                              f"needed, {free:,} free; free some, set OUTPUT_DIR to another "
+                              "disk, or lower KEEP_LAST")
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -358,7 +358,7 @@ def _has(path: Path) -> bool:
                                and path.name in read_manifest(folder)["files"]):
         raise CheckpointError(f"{path} {GONE}")
     if path.name == STATE and path.exists() and not (folder / MANIFEST).exists():
-        return "log_history" not in read_json(path)  # which transformers' Trainer writes
+        return "log_history" not in read_model_json(path)  # which transformers' Trainer writes
     return path.exists()
 
 

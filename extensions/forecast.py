@@ -18,7 +18,7 @@ import torch
 
 import lora
 import model_utils
-from checkpoint.huggingface import read_json
+from checkpoint.huggingface import read_model_json
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.text import counted, print_safely, show, status_line
@@ -306,7 +306,7 @@ class Check:
             vocab_size = self.tokenizer.vocab_size
         elif self.loaded.is_plan:  # the vocabulary of the start, or of Llama 3's tokenizer
             folder = start and start.folder and (start.base or start.folder)
-            model_config = read_json(folder / "config.json") if folder else {}
+            model_config = read_model_json(folder / "config.json") if folder else {}
             vocab_size = int(model_config.get("vocab_size", LLAMA_3_IDS))
         if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is unknown
             return
@@ -478,7 +478,7 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
     """Return the bytes of a teacher's weights."""
     if folder is None:
         return 0
-    model_config = read_json(folder / "config.json")
+    model_config = read_model_json(folder / "config.json")
     stored = "fp32" if "32" in str(model_config.get("dtype", model_config.get("torch_dtype"))) else "bf16"
     precision = stored if config.teacher_precision == "auto" else config.teacher_precision
     with suppress(CheckpointError):  # it is not a Llama

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import store
-from checkpoint.huggingface import hub_model, load_model_weights, read_json
+from checkpoint.huggingface import hub_model, load_model_weights, read_model_json
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.remote import is_hub_name
 from common.text import command, pip_install
@@ -58,7 +58,7 @@ def find_teacher(config: Config, tokenizer) -> Path:
             "holds adapters only; merge them into their base with "
             f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
-    rows, student_ids = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
+    rows, student_ids = read_model_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
 
@@ -161,7 +161,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
 
     A Llama is sharded like the student.
     """
-    described = read_json(folder / "config.json")
+    described = read_model_json(folder / "config.json")
     try:
         shape = read_model_config(folder).model_copy(update={"attention_backend": config.attention_backend})
     except CheckpointError:  # not a Llama, or one that Paddock does not support
@@ -179,7 +179,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
 
 def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
     """Return the teacher in a folder of `find_teacher` without its weights."""
-    described = read_json(folder / "config.json")
+    described = read_model_json(folder / "config.json")
     try:
         shape = read_model_config(folder)
     except CheckpointError:

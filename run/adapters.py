@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 
 from checkpoint import huggingface, peft, store
-from checkpoint.huggingface import read_json
+from checkpoint.huggingface import read_model_json
 from common.errors import CheckpointError
 from common.text import command, print_safely
 from config import START_FROM
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of 
 def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
     """Return the base of the adapters in a Paddock or PEFT folder: the `named` one, or found by its hash."""
     state, run_dir = store.read_state(folder), folder.resolve().parent.parent
-    content = read_json(folder / peft.CONFIG_FILE)
+    content = read_model_json(folder / peft.CONFIG_FILE)
     recorded = content.get("base_model_name_or_path")
     if recorded and content.get("revision"):  # a model of the hub
         recorded = f"{recorded}@{content['revision']}"
@@ -113,7 +113,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
     with torch.no_grad():
         expected_BTV = model(tokens_BT, mode="logits")[..., :tokenizer.vocab_size]
     state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
-    longest = huggingface.context_length(read_json(base_folder / "config.json"))
+    longest = huggingface.context_length(read_model_json(base_folder / "config.json"))
     differences = []
 
     def complete(folder: Path) -> None:

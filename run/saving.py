@@ -180,7 +180,7 @@ class Saving:
                         hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
                 except Exception as failure:
                     error = failure
-        with disk_errors(folder, CheckpointError, store.ANOTHER_DISK):
+        with disk_errors(folder):
             if error:
                 raise error
             for name in self.files if part >= 0 else ():

@@ -104,7 +104,7 @@ def read_source(folder: Path, name: str, config: ModelConfig, tokenizer: Any) ->
         pairs = [precompute_freqs(each, torch.ones(1, 1)) for each in (unscaled, config)]
         before, after = (torch.atan2(sin[..., 1::2], cos[..., ::2]).flatten() for cos, sin in pairs)
         tensors["rope_freqs.weight"] = lazy(before / after)
-    context = huggingface.context_length(huggingface.read_json(folder / "config.json"))
+    context = huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
     # Up to its length, a sliding window changes nothing, and llama.cpp has none.
     return Source(name, config, tokenizer, min(context, config.sliding_window or context), tensors)
 

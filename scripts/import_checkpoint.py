@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from checkpoint import huggingface
-from checkpoint.huggingface import read_json
+from checkpoint.huggingface import read_model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new, publish_model
 from common.command_line import CommandParser
@@ -31,7 +31,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     check_new(output)
     source = find_model(str(source))
     refuse_adapters(source)
-    content, tensors = read_json(source / "config.json"), huggingface.load_model_weights(source)
+    content, tensors = read_model_json(source / "config.json"), huggingface.load_model_weights(source)
     config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
     max_seq_len = huggingface.context_length(content)
     state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))

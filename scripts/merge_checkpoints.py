@@ -58,7 +58,7 @@ def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> No
                                   "tokenizers; average only checkpoints of the same model")
     merged = {name: mean(name, [tensors[name] for _, _, tensors in models], weights) for name in first}
     state = huggingface.from_huggingface(merged, config, padded(tokenizer.vocab_size), finite=False)
-    longest = huggingface.context_length(huggingface.read_json(folders[0] / "config.json"))
+    longest = huggingface.context_length(huggingface.read_model_json(folders[0] / "config.json"))
     sources = "\n".join(f"- {run_and_step(str(folder.resolve()))}, weight {weight:g}"
                         for folder, weight in zip(folders, weights))
     card = derived_card(output.name, folders[0], folders[0], f"The mean of these checkpoints:\n\n{sources}")

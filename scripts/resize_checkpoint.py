@@ -91,7 +91,7 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
     files = huggingface.weight_files(weights, new.head_dim)
     tokenizer = load_tokenizer(str(folder))
     state = store.read_state(folder) if new.n_layers >= old.n_layers else {}
-    context = huggingface.context_length(huggingface.read_json(folder / "config.json"))
+    context = huggingface.context_length(huggingface.read_model_json(folder / "config.json"))
     all_files = dict(files)
     if state:
         sizes = {"N_LAYERS": new.n_layers, "FFN_DIM": new.hidden_dim}

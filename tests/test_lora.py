@@ -394,7 +394,7 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    content = huggingface.read_json(folder / "adapter_config.json")
+    content = huggingface.read_model_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
@@ -443,7 +443,7 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
 def test_adapters_whose_tensors_do_not_fit_their_configuration_are_refused(changed, problem, peft, tmp_path):
     config = shape(tie_embeddings=False)
     made_by_peft(peft, tmp_path, config)
-    content = {**huggingface.read_json(tmp_path / "adapter_config.json"), **changed}
+    content = {**huggingface.read_model_json(tmp_path / "adapter_config.json"), **changed}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):
         peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))

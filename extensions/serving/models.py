@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Optional
 
 from checkpoint import peft, store
-from checkpoint.huggingface import context_length, read_json
+from checkpoint.huggingface import context_length, read_model_json
 from common.errors import PaddockError
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
@@ -21,7 +21,7 @@ def open_model(name: str, base: Optional[str] = None, weights: Optional[str] = N
         shape_folder = base_of_adapters(folder, base)
         base = str(shape_folder)
     model, tokenizer = load_to_generate(folder, base, weights)
-    longest = context_length(read_json(shape_folder / "config.json"))
+    longest = context_length(read_model_json(shape_folder / "config.json"))
     settings = store.read_state(folder).get("settings", {})
     stage = settings.get("TRAINING_STAGE")
     opened = LanguageModel(name, model, tokenizer, longest, stage == "pretrain")
@@ -32,7 +32,7 @@ def open_model(name: str, base: Optional[str] = None, weights: Optional[str] = N
 def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
     """Return the beginnings of examples from a run's training data, if it still exists."""
     try:
-        examples = read_json(prepared_folder(Path(data_path)) / "manifest.json")["examples"]
+        examples = read_model_json(prepared_folder(Path(data_path)) / "manifest.json")["examples"]
         prompt = model.chat_format and model.chat_prompt([{"role": "user", "content": "?"}])
     except (TypeError, OSError, ValueError, KeyError, PaddockError):
         return []

@@ -268,7 +268,7 @@ def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(token
     source.mkdir()
     huggingface.save_model_folder(source, model_of(config).state_dict(), config, tokenizer, 256)
     third = tokenizer.special_ids["<|eom_id|>"]
-    content = huggingface.read_json(source / "config.json")
+    content = huggingface.read_model_json(source / "config.json")
     huggingface.write_json(source / "config.json", {**content, "eos_token_id": [5, third], "pad_token_id": -1})
     (source / "generation_config.json").unlink()
     read = load_tokenizer(str(source))
@@ -279,9 +279,9 @@ def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(token
     assert load_chat_format(read).stop_ids == {third, tokenizer.eos_id, tokenizer.eot_id}
     for output in (tmp_path / "start", tmp_path / "again"):
         import_checkpoint(source, output)
-        kept, source = huggingface.read_json(output / "generation_config.json"), output
+        kept, source = huggingface.read_model_json(output / "generation_config.json"), output
         assert kept["eos_token_id"] == [third, tokenizer.eos_id, 99_999, tokenizer.eot_id] and kept["temperature"] == 0.6
-        assert huggingface.read_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
+        assert huggingface.read_model_json(output / "config.json")["eos_token_id"] == kept["eos_token_id"]
         assert transformers.GenerationConfig.from_pretrained(output).eos_token_id == kept["eos_token_id"]
     for wrong in ("</s>", [1.5], [[1]], True):
         huggingface.write_json(output / "generation_config.json", {"eos_token_id": wrong})
@@ -321,7 +321,7 @@ def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Our model's logits from a start checkpoint, verified as training does."""
     assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
     assert store.read_state(folder) == store.read_optimizer(folder) == {}
-    settings = huggingface.model_settings_from_huggingface(huggingface.read_json(folder / "config.json"))
+    settings = huggingface.model_settings_from_huggingface(huggingface.read_model_json(folder / "config.json"))
     model = Transformer(ModelConfig(**settings), VOCAB)
     tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))
     model.load_state_dict(read_all(tensors))
@@ -346,7 +346,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         expected = theirs(tokens_BT).logits[..., :VOCAB]
     assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
-    assert huggingface.read_json(output / "config.json")["dtype"] == "bfloat16"
+    assert huggingface.read_model_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
     with pytest.raises(CheckpointError, match=f"{output} already exists"):
         import_checkpoint(source, output)

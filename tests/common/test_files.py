@@ -31,7 +31,7 @@ def problems(read):
 # How files are read, and a name for each.
 READERS = {
     "any.bin": lambda path: open(path, "rb", opener=plain), "settings.env": problems(read_env_file), "run.json": problems(read_config_file),
-    "config.json": huggingface.read_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
+    "config.json": huggingface.read_model_json, "tokenizer.json": lambda path: load_tokenizer(str(path)),
     "tokenizer.model": lambda path: load_tokenizer(str(path)), "items.jsonl": read_items, "mix.json": read_mix,
     "manifest.json": lambda path: read_manifest(path.parent), "prompts.txt": lambda path: read_prompts(str(path), chat=False),
     "trainer_state.json": lambda path: store.read_state(path.parent)}
@@ -72,7 +72,7 @@ def test_any_other_content_is_read_as_it_is(content, tmp_path):
     check_start(path, content, is_text=True)
     assert read_plain(path) == content and read_text(path) == content.decode()
     path.write_text(json.dumps({"a": 1}), encoding="utf-8-sig")
-    assert read_json(path) == {"a": 1} == huggingface.read_json(path)
+    assert read_json(path) == {"a": 1} == huggingface.read_model_json(path)
 
 
 def test_no_file_stays_open_when_it_is_refused(tmp_path):

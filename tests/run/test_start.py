@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from checkpoint import store
-from checkpoint.huggingface import read_json
+from checkpoint.huggingface import read_model_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay
@@ -133,7 +133,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
         assert there.run(mode).train(MAX_STEPS=4, PRETRAIN_CHECKPOINT=tmp_path / "here" / "base") == 0, mode
         assert train.main([*there.run(mode).argv(MAX_STEPS=5), "--check"]) == 0
     adapted = there.run("lora-sft")
-    described = read_json(adapted.checkpoint(4) / "adapter_config.json")
+    described = read_model_json(adapted.checkpoint(4) / "adapter_config.json")
     assert described["base_model_name_or_path"].startswith(str(tmp_path / "there"))
     told = []
     for step in (1, 4):
@@ -178,7 +178,7 @@ def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path,
     told = capsys.readouterr().out
     said = "base/checkpoints/step-00000002: DIM=32 N_LAYERS=2 N_HEADS=4 N_KV_HEADS=2 FFN_DIM=96"
     assert told.count(said) == 3 and "2 layers, dim 32, heads 4/2, feed-forward 96" in told
-    written = read_json(taken.folder / "config.json")
+    written = read_model_json(taken.folder / "config.json")
     assert [written[name] for name in (*SHAPE[:4], "FFN_DIM")] == [32, 2, 4, 2, 96]
     shutil.rmtree(base)
     assert train.main([*taken.argv(MAX_STEPS=2), "--check"]) == taken.train(MAX_STEPS=2) == adapted.train(MAX_STEPS=2) == 0
@@ -199,7 +199,7 @@ def model_from_elsewhere(stages: Stages, folder: Path, layers: int = 2, unused_r
     for file in stages.base.glob("*token*"):
         shutil.copy(file, folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    described = read_json(stages.base / "config.json")
+    described = read_model_json(stages.base / "config.json")
     changes = {"num_hidden_layers": layers, "vocab_size": described["vocab_size"] + unused_rows}
     (folder / "config.json").write_text(json.dumps(described | changes))
     return folder
@@ -215,7 +215,7 @@ def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch,
     assert usual.train() == run.train() == adapted.train() == adapted.train(MAX_STEPS=2) == 0
     assert "dropping 9 rows of the model's vocabulary, without a token" in capsys.readouterr().out
     assert usual.hashes(1) == run.hashes(1)
-    described = read_json(adapted.checkpoint(2) / "adapter_config.json")
+    described = read_model_json(adapted.checkpoint(2) / "adapter_config.json")
     assert (described["base_model_name_or_path"], described["revision"]) == ("acme/tiny", place.name)
     assert base_of_adapters(adapted.checkpoint(2)) == place
     for name in (store.STATE, store.MANIFEST):  # which PEFT's own folders lack
@@ -279,7 +279,7 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
     if mode == "sft":
         return
     assert torch.equal(embedding[ids + 1], mean)
-    trained = read_json(first.checkpoint(2) / "adapter_config.json")["trainable_token_indices"]
+    trained = read_model_json(first.checkpoint(2) / "adapter_config.json")["trainable_token_indices"]
     kept = [token for token in range(ids) if token not in trained]
     assert len(kept) > 100 and torch.equal(embedding[kept], base[kept])
     merge(first.checkpoint(2), tmp_path / "merged")
@@ -361,7 +361,7 @@ def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch)
 
     def trained(**changes) -> dict:
         assert run.train(**changes) == 0
-        return read_json(tmp_path / changes.get("RUN_NAME", run.folder.name) / "config.json")
+        return read_model_json(tmp_path / changes.get("RUN_NAME", run.folder.name) / "config.json")
 
     settings = trained()
     scaled = pytest.approx(recipe * 2048 / settings["DIM"], rel=0.05)
