@@ -26,7 +26,6 @@ VALUE_ALIASES = _TABLES["values"]
 SECTIONS_OF_OTHERS = ("train", "training", "optimizer", "lr_scheduler", "model", "job", "metrics",
                       "profiling", "parallelism")
 
-NO_SUCH_SETTING = "there is no such setting (--help lists all)"
 # Messages for pydantic's types of errors.
 EXPECTATIONS = {
     "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
@@ -48,7 +47,8 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
-    return f"did you mean {shown(guess)}?" if guess in known else NO_SUCH_SETTING
+    no_setting = "there is no such setting (--help lists all)"
+    return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 
 def unknown(where: str, name: str) -> str:
@@ -58,7 +58,7 @@ def unknown(where: str, name: str) -> str:
 
 
 def may_be_missing(advice: str) -> bool:
-    return not EXTENSION_SECTIONS and advice == NO_SUCH_SETTING
+    return not EXTENSION_SECTIONS and not advice.startswith("did you mean")
 
 
 def shortened(text: str) -> str:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from common.errors import SettingsError, local_path, run_script
 from config import (
+    CORE_SECTIONS,
     SECRETS,
     SECTIONS,
     Config,
@@ -385,6 +386,8 @@ def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an
     warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
     assert warnings == ("Without extensions/, there is no setting of these names: MY_EVERY, MY_NAME, --my-chart",)
     assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]
+    core = {name for section in CORE_SECTIONS for name in section.model_fields}
+    assert not [name for name in Config.model_fields if name not in core and "did you mean" in advice(name, core)]
 
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
@@ -703,7 +706,7 @@ def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_pat
         assert first and not entered, "it would leave before all is told"
     second.join()
     assert entered == [False]
-    (tmp_path / "told").unlink()
+    (tmp_path / "reported").unlink()
     for expected in ("1 error in the settings:\n  a\n", ""):
         with pytest.raises(SystemExit):
             exit_with(SettingsError("a"))
