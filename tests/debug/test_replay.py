@@ -118,15 +118,12 @@ def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
 
 
 def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
-    """As a version before this one left it, whose config.json alone had the settings of the newest command."""
+    """Without `configs`, config.json alone has the settings of the newest command."""
     shutil.rmtree(in_parts.folder / "configs")
     check_same(replayed(in_parts, 6))
     text = replayed(in_parts, 2)
     assert "DIFFERENT" in text and NOTHING not in text
     assert text.splitlines()[-1].startswith("This is not the recorded step: it has a different loss")
-    assert in_parts.train(MAX_STEPS=7) == 0
-    assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
-    check_same(replayed(in_parts, 6))
 
 
 STRANGE, NOISE = "Q", "ZXJKVWYPUI"  # letters that no sentence has
