@@ -144,7 +144,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
 
 
 @contextmanager
-def make_again(run_dir: Path) -> Iterator[None]:
+def recreate_run(run_dir: Path) -> Iterator[None]:
     """A `with` block in which a new, locked folder replaces a deleted run folder."""
     with disk_errors(run_dir):
         try:
@@ -190,7 +190,7 @@ def earlier_runs(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
-def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
+def archive_run(run_dir: Path, asked: bool) -> Optional[Path]:
     """Move the run in this folder into a subfolder if `asked`; return the subfolder, if any.
 
     An interrupted move is completed if the checkpoints have moved, else undone. If one file cannot be

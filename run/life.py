@@ -41,7 +41,7 @@ from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
 from run.log import RunLog
-from run.saving import Saving, Share
+from run.saving import PendingSave, RankShard
 
 PREFETCH_STEPS = 2  # that the loader prepares in advance
 
@@ -161,9 +161,9 @@ class Run:
     objective: Objective
     started_from: Optional[Path]  # a checkpoint, which retention must keep
     saved: Optional[Path] = None  # the checkpoint of the current state
-    saving: Optional[Saving] = None  # the checkpoint that is being written
+    saving: Optional[PendingSave] = None  # the checkpoint that is being written
     pruning: Optional[Background] = None  # on rank 0, the deletion of old checkpoints
-    share: Optional[Share] = None  # of the rows that this rank saves
+    shard: Optional[RankShard] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
 
@@ -270,7 +270,7 @@ def start_writing(run: Run) -> None:
     def clear() -> None:
         with disk_errors(run.folder):
             store.check_room(run.folder, 0)
-            if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
+            if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # the sweep renamed it back
@@ -387,8 +387,8 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     for name, rows in optimizer_state.items():
         like = trained[name.rpartition(".")[0]]
         tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.share = run.share or Share(ranks, ranks_per_copy(run.model), run.model.config.head_dim)
-    copied = run.share.use({name: (rows, like, saved_rows(name, like, run.model))
+    run.shard = run.shard or RankShard(ranks, ranks_per_copy(run.model), run.model.config.head_dim)
+    copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
                             for name, (rows, like) in tensors.items()})
     weights = {name: copied[name] for name in trained}
     moments = trim_padding({name: copied[name] for name in optimizer_state}, run.model)
@@ -420,17 +420,17 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
     manifest = {"step": step, "world_size": ranks.world_size,
                 "val_loss": progress.val_loss if has_loss else None}
-    saving = Saving(step, started, run.share, files, write_others, manifest)
+    saving = PendingSave(step, started, run.shard, files, write_others, manifest)
     is_async = config.async_save and not (wait or is_lost)
-    if is_async and (shortage := run.share.allocate()):  # no room for a copy in host memory
+    if is_async and (shortage := run.shard.allocate()):  # no room for a copy in host memory
         is_async = False
-        if not run.share.was_reported:
+        if not run.shard.was_reported:
             run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-            run.share.was_reported = True
+            run.shard.was_reported = True
     if not is_async:
         run.saving = saving
         return finish_saving(run)
-    run.share.copy(*run.share.tensors)
+    run.shard.copy(*run.shard.tensors)
     saving.start(checkpoint, run.log.warn)
     run.saving = saving
     saving.blocked = time.perf_counter() - started
@@ -455,7 +455,7 @@ def finish_saving(run: Run) -> None:
     checkpoint, config = run.folder / "checkpoints" / f"step-{saving.step:08d}", run.config
     with ExitStack() as stack:
         if is_lost:
-            run.ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
+            run.ranks.on_rank0(lambda: stack.enter_context(run_folder.recreate_run(run.folder)))
         saving.complete(checkpoint, run.log.warn)
         protected = [run.started_from] if run.started_from else []
         if run.ranks.is_rank0:

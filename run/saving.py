@@ -30,7 +30,7 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-class Share:
+class RankShard:
     """The rows of a checkpoint that this rank writes, copied into host memory; pinned if there is a GPU.
 
     The ranks of rank 0's machine write, because two machines may lose each other's pages of a file. With
@@ -130,12 +130,12 @@ class Share:
 
 
 @dataclass
-class Saving:
+class PendingSave:
     """A checkpoint that is being written, in a thread of each writing rank or when it is completed."""
 
     step: int
     started: float  # by time.perf_counter
-    share: Share
+    shard: RankShard
     files: Mapping[str, TensorFile]
     write_others: Callable[[Path], object]  # writes the other files, on rank 0
     details: Mapping[str, Any]  # of the manifest
@@ -152,7 +152,7 @@ class Saving:
     @collective
     def begin(self, folder: Path, warn: Warn) -> None:
         size = sum(file.nbytes for file in self.files.values())
-        self.temporary = Path(self.share.ranks.broadcast(self.share.ranks.on_rank0(lambda: str(store.retrying(
+        self.temporary = Path(self.shard.ranks.broadcast(self.shard.ranks.on_rank0(lambda: str(store.retrying(
             lambda: store.start_writing(folder, self.files, size), warn)))))
 
     @collective
@@ -160,7 +160,7 @@ class Saving:
         """Write the copies in threads, which call no collective."""
         self.folder = folder
         self.begin(folder, warn)
-        if self.share.part >= 0:
+        if self.shard.part >= 0:
             self.thread = Background(lambda warn: store.retrying(partial(self.write, folder), warn))
 
     def write(self, folder: Path, copy: Callable[[str], object] = lambda name: None) -> dict[str, list[str]]:
@@ -170,7 +170,7 @@ class Saving:
             folder: the final path, for errors.
             copy: called before each tensor, even after an error, because it may be collective.
         """
-        part, parts, error = self.share.part, self.share.parts, None
+        part, parts, error = self.shard.part, self.shard.parts, None
         hashes: dict[str, list[str]] = {name: [] for name in self.files}
         for name, file in self.files.items():
             for key, tensor in file.tensors.items():
@@ -194,7 +194,7 @@ class Saving:
 
     @collective
     def complete(self, folder: Path, warn: Warn) -> None:
-        ranks, written = self.share.ranks, None
+        ranks, written = self.shard.ranks, None
         try:
             if self.folder:
                 self.temporary = folder.with_name(self.temporary.name)
@@ -204,10 +204,10 @@ class Saving:
                     if folder == self.folder:  # else the run's folder was renamed
                         raise
             if written is None:
-                copy = (lambda name: None) if self.folder else self.share.copy
+                copy = (lambda name: None) if self.folder else self.shard.copy
                 self.begin(folder, warn)
                 written = store.retrying(lambda: ranks.raise_on_all(lambda: self.write(folder, copy)), warn)
-            parts = sorted(each for each in ranks.all_gather_json([self.share.part, written]) if each[0] >= 0)
+            parts = sorted(each for each in ranks.all_gather_json([self.shard.part, written]) if each[0] >= 0)
             hashed = {name: file.entry(hashes[name] for _, hashes in parts)
                       for name, file in self.files.items()}
             ranks.on_rank0(lambda: store.finish_writing(self.temporary, folder, self.details, hashed, warn))
@@ -216,5 +216,5 @@ class Saving:
             raise
 
     def remove(self) -> None:
-        if self.share.ranks.is_rank0 and self.temporary:
+        if self.shard.ranks.is_rank0 and self.temporary:
             shutil.rmtree(self.temporary, ignore_errors=True)

@@ -30,7 +30,7 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from parallel.ranks import start_ranks, stop_ranks
-from run.saving import Saving, Share
+from run.saving import PendingSave, RankShard
 from settings.load import load_config
 
 GB = 1e9
@@ -76,8 +76,8 @@ def main() -> None:
     tensors = {name: buffer[:math.prod(shape)].view(shape) for name, shape in shapes.items()}
     moments = {} if args.weights_only else {f"{name}.{moment}": tensor for name, tensor in tensors.items()
                                             for moment in ("exp_avg", "exp_avg_sq")}
-    share, state = Share(ranks, 1, config.head_dim), {**tensors, **moments}
-    copied = share.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
+    shard, state = RankShard(ranks, 1, config.head_dim), {**tensors, **moments}
+    copied = shard.use({name: (tensor, tensor, len(tensor)) for name, tensor in state.items()})
     files = huggingface.model_files({name: copied[name] for name in tensors}, config, args.vocab_size)
     files[store.OPTIMIZER] = TensorFile({name: copied[name] for name in moments}, None, config.head_dim)
     size, folder = sum(file.nbytes for file in files.values()), args.folder / "step-00000001"
@@ -93,13 +93,13 @@ def main() -> None:
     tell(f"{size / GB:.2f} GB, {args.ranks} ranks")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     rss, rows = peak_memory(), []
-    if shortage := share.allocate():
+    if shortage := shard.allocate():
         tell(f"copy: none, because {shortage}")
     for repeat in range(args.repeats + 1):  # the first copy touches new memory, and does not count
-        saving = Saving(1, 0, share, files, lambda folder: None, manifest)
+        saving = PendingSave(1, 0, shard, files, lambda folder: None, manifest)
         before, started = measured_dd(), time.perf_counter()
         if not shortage:
-            share.copy(*state)
+            shard.copy(*state)
             ranks.barrier()
             copy = time.perf_counter() - started
             saving.start(folder, tell)

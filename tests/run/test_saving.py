@@ -171,18 +171,18 @@ def test_hashes_of_blocks_are_joined_in_the_order_of_rows_not_of_ranks(shards, w
     for rank in range(world_size):
         ranks = SimpleNamespace(rank=rank, world_size=world_size, is_rank0=rank == 0, device=torch.device("cpu"), broadcast=lambda value: value,
                                 all_gather_json=lambda _: parts, on_rank0=lambda make: make(), raise_on_all=lambda make: make())
-        share = saving.Share(ranks, shards, 2)
+        share = saving.RankShard(ranks, shards, 2)
         files = {"model.safetensors": TensorFile(share.use({name: (rows, rows, len(rows) if rows.ndim else 1) for name, rows in state.items()}),
                                                  block_multiple=2)}
-        savings.append(saving.Saving(1, 0.0, share, files, lambda folder: None, {"step": 1}, temporary=tmp_path / "tmp-1"))
+        savings.append(saving.PendingSave(1, 0.0, share, files, lambda folder: None, {"step": 1}, temporary=tmp_path / "tmp-1"))
     (tmp_path / "tmp-1").mkdir()
     savings[0].files["model.safetensors"].create(tmp_path / "tmp-1" / "model.safetensors")
     for each in savings:
-        each.share.copy(*state)
-        parts.append([each.share.part, each.write(tmp_path / "step-1")])
+        each.shard.copy(*state)
+        parts.append([each.shard.part, each.write(tmp_path / "step-1")])
     assert sorted(part for part, _ in parts) == [*range(world_size)]
-    monkeypatch.setattr(saving.Saving, "begin", lambda *_: None)
-    monkeypatch.setattr(saving.Saving, "write", lambda *_: parts[0][1])
+    monkeypatch.setattr(saving.PendingSave, "begin", lambda *_: None)
+    monkeypatch.setattr(saving.PendingSave, "write", lambda *_: parts[0][1])
     savings[0].complete(tmp_path / "step-1", print)
     store.verify(tmp_path / "step-1")
 
@@ -203,7 +203,7 @@ def save_and_look(argv: list[str]) -> None:
     with run_start.open_run(load_config(argv)) as run:
         save_checkpoint(run)
         finish_saving(run)
-        share = run.share
+        share = run.shard
         for name, (_, _, count) in share.tensors.items():
             if share.kept[name].ndim:
                 block = block_rows(count, share.block_multiple)
