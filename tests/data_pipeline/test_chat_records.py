@@ -188,21 +188,6 @@ def test_what_is_no_pair_is_refused_by_file_and_line(tmp_path, record, reason):
         read("pairs", tmp_path, record)
 
 
-def test_a_parquet_file_is_read_with_all_its_columns(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    # Alpaca's file has a column text besides, which is what is read for pretraining.
-    table = pyarrow.table({"instruction": ["Why?"], "input": [""], "output": ["So."], "text": ["all of it"]})
-    parquet.write_table(table, tmp_path / "x.parquet")
-    chat, = read_examples("chats", Source(path=str(tmp_path / "x.parquet")), Reading())
-    assert chat.messages == [ASK, SAY] and chat.where.endswith("x.parquet: row 1")
-
-
-def test_lines_of_text_are_no_chats(tmp_path):
-    (tmp_path / "x.txt").write_text("Why?\n")
-    with pytest.raises(DataError, match="x.txt:1: is not a chat"):
-        list(read_examples("chats", Source(path=str(tmp_path / "x.txt")), Reading()))
-
-
 def targets_of(messages):
     return [message.get("train", True) for message in messages if message["role"] == "assistant"]
 

@@ -103,17 +103,6 @@ def test_chat_is_spelled_as_metas(meta):
     assert load_chat_format(meta).stop_ids == {128001, 128009}
 
 
-def test_every_turn_is_as_metas_template_renders_it(meta, tmp_path):
-    trl = pytest.importorskip("trl")
-    meta.save_huggingface(tmp_path)
-    (tmp_path / "chat_template.jinja").write_bytes((Path(trl.__file__).parent / "chat_templates" / "llama3.jinja").read_bytes())
-    dialog = [{"role": "system", "content": " Be kind. "}, *DIALOG]
-    assert_as_transformers(load_chat_format(meta), tmp_path, dialog)
-    other = load_chat_format(load_tokenizer(str(tmp_path)))
-    assert other.encode_chat(dialog) == load_chat_format(meta).encode_chat(dialog)
-    assert other.stop_ids == load_chat_format(meta).stop_ids
-
-
 def test_the_format_is_the_tokenizers_own_or_llama_3s(ours, theirs, with_template):
     # The hash of Llama 3's format is in the names of prepared sets.
     assert load_chat_format(ours).sha256 == load_chat_format(theirs).sha256 == hashlib.sha256(b"Llama 3").hexdigest()

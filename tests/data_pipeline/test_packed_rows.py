@@ -338,25 +338,6 @@ def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
     assert opened(write(tmp_path / "three", "chats", chats), "chats").fingerprint != one
 
 
-def test_rows_are_the_padding_free_batches_of_trl(tmp_path):
-    """TRL shifts the labels inside the model: its label of a token is our target of the previous token."""
-    trainer = pytest.importorskip("trl.trainer.sft_trainer")
-    chats = draw_chats(12, seed=4)
-    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 64)
-    collator = trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    features = [{"input_ids": [token for _, ids in example for token in ids],
-                 "labels": [token if target else IGNORE_INDEX for target, ids in example for token in ids]} for example in chats]
-    for row in range(len(rows)):
-        ours, theirs = rows(np.array([row])), collator([features[example] for example in rows.examples_in(row)])
-        first = theirs["position_ids"][0] == 0
-        last = torch.cat([first[1:], torch.tensor([True])])
-        used = int((~last).sum())
-        assert ours.tokens_BT[0, :used].tolist() == theirs["input_ids"][0, ~last].tolist()
-        assert ours.targets_BT[0, :used].tolist() == theirs["labels"][0, ~first].tolist()
-        assert ours.document_ids_BT[0, :used].tolist() == (theirs["seq_idx"][0, ~last] + 1).tolist()
-        assert (ours.targets_BT[0, used:] == IGNORE_INDEX).all()
-
-
 # Llama 3's format, with the tags that tell transformers which tokens are the assistant's.
 MARKED_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}\

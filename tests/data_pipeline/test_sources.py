@@ -348,19 +348,6 @@ def texts_in(source):
     return [document.text for document in read_texts(source, Reading())]
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_two_columns_of_one_name_are_refused(suffix, tmp_path):
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "id"])
-    if suffix == "parquet":
-        pq.write_table(table, tmp_path / "x.parquet")
-    else:
-        with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-            writer.write_table(table)
-    for column in ("text", ""):
-        with pytest.raises(DataError, match=f"x.{suffix}: "):
-            list(sources.read_records(Source(path=str(tmp_path / f"x.{suffix}"), column=column), Reading()))
-
-
 def write_tree(root, *names):
     """Write a file of one record, its own name, at each of these places below a folder."""
     for name in names:
@@ -463,19 +450,6 @@ def test_links_are_followed_and_a_loop_ends(tmp_path, capsys):
     (folder / "gone.jsonl").symlink_to("missing")
     with pytest.raises(DataError, match="gone.jsonl: is a link to missing, which does not exist; restore the file, or remove"):
         texts_of(folder)
-
-
-def test_a_linked_file_is_identified_by_its_content(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.blob").write_text(jsonl(name))
-    link, hashes = tmp_path / "x.jsonl", {}
-    link.symlink_to("one.blob")
-    first = identify(Source(path=str(link)), hashes)
-    link.unlink()
-    link.symlink_to("two.blob")
-    second = identify(Source(path=str(link)), hashes)
-    (tmp_path / "two.jsonl").write_text(jsonl("two"))
-    assert first != second == identify(Source(path=str(tmp_path / "two.jsonl")), {})
 
 
 @pytest.mark.parametrize("name", ["a[1].jsonl", "[x]/a*.jsonl", "what?.jsonl", "a::b.jsonl", "memory:/x.jsonl", "50% #1 ü .jsonl"])

@@ -302,19 +302,6 @@ def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
         "⟦The relation between the given pairs is that they are opposites.<|eot_id|>⟧")
 
 
-def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_path, tokenizer_path):
-    plain, thoughtful = chats(40), chats(40)
-    for chat in thoughtful:
-        chat["messages"][-1]["reasoning_content"] = "Hm."
-    thoughtful[0]["tools"] = [{"name": "search"}]
-    thoughtful[1] |= {"tools": [], "messages": [message | {"reasoning_content": None} for message in thoughtful[1]["messages"]]}
-    folders = [prepare("chats", write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name)
-               for name, records in (("plain", plain), ("thoughtful", thoughtful))]
-    assert "Dropped" not in "\n".join(describe(folders[0]))
-    assert "Dropped: messages[].reasoning_content 39 times, tools 1 time; training uses the chats without them" in "\n".join(describe(folders[1]))
-    assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]
-
-
 def chat(*words, system=""):
     roles = ["user", "assistant"] * len(words)
     return [*[{"role": "system", "content": system}] * bool(system), *({"role": role, "content": word} for role, word in zip(roles, words))]
