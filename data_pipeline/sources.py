@@ -126,6 +126,7 @@ class Position(NamedTuple):
 
     file: int = 0
     record: int = 0  # records, or lines, before it in the file
+    offset: int = 0  # bytes before it in a file of lines that is not compressed
     state: dict | None = None  # of a table or dataset of the hub, before the rows around it
 
 
@@ -457,9 +458,14 @@ def check_flags(source: Source, traits: set[str]) -> None:
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
-    lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    for number, line in enumerate(islice(lines, start.record, None), start.record + 1):
-        where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1)
+    offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    if file.compression:
+        lines = islice(lines, start.record, None)
+    else:
+        stream.seek(offset)
+    for number, line in enumerate(lines, start.record + 1):
+        where, reading.position = f"{file.url}:{number}", Position(start.file, number - 1, offset)
+        offset += len(line)
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
@@ -576,7 +582,7 @@ def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -
                 # Without types, all structs lose their nulls.
                 record = {column: (correct.get(column, _without_nulls) or (lambda value: value))(value)
                           for column, value in record.items()}
-                reading.position = Position(start.file, done - 1, state)
+                reading.position = Position(start.file, done - 1, state=state)
                 yield f"{name} row {done}", record
             if done % TABLE_ROWS == 0:
                 state = {"rows": done, "dataset": rows.state_dict()}
