@@ -553,9 +553,15 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
         raise DataError(f"{file.url}:{line}: not valid JSON: {fault}; correct it, or remove the file")
 
 
-def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    with requires_package("datasets", f"{file.url}, a table,"):
+def _import_datasets(source: str) -> Any:
+    with requires_package("datasets", source):
         import datasets
+    datasets.config.TORCH_AVAILABLE = False  # streams would import it for its DataLoader: 3 s and 200 MB
+    return datasets
+
+
+def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
+    datasets = _import_datasets(f"{file.url}, a table,")
     with reading_errors(file.url), file.open() as raw:
         check_start(file.url, raw.peek(START_BYTES))
         name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
@@ -695,8 +701,7 @@ def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Readi
 
 def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Records:
     """Stream the rows of a hub dataset at a fixed commit, from a local copy if there is one."""
-    with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
-        import datasets
+    datasets = _import_datasets(f"{source.name}, a dataset of the hub,")
     revision, split = source.revision, source.split or "train"
     if not COMMIT.fullmatch(revision):
         revision = remote.hub_revision(source.name, revision, source.config)
