@@ -181,6 +181,7 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     attended = config.n_heads * config.head_dim
     kv = config.n_kv_heads * config.head_dim
     heads = attended + 2 * kv  # q k v
+    norms = sum(name.endswith("_norm") and "." not in name for name in config.block_shapes)
     scores = 0
     if config.attention_backend == "math":
         scores = 2 * compute_bytes * config.n_heads * config.max_seq_len
@@ -197,15 +198,15 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
         is_joint = not (config.lora_enabled and trained_qkv) and config.model_type != "qwen2"
         joint = heads - kv if is_joint else 0
         inputs = bool(trained_qkv) + bool(trained_gate_up)
-        kept = compute_bytes * (config.dim * (2 + inputs) + heads + joint + attended
+        kept = compute_bytes * (config.dim * (norms + inputs) + heads + joint + attended
                                 + (3 + ("w2" in trained)) * config.hidden_dim)
         kept += len(targets_of(config)) * compute_bytes * config.lora_rank
-        return kept + FLOAT32 * (2 + config.n_heads) + scores
+        return kept + FLOAT32 * (norms + config.n_heads) + scores
     # The compiler's partitioner keeps the input, q k v (v is a view of all three), rotated q and k, the
-    # attended values and their log-sums, the output of wo, gate and up, and the norms' factors ...
+    # attended values and their log-sums, the output of wo, gate and up, and the norms' inputs and factors ...
     least = compute_bytes * config.dim
-    half = 2 * least + compute_bytes * (2 * heads - kv + attended + 2 * config.hidden_dim)
-    half += FLOAT32 * (config.n_heads + 2) + scores
+    half = norms * least + compute_bytes * (2 * heads - kv + attended + 2 * config.hidden_dim)
+    half += FLOAT32 * (config.n_heads + norms) + scores
     # ... and, to save cheap operations only, both norms' outputs and the product of gate and up.
     whole = half + compute_bytes * (2 * config.dim + config.hidden_dim)
     if config.activation_checkpointing != "selective" or config.activation_memory_budget == 1:
