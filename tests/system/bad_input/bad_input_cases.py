@@ -252,7 +252,7 @@ RECORDS = group(
     for name, content, words in (
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
         ("crc.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-8] + b"12345678", "CRC"),
-        ("x.docx", b"PK", "no file of a supported kind"),
+        ("x.docx", b"PK", "no file of a supported format"),
         ("e.txt", b"", "e.txt: no document is left.* the source is empty; add more"))] + commands(
     "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing matches"),
     protocol=(f"scripts/load_pretrain_dataset.py --source nosuch://x/y.jsonl {PREPARE}", "Protocol not known"),
