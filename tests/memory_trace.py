@@ -81,7 +81,7 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
         lora.cast_base(frozen.requires_grad_(False), dtype)
     if mesh:
         for each in [model] if teacher or frozen is None else [model, frozen]:
-            shard_model(each, mesh, dtype, offload=config.cpu_offload, exact=config.reproducible)
+            shard_model(each, mesh, dtype, offload=config.cpu_offload, reproducible=config.reproducible)
     return model, frozen, objective
 
 
