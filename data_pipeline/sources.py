@@ -298,6 +298,8 @@ def list_files(source: Source) -> list[StoredFile]:
             if is_local(fs) and not os.path.exists(name):
                 raise DataError(f"{name}: is a link to {os.readlink(name)}, which does not exist; restore "
                                 "the file, or remove the link")
+            if is_local(fs) and not os.path.isfile(name):  # a pipe would block
+                raise DataError(f"{name}: is not a plain file; give another")
             files.append(StoredFile(fs, name, fs.size(name) or 0, *format_of(name)))
         if not files:
             raise DataError(f"{path}: no file of a supported format; use {READABLE}")
