@@ -220,11 +220,11 @@ SHARDS = group(
     missing=(gone(SHARD), "00001.bin: is missing, though"), bit=(flip(SHARD, 2000), "00001.bin: is damaged: its SHA-256"),
     pipe=(instead(SHARD, os.mkfifo), "00001.bin: cannot be read: is not a plain file"),
     another_tokenizer=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[:-1])), "made with another tokenizer"),
-    set_missing=(gone("set"), "set: no such file or folder"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
+    set_missing=(gone("set"), "set: (no such file or folder|holds neither)"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
     set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with .*scripts/load_pretrain_dataset.py'? --source x.jsonl"),
     chats=(env(PRETRAIN_DATA_PATH="chats"), "holds chats, but PRETRAIN_DATA_PATH needs documents"),
-    npy_code=(npy(b"\x01\x00\x50\0{'descr': __import__('os').mkdir('executed'), 'shape': (3,)}"), "header cannot be read"),
-    npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"), "is cut short")) + group(
+    npy_code=(npy(b"\x01\x00\x50\0{'descr': __import__('os').mkdir('executed'), 'shape': (3,)}"), "cannot be read"),
+    npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"), "cannot be read")) + group(
     "manifest", TRAIN, 3,
     gone=(gone(MANIFEST), "looks like part of a prepared set, but there is no manifest.json"), torn=(cut(MANIFEST, 200), "invalid JSON"),
     format=(manifest(lambda m: m.update(format=2)), "format: "),
@@ -292,10 +292,10 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
 
 # What a setting may be, and what fits another, is tested in test_load.
 SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, changes, words in (
-    ("unknown", dict(FOO=1), ".env:34: unknown setting FOO"), ("type", dict(MAX_STEPS="five"), ".env:33: MAX_STEPS=five: expected"),
+    ("unknown", dict(FOO=1), r"\.env:\d+: unknown setting FOO"), ("type", dict(MAX_STEPS="five"), r"\.env:\d+: MAX_STEPS=five: expected"),
     ("ranks", dict(WORLD_SIZE=4), "no launcher started this process"), ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"),
     ("kernel", dict(ATTENTION_BACKEND="flash"), "ATTENTION_BACKEND=flash"))] + group(
-    "env", TRAIN, 2, no_value=(add(".env", "DIM\n"), ".env:34: not of the form")) + commands(
+    "env", TRAIN, 2, no_value=(add(".env", "DIM\n"), r"\.env:\d+: not of the form")) + commands(
     "flag", 2, endless=("train.py --" + LONG, r"unknown flag --a+\.\.\.")) + [
     Case(f"json-{name}", "train.py --config c.json", 2, put("c.json", content), words) for name, content, words in (
         ("nested", '{"a":{"b":{"seed":"x"}}}', "a.b.seed: SEED=x"),
