@@ -212,6 +212,8 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
         reducer.begin(units, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
+    # The last backward has averaged the gradients over the ranks; `reduce` adds those that FSDP leaves out.
+    # `fits` is false only with REPRODUCIBLE, if its sums have the wrong scale: then the step is tried again.
     fits, largest = reducer.reduce(units)
     if scaler:
         for optimizer in run.optimizer.optimizers:
