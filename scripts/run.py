@@ -120,6 +120,10 @@ def main() -> None:
         process.choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
+        if flags != own and (name := peek(own)[0].get("run_name")):
+            run = Path(values.get("output_dir", "runs"), name)
+            show(f"There is no run {run} to resume, and no data is set, so a new run uses the sample data. "
+                 f"To use other data, set {setting}.")
         if values.get("training_stage", "pretrain") == "pretrain":
             show(SAMPLE_TEXT)
         if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:

@@ -121,7 +121,10 @@ def test_one_rank_or_several_are_launched_and_started_again(project, prepared, m
 def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path(".env").unlink()
     assert project.command("--device", "cpu") == [*ALONE, "--device", "cpu", "--preset", "sample"]
-    assert project.made == ["scripts/make_sample.py"] and "short stories" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert project.made == ["scripts/make_sample.py"] and "short stories" in told and "There is no run" not in told
+    project.command("--run-name", "frist", "--device=cpu")
+    assert "There is no run runs/frist to resume, and no data is set" in capsys.readouterr().out, "a typo is reported"
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()
     assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
     flags = ["--run-name", "first", "--output-dir", "results"]
