@@ -1,4 +1,4 @@
-"""Weights and configurations in Hugging Face's format, and models in the hub's local cache.
+"""Weights and configurations in the formats of Hugging Face and Meta, and models in the hub's local cache.
 
 Paddock uses Meta's parameter names. Hugging Face has other names, rotates the two halves of a head instead of
 neighbouring pairs (so the rows of wq and wk are permuted), and stores no vocabulary padding.
@@ -23,6 +23,7 @@ from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.section import MAX_NUMBER, Section
+from common.text import command
 from config import LINEAR_LAYERS, SCALING_SETTINGS, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
@@ -32,7 +33,7 @@ HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
 OTHER_FORMATS = {
     r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
-    r"consolidated\.\d+\.pth": "{0} is in Meta's format; download the model in Hugging Face's",
+    r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
     r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
                            "model.safetensors",
     r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
@@ -236,6 +237,39 @@ def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, L
     """
     by_id = {huggingface_name(name) for name in VOCABULARY}
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
+
+
+def from_meta(tensors: Mapping[str, Tensor],
+              params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Return parameters and model settings from Meta's Llama 3 files, consolidated.00.pth and params.json.
+
+    Meta's files store the tied head of the 1B and 3B models separately, and omit their rotary scaling factor,
+    which is 32; Llama 3.1's is 8. Source: the models' published configurations.
+    """
+    state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
+    required = ("dim", "n_layers", "n_heads", "norm_eps")
+    gate = "layers.0.feed_forward.w1.weight"
+    missing = [key for key in required if key not in params]
+    missing += [name for name in (*VOCABULARY, gate) if name not in state]
+    if missing:
+        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
+    tied = state["tok_embeddings.weight"].equals(state["output.weight"])
+    if tied:
+        del state["output.weight"]
+    settings = {key: params[key] for key in required} | {
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": state[gate].rows,
+        "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
+    if params.get("use_scaled_rope"):
+        settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
+        settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
+    rows = state["tok_embeddings.weight"].rows
+    expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
+    wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
+             if name not in state or state[name].shape != expected.get(name)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use "
+                              "the one of this model")
+    return state, settings
 
 
 def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
@@ -488,7 +522,7 @@ def other_format(folder: Path) -> str:
     names = sorted(str(path.relative_to(folder)) for pattern in ("*", "*/*") for path in folder.glob(pattern))
     for pattern, advice in OTHER_FORMATS.items():
         if name := next(filter(re.compile(pattern).fullmatch, names), None):
-            return "; " + advice.format(name)
+            return "; " + advice.format(name, command("scripts/import_checkpoint.py", folder))
     return "; name another folder"
 
 

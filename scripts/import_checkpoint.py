@@ -1,12 +1,16 @@
-"""Import a Llama model from a Hugging Face folder, as a checkpoint to start training from.
+"""Import a Llama model from a Hugging Face folder or Meta's download, as a checkpoint to start training from.
 
     ./paddock import models/Llama-3.2-1B models/start
     ./paddock import meta-llama/Llama-3.2-1B models/start
+    ./paddock import ~/.llama/Llama3.2-1B models/start
 
 PRETRAIN_CHECKPOINT accepts Hugging Face folders and names directly, but only an imported copy is verified at
-each start. The folder must contain safetensors.
+each start. A Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running
+code.
 """
 
+import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Optional
@@ -14,12 +18,17 @@ from typing import Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
+import torch
+from torch import Tensor
+
 from checkpoint import huggingface
 from checkpoint.huggingface import read_model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new, publish_model
+from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
-from common.errors import CheckpointError, local_path, run_script
+from common.errors import CheckpointError, local_path, run_script, unreadable
+from common.files import WrongContentError, plain
 from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
@@ -27,16 +36,45 @@ from model_utils import find_model
 from tokenizer import load_tokenizer, read_generation
 
 
-def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None) -> None:
+def read_meta(file: Path,
+              rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
+    """Read consolidated.00.pth and params.json; return weights under our names, settings, context length."""
+    if len(shards := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
+        raise CheckpointError(f"the model in {file.parent} is split into {len(shards)} files; download it in "
+                              "Hugging Face's format")
+    params = read_model_json(file.parent / "params.json")
+    try:
+        with open(file, "rb", opener=plain):  # refuses a git-lfs pointer
+            tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except WrongContentError as error:
+        raise CheckpointError(f"{file} {unreadable(error, '')}") from error
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} is damaged, or contains more than plain weights "
+                              f"({str(error).splitlines()[0]:.60} ...); download it again") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
+    state, settings = huggingface.from_meta(tensors, params)
+    if rope_scaling_factor is not None:
+        settings["rope_scaling_factor"] = rope_scaling_factor
+    return state, huggingface.checked_settings(settings, "--rope-scaling-factor"), 8192
+
+
+def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
+                      rope_scaling_factor: Optional[float] = None) -> None:
     check_new(output)
-    source = find_model(str(source))
-    refuse_adapters(source)
-    content, tensors = read_model_json(source / "config.json"), huggingface.load_model_weights(source)
-    config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
-    max_seq_len = huggingface.context_length(content)
-    state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
-    tokenizer = load_tokenizer(tokenizer_path or str(source))
-    tokenizer.generation = read_generation(source)
+    meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
+    if os.path.isfile(meta_file) and not os.path.isfile(source / "config.json"):
+        state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
+        tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
+    else:
+        source = folder = find_model(str(source))
+        refuse_adapters(folder)
+        content, tensors = read_model_json(folder / "config.json"), huggingface.load_model_weights(folder)
+        config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
+        max_seq_len = huggingface.context_length(content)
+        state = huggingface.from_huggingface(tensors, config, huggingface.vocabulary_rows(tensors))
+        tokenizer = load_tokenizer(tokenizer_path or str(folder))
+        tokenizer.generation = read_generation(folder)
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids, but the model only {rows:,}; "
@@ -61,12 +99,16 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("source", type=Path,
-                        help="a Hugging Face folder or name, or a run")
+                        help="a Hugging Face folder or name, a run, or Meta's folder or .pth file")
     parser.add_argument("output", type=local_path, help="folder of the new checkpoint")
     parser.add_argument("--tokenizer", metavar="PATH",
                         help="the model's tokenizer (default: the one next to the weights)")
+    parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
+                        help="RoPE scaling factor for Meta's format, where params.json may lack it (default: "
+                             "8, or 32 with tied embeddings)")
     args = parser.parse_args()
-    import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer)
+    import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
+                      args.rope_scaling_factor)
     show(f"Imported into {args.output}. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
          f"TOKENIZER_PATH={args.output}",
          f"Generate text with it: {command('scripts/generate.py', args.output.expanduser())}")

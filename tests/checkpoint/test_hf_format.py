@@ -248,7 +248,7 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
 
 @pytest.mark.parametrize("name, message", [
     ("checkpoint-500/config.json", "name one of the Trainer's checkpoints, as in checkpoint-500/config.json"),
-    ("consolidated.00.pth", "consolidated.00.pth is in Meta's format; download the model in Hugging Face's"),
+    ("consolidated.00.pth", r"import Meta's consolidated.00.pth with ./paddock import .* FOLDER"),
     ("pytorch_model_fsdp_0/__0_0.distcp", "format of another tool"), ("model_000650.pt", "model_000650.pt is in the format of another tool"),
     ("pytorch_model-00001-of-2.bin", "save_pretrained"),
     ("model.safetensors", "needs config.json"), ("optimizer.pt", "name another folder"), ("notes.txt", "name another folder")])
@@ -260,6 +260,13 @@ def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it
 
 
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
+
+
+def test_metas_weights_that_git_lfs_did_not_download_are_named(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    (tmp_path / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match=f"it is a git-lfs pointer.*run git lfs pull in {tmp_path}"):
+        import_checkpoint(tmp_path, tmp_path / "output")
 
 
 def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(tokenizer, tmp_path):
@@ -312,6 +319,35 @@ def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps({}))
     with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
         huggingface.load_model_weights(tmp_path)
+
+
+def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, torch.Tensor], dict]:
+    """A model in Meta's format: no padding, a separate head even if tied, a buffer, and params.json."""
+    config = config_of("3.1 scaling").model_copy(update=dict(tie_embeddings=tied, rope_scaling_factor=32.0 if tied else 8.0,
+                                                             rope_original_max_len=8192))
+    state = {name: tensor[:VOCAB] if len(tensor) == padded(VOCAB) else tensor
+             for name, tensor in model_of(config).state_dict().items()}
+    head = state.get("output.weight", state["tok_embeddings.weight"])
+    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "multiple_of": 32,
+              "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": True}
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps(params))
+    torch.save({**state, "output.weight": head.clone(), "rope.freqs": torch.ones(8)}, folder / "consolidated.00.pth")
+    return config, state, params
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_metas_weights_need_no_change(tied, tmp_path):
+    config, state, params = metas_download(tmp_path / "meta", tied)
+    meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
+    read, settings = huggingface.from_meta(meta, params)
+    assert read.keys() == state.keys() and all(torch.equal(read[name].full(), state[name]) for name in state)
+    assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
+    assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
+    with pytest.raises(CheckpointError, match="wk.weight"):
+        huggingface.from_meta(meta, {**params, "n_kv_heads": 4})
+    with pytest.raises(CheckpointError, match="lack output.weight"):
+        huggingface.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 
 import_checkpoint = runpy.run_path(str(IMPORT_SCRIPT))["import_checkpoint"]

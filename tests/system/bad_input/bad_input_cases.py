@@ -60,9 +60,15 @@ def make_farm(folder: Path) -> None:
         shutil.copytree(place, folder / name)
     model = Transformer(SHAPE, tokenizer.vocab_size)
     model.init_weights(torch.Generator().manual_seed(0))
-    for name in ("model", "adapter"):
+    for name in ("model", "meta", "adapter"):
         (folder / name).mkdir()
     huggingface.save_model_folder(folder / "model", model.state_dict(), SHAPE, tokenizer, 64)
+    state = {name: tensor[:tokenizer.vocab_size] if name in huggingface.VOCABULARY else tensor
+             for name, tensor in model.state_dict().items()}
+    torch.save({**state, "output.weight": state["tok_embeddings.weight"]}, folder / "meta" / "consolidated.00.pth")
+    (folder / "meta" / "params.json").write_text(json.dumps({"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+                                                             "norm_eps": 1e-5, "rope_theta": 500_000.0}))
+    shutil.copy(prepared.tokenizer, folder / "meta" / "tokenizer.model")
     adapters = LoraConfig(lora_enabled=True, lora_rank=4)
     base_sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder / "model"))
     lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
@@ -128,6 +134,14 @@ def tensors_of(name: str, change: Callable[[dict], object]) -> Spoil:
         tensors = load_file(name)
         change(tensors)
         save_file(tensors, name)
+    return spoil
+
+
+def meta_of(change: Callable[[dict], object]) -> Spoil:
+    def spoil() -> None:
+        tensors = torch.load("meta/consolidated.00.pth", weights_only=True)
+        change(tensors)
+        torch.save(tensors, "meta/consolidated.00.pth")
     return spoil
 
 
@@ -204,7 +218,8 @@ ITEMS = "scripts/load_hellaswag_dataset.py --source in.jsonl --output h.jsonl"
 THEIRS = f"scripts/load_instruct_dataset.py --source x.jsonl --tokenizer-path model {PREPARE}"
 LEARN = "scripts/train_tokenizer.py --output t.model"
 ASK = "scripts/generate.py model --max-new-tokens 1"
-IMPORT, MERGE = "scripts/import_checkpoint.py model start", "scripts/merge_lora.py adapter --output merged"
+IMPORT, META, MERGE = ("scripts/import_checkpoint.py model start", "scripts/import_checkpoint.py meta start",
+                       "scripts/merge_lora.py adapter --output merged")
 START = "train.py --pretrain-checkpoint model"
 SFT = "train.py --training-stage sft --pretrain-checkpoint model"
 DPO = "train.py --training-stage dpo --pretrain-checkpoint model"
@@ -358,7 +373,15 @@ OF_A_MODEL = (
 SOME = {"config_empty", "layers_3", "kv_4", "head", "weights_pickle", "nan", "index_outside", "manifest"}
 MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("ask", ASK), ("import", IMPORT), ("start", START))
           for name, spoil, words in OF_A_MODEL if by == "ask" or name in SOME] + group(
-    "import", IMPORT, 5, there=(lambda: os.mkdir("start"), "start already exists")) + group(
+    "meta", META, 5, params=(put("meta/params.json", "{"), "params.json cannot be read"),
+    dim=(json_of("meta/params.json", lambda d: d.update(dim="x")), "params.json gives DIM='x'"),
+    cut=(cut("meta/consolidated.00.pth", -500), "is damaged"),
+    bomb=(lambda: torch.save({"tok_embeddings.weight": Bomb()}, "meta/consolidated.00.pth"), "more than plain weights"),
+    list=(lambda: torch.save([1], "meta/consolidated.00.pth"), "not a dictionary of tensors"),
+    keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
+    nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight contains non-finite numbers"),
+    parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "split into 2"),
+    there=(lambda: os.mkdir("start"), "start already exists")) + group(
     "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
     another_base=(tensors_of(WEIGHTS, lambda t: t["model.norm.weight"].mul_(2)), "belong to another base"),
     cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "contains no adapters"),

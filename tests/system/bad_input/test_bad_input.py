@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from bad_input_cases import CASES, IMPORT, MERGE, PREPARE, Case, env, make_farm
+from bad_input_cases import CASES, IMPORT, MERGE, META, PREPARE, Case, env, make_farm
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 240  # until a command counts as hanging
@@ -107,7 +107,7 @@ def test_bad_input_ends_in_one_line_that_says_what_and_where(case: Case, place, 
 
 
 @pytest.mark.parametrize("command", [
-    "train.py", "train.py --check", "train.py --training-stage sft --pretrain-checkpoint model", IMPORT, MERGE,
+    "train.py", "train.py --check", "train.py --training-stage sft --pretrain-checkpoint model", IMPORT, META, MERGE,
     "scripts/generate.py model --max-new-tokens 2", f"scripts/load_instruct_dataset.py --source x.jsonl {PREPARE}",
     f"scripts/load_dpo_dataset.py --source y.jsonl {PREPARE}",
     f"scripts/load_pretrain_dataset.py --source y.jsonl --column prompt {PREPARE}",
