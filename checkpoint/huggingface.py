@@ -34,13 +34,19 @@ HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md
 OTHER_FORMATS = {
     r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
     r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
+    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
+    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
+                         "and the tokenizer's files to the result",
+    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
+                               "the trainer's own converter",
+    r"[^/]+\.gguf": "{0} is for llama.cpp; name the model that it was made from",
     r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
                            "model.safetensors",
     r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
                                 "transformers' from_pretrained, write another with save_pretrained, and copy "
                                 "the tokenizer's files to it",
-    r"(?!optimizer|scheduler|scaler|rng_state)([^/]+/)?[^/]+\.(pt|pth|ckpt|distcp|gguf)": "{0} is in the "
-        "format of another tool; convert it to transformers' format with that tool"}
+    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
+        "(nanochat?); convert it to transformers' format with that trainer's tools"}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id

@@ -7,6 +7,7 @@ it is deleted. run/life.py decides on the contents, and tensors.py writes the by
 
 import os
 import re
+import resource
 import shutil
 import sys
 import time
@@ -72,7 +73,7 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
 
     def attempt() -> Mapping[str, dict[str, Any]]:
         start_writing(folder, {}, needed_bytes)
-        with disk_errors(folder):
+        with disk_errors(folder, needed_bytes=needed_bytes):
             return write_files(temporary) or {}
 
     try:
@@ -107,7 +108,7 @@ def start_writing(folder: Path, files: Mapping[str, TensorFile], needed_bytes: i
     """Create the temporary folder with files of tensors, into which ranks write rows; return its path."""
     temporary = temporary_of(folder)
     check_room(folder.parent, needed_bytes)
-    with disk_errors(folder):
+    with disk_errors(folder, needed_bytes=needed_bytes):
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -179,8 +180,8 @@ def retrying(attempt: Callable[[], T], warn: Warn) -> T:
                 tick()  # waiting for the disk is not a hang
 
 
-def check_room(folder: Path, needed_bytes: int) -> None:
-    """Check that a folder, which need not exist yet, is writable and has enough space."""
+def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
+    """Check that a folder, which need not exist yet, is writable, and has enough space for such files."""
     if error := why_not_writable(folder):
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder"
                               ) from error
@@ -188,6 +189,10 @@ def check_room(folder: Path, needed_bytes: int) -> None:
         raise CheckpointError(f"{folder} has too little space for a checkpoint: {needed_bytes:,} bytes "
                               f"needed, {free:,} free; free some, set OUTPUT_DIR to another "
                               "disk, or lower KEEP_LAST")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and largest_file_bytes > limit:
+        raise CheckpointError(f"{folder}: a file of a checkpoint needs {largest_file_bytes:,} bytes, but the "
+                              f"shell allows {limit:,}; raise the limit with ulimit -f unlimited")
 
 
 # ------------------------------------------------------------------------------------------- reading

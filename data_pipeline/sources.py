@@ -23,7 +23,7 @@ from fsspec.utils import glob_translate
 
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import WrongContentError, check_start, sha256
+from common.files import WrongContentError, advice_on_encoding, check_start, sha256
 from common.text import counted, pip_install, without_passwords
 
 # Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
@@ -460,6 +460,7 @@ def check_flags(source: Source, traits: set[str]) -> None:
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends but without a byte-order mark."""
     before, start = reading.bytes_done, reading.position
+    advice, valid = reading.advice, b""  # a line of UTF-8 that is not ASCII
     offset, lines = start.offset, iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
     if file.compression:
         lines = islice(lines, start.record, None)
@@ -478,8 +479,12 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8; save the file as UTF-8")
+            way = advice_on_encoding(file.url, valid + line)
+            reading.advice = f"{advice}; {way}" if way else advice
+            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
             continue
+        if not (valid or line.isascii()):
+            valid, reading.advice = line, advice
         yield where, text
 
 
@@ -496,6 +501,15 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
         start = stream.peek(START_BYTES)
         check_start(file.url, start, is_text=True)
         if file.format == "text":
+            if not reading.position.record:  # --on-bad-record skip must not accept a binary file
+                first = start.splitlines()[:-1] or [start]
+                bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
+                if 2 * len(bad) > len(first):
+                    sample = b"".join(bad)
+                    way = "" if b"\0" in sample else advice_on_encoding(file.url, sample)
+                    raise DataError(f"{file.url}: is not UTF-8 text: {len(bad)} of its first {len(first)} "
+                                    "lines have NULs or bytes that are not UTF-8; remove the "
+                                    f"file{way and f', or {way}'}")
             column = columns[0] if columns else ""
             for where, line in _read_lines(file, raw, stream, reading):
                 yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
@@ -534,6 +548,8 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
                         "as JSON lines")
     # Invalid UTF-8 becomes a lone surrogate, so that only its record is rejected.
     text = content.decode("utf-8-sig", "surrogateescape")
+    if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
+        reading.advice = f"{reading.advice}; {way}"
     line, at, number, fault = 1, 0, 0, "expected , or ]"
     try:
         # Each item follows a bracket or a comma.

@@ -180,7 +180,7 @@ class PendingSave:
                         hashes[name].append(file.write_rows(self.temporary / name, key, part, parts))
                 except Exception as failure:
                     error = failure
-        with disk_errors(folder):
+        with disk_errors(folder, needed_bytes=sum(file.nbytes for file in self.files.values())):
             if error:
                 raise error
             for name in self.files if part >= 0 else ():

@@ -490,7 +490,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         each.load_state_dict(start.state.get("extensions", {}).get(type(each).__name__, {}))
     if not for_replay and progress.step < config.max_steps:
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
-        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size))
+        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
 
     def base() -> Path:  # located earlier, unless a run without adapters resumes
         return start.base or find_base(config, asdict(progress), folder.path, context.log.warn)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from common.errors import DataError, unreadable
-from common.files import CONVERT, check_start, plain
+from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
@@ -250,7 +250,8 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
         raise DataError(f"--prompts {name} {unreadable(error, 'check the path')}") from error
     except UnicodeDecodeError as error:
         line = data[:error.start].count(b"\n") + 1
-        raise DataError(f"{name}:{line}: not valid UTF-8; {CONVERT}") from error
+        way = advice_on_encoding(name, data) or "correct the line"
+        raise DataError(f"{name}:{line}: not valid UTF-8; {way}") from error
     numbered = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise DataError(f"--prompts {name} has no prompts; write one per line")

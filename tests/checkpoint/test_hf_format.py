@@ -249,7 +249,8 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
 @pytest.mark.parametrize("name, message", [
     ("checkpoint-500/config.json", "name one of the Trainer's checkpoints, as in checkpoint-500/config.json"),
     ("consolidated.00.pth", r"import Meta's consolidated.00.pth with ./paddock import .* FOLDER"),
-    ("pytorch_model_fsdp_0/__0_0.distcp", "format of another tool"), ("model_000650.pt", "model_000650.pt is in the format of another tool"),
+    ("lit_model.pth", "convert_from_litgpt"), ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"), ("zero_to_fp32.py", "--safe_serialization"),
+    ("model_000650.pt", "model_000650.pt is pickled.*nanochat"), ("model-q8.gguf", "is for llama.cpp"),
     ("pytorch_model-00001-of-2.bin", "save_pretrained"),
     ("model.safetensors", "needs config.json"), ("optimizer.pt", "name another folder"), ("notes.txt", "name another folder")])
 def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it(name, message, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,15 +56,19 @@ def test_a_git_lfs_pointer_is_named_with_git_lfs_pull(name, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", [name for name in READERS if name != "any.bin"])
-def test_text_in_utf_16_is_named(name, encoding, tmp_path):
+def test_text_in_utf_16_is_named_and_the_advised_command_makes_it_utf_8(name, encoding, tmp_path):
     folder = tmp_path / "it's here"
     folder.mkdir()
     path, content = folder / name, 'MAX_STEPS=3  # "é" is no ASCII\r\nSEED=1\r\n'
     path.write_bytes(content.encode(encoding))
     with pytest.raises(PaddockError) as raised:
         READERS[name](path)
-    assert re.search(r"it is UTF-\d\d(LE|BE)? text; save it as UTF-8", str(raised.value))
+    assert re.search(r"it is UTF-\d\d(LE|BE)? text; save it as UTF-8, or convert it", str(raised.value))
     assert "permissions" not in str(raised.value)
+    if shutil.which("iconv") and name == "settings.env":
+        subprocess.run(str(raised.value).partition("convert it with: ")[2], shell=True, check=True)
+        assert read_text(path, "utf-8-sig") == content.replace("\r\n", "\n")
+        assert read_env_file(path).values == {"max_steps": ("3", f"{path}:1"), "seed": ("1", f"{path}:2")}
 
 
 @pytest.mark.parametrize("content", [b"", b"\0", b"A", "é日本語".encode(), b"\xef\xbb\xbfSEED=1", b"a\0b", b"\0" * 4096, b"version 2"])

@@ -6,6 +6,8 @@ import json
 import lzma
 import os
 import re
+import shutil
+import subprocess
 from dataclasses import fields, replace
 
 import datasets
@@ -492,11 +494,15 @@ def test_every_field_of_a_source_is_in_the_table():
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_text_in_another_encoding_is_named(tmp_path, suffix, encoding):
+def test_text_in_another_encoding_is_named_with_a_command_that_converts_it(tmp_path, suffix, encoding):
     path = tmp_path / f"my texts.{suffix}"
     path.write_bytes(jsonl("one", "two").encode(encoding))
-    with pytest.raises(DataError, match="UTF-(16|32).* text; save it as UTF-8"):
+    with pytest.raises(DataError, match="UTF-(16|32).* text; .*: iconv -f .* && mv ") as refused:
         texts_of(path)
+    command = str(refused.value).rpartition("with: ")[2]
+    if shutil.which("iconv"):
+        subprocess.run(["bash", "-c", command], check=True)
+        assert len(texts_of(path)[0]) == (1 if suffix == "txt" else 2)
 
 
 def test_a_table_that_git_lfs_did_not_fetch_is_named(tmp_path):
@@ -527,3 +533,30 @@ def test_a_document_with_a_bad_line_is_left_out_as_a_whole(tmp_path, splitter, k
     assert any("the document that begins here is left out" in record for record in reading.bad_records)
     with pytest.raises(DataError, match="byte . of the line is not UTF-8"):
         [*read_texts(Source(path=str(path), documents=splitter), Reading())]
+
+
+@pytest.mark.skipif(not shutil.which("iconv"), reason="needs iconv")
+@pytest.mark.parametrize("name, encoding", [
+    ("my texts.txt", "cp1252"), ("x.jsonl", "cp1252"), ("x.json", "cp1252"), ("x.jsonl.gz", "cp1252"), ("x.txt.gz", "utf-16"), ("x.txt", "cp1251")])
+def test_the_command_for_text_that_is_not_utf8_converts_it(tmp_path, name, encoding):
+    text = "Однажды в студёную пору" if encoding == "cp1251" else "Il était une fois un café près de la forêt"
+    record = json.dumps({"text": text}, ensure_ascii=False)
+    content = f"{text}\n" if ".txt" in name else f"[{record}]" if name == "x.json" else f"{record}\n"
+    path, data = tmp_path / name, content.encode(encoding)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(DataError) as refused:
+        texts_of(path)
+    assert ("WINDOWS-1252, as it seems" in str(refused.value)) == (encoding == "cp1252")
+    command = str(refused.value).partition("with: ")[2].partition("\n")[0].replace("ENCODING", "WINDOWS-1251")
+    subprocess.run(["bash", "-c", command], check=True)
+    assert [found.strip() for found in texts_of(path)[0]] == [text] and [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_in_which_most_is_utf8_gets_no_command_that_would_spoil_it(tmp_path):
+    for name in ("x.txt", "x.json"):
+        text = "Größe\n" * 9 + "caf\udce9\n"
+        text = text if name == "x.txt" else json.dumps([{"text": line} for line in text.split("\n") if line], ensure_ascii=False)
+        (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(DataError, match=f"{name}:.* not UTF-8") as refused:
+            texts_of(tmp_path / name)
+        assert "iconv" not in str(refused.value)
