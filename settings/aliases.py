@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Optional, get_args
+from typing import Any, NamedTuple, Optional, get_args
 
 from pydantic import ValidationError
 
@@ -15,16 +15,27 @@ from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
+NOTHING = "nothing to set"  # begins the sentences about what needs no setting
 _TABLES = json.loads(Path(__file__).with_name("aliases.json").read_text(encoding="utf-8"))
 # Names of these settings in other trainers, with the same meaning and unit.
 ALIASES = {alias: name for name, aliases in _TABLES["same"].items() for alias in aliases.split()}
 # Names in other trainers of what is set in another way here, or needs no setting, with a sentence about it.
-OTHER_WAYS = {alias: sentence for aliases, sentence in _TABLES["other"].items() for alias in aliases.split()}
+OTHER_WAYS = {alias.partition("=")[0]: sentence for aliases, sentence in _TABLES["other"].items()
+              for alias in aliases.split()}
+# Those that need no setting with the values after "=", separated by "|"; without "=", with any value.
+HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].items()
+            for name, equals, values in (alias.partition("=") for alias in aliases.split())
+            if equals or sentence.startswith(NOTHING)}
+# Names whose values are converted: value -> the settings; the first is meant, and others go with it.
+CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
+# Names for what follows from other settings too, and the setting that it gives.
+COMPUTED = {"gradient_accumulation_steps": "total_batch_size", "grad_accum_steps": "total_batch_size",
+            "global_batch_size": "total_batch_size", "warmup_ratio": "warmup_steps"}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
 VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
-SECTIONS_OF_OTHERS = ("train", "training", "optimizer", "lr_scheduler", "model", "job", "metrics",
-                      "profiling", "parallelism")
+SECTIONS_OF_OTHERS = ("train", "training", "trainer", "optimizer", "lr_scheduler", "model", "job", "metrics",
+                      "profiling", "parallelism", "data", "distributed", "logging")
 
 # Messages for pydantic's types of errors.
 EXPECTATIONS = {
@@ -35,26 +46,109 @@ EXPECTATIONS = {
     "less_than_equal": "must be at most {le}"}
 
 
+class Computed(NamedTuple):
+    """A number of another trainer from which a setting follows once all settings are known."""
+
+    alias: str
+    number: str
+
+
+class Translation(NamedTuple):
+    """The settings that a name of another trainer stands for, or why there are none."""
+
+    settings: dict[str, Any]
+    note: str = ""  # it needs no setting
+    problem: str = ""  # its value does not carry over
+
+
+def forms(name: str) -> list[str]:
+    """Return the forms of a name, perhaps in sections as torchtitan's --training.steps, to look up."""
+    *sections, last = name.lower().replace("-", "_").split(".")
+    section = next((each for each in reversed(sections) if each != "init_args"), "")  # of litgpt's classes
+    found = [f"{section}_{last}".lstrip("_")]
+    if section in ("", *SECTIONS_OF_OTHERS):
+        found += [last, re.sub("^(use|enable)_|_enabled$", "", last)]
+    return found
+
+
+def known_form(name: str) -> Optional[str]:
+    """Return the form of a name that is a setting, or stands in the tables."""
+    return next((form for form in forms(name) if form in Config.model_fields or form in ALIASES
+                 or form in OTHER_WAYS), None)
+
+
+def translate(name: str, value: Any) -> Optional[Translation]:
+    """Return what an exact name of another trainer stands for here; None if it has no counterpart."""
+    form = known_form(name)
+    if form is None or form in Config.model_fields and "." not in name and form not in SWITCHES:
+        return None
+    if value is None:
+        return Translation({})
+    text = str(value).strip()
+    if form in CONVERTED and (settings := converted(CONVERTED[form], value)) is not None:
+        return Translation(settings) if settings else Translation({}, f"{name} needs no setting here")
+    setting = ALIASES.get(form, form)
+    if form in COMPUTED:
+        return Translation({COMPUTED[form]: Computed(form, text)})
+    if {"", text.lower(), truth(text)} & {*HARMLESS.get(form, ())}:
+        sentence = OTHER_WAYS[form].removeprefix(f"{NOTHING}: ")
+        return Translation({}, f"{name} needs no setting here: {sentence}")
+    if form in CONVERTED or form in HARMLESS:
+        sentence = OTHER_WAYS.get(form) or f"set {setting.upper()}"
+        return Translation({}, problem=f"{name}={shortened(text)} does not carry over; {sentence}")
+    if setting not in Config.model_fields:
+        return None
+    if not isinstance(value, list):
+        standard, choices = text.lower(), get_args(Config.model_fields[setting].annotation)
+        standard = VALUE_ALIASES.get(standard, standard) if standard not in choices else standard
+        value = standard if standard in choices or setting == "preset" else value
+    return Translation({setting: value})
+
+
+def truth(text: str) -> str:
+    """Return "true" or "false" for the words that mean it, and other text as it is."""
+    words = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+    return words.get(text.lower(), text.lower())
+
+
+def converted(table: Mapping[str, str], value: Any) -> Optional[dict[str, str]]:
+    """Return the settings for a value, or for all values in a list; None if one does not carry over."""
+    parts = value if isinstance(value, list) else [value] if "*" in table else re.split(r"[,\s]+", str(value))
+    settings: dict[str, str] = {}
+    for part in (str(part).strip() for part in parts):
+        found = next((each for each in (part.lower(), truth(part), "*") if each in table), None)
+        if found is None or (isinstance(value, list) and found == "*"):
+            return None
+        pairs = (pair.partition("=") for pair in table[found].split())
+        settings |= {name.lower(): part if given == "*" else given for name, _, given in pairs}
+    return settings
+
+
+def needs_no_value(name: str) -> bool:
+    """Return whether a flag of another trainer may stand alone, as --bf16."""
+    form = known_form(name)
+    return form is not None and (ALIASES.get(form, form) in SWITCHES or form in HARMLESS
+                                 or "true" in CONVERTED.get(form, ()))
+
+
 def advice(name: str, known: Iterable[str] = Config.model_fields,
            shown: Callable[[str], str] = str.upper) -> str:
     """Return what to do about an unknown name: a setting that it may mean, or what does it here."""
-    section, _, last = name.lower().replace("-", "_").rpartition(".")  # torchtitan's --training.steps
-    forms, names = [f"{section}_{last}".lstrip("_")], (*known, *ALIASES, *OTHER_WAYS)
-    if section in ("", *SECTIONS_OF_OTHERS):
-        forms += [last, re.sub("^(use|enable)_|_enabled$", "", last)]
-    way = next((form for form in forms if form in names), None) or suggestion(
-        name, (each for each in names if each in known or "_" in each))  # many words differ by a letter
+    names = (*known, *ALIASES, *OTHER_WAYS)
+    way = next((form for form in forms(name) if form in names), None) or suggestion(
+        name.rpartition(".")[2], (each for each in names if each in known or "_" in each))  # not short words
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
-    no_setting = "there is no such setting (--help lists all)"
+    no_setting = ("there is no such setting (--help lists all, and docs/coming-from.md the names of other "
+                  "trainers)")
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 
-def unknown(where: str, name: str) -> str:
+def unknown(where: str, name: str, shown: str = "") -> str:
     """Return the message for an unknown name; empty if it may be one of the extensions, which are missing."""
     found = advice(name)
-    return f"{where}: unknown setting {shortened(name)}; {found}" * (not may_be_missing(found))
+    return f"{where}: unknown setting {shortened(shown or name)}; {found}" * (not may_be_missing(found))
 
 
 def may_be_missing(advice: str) -> bool:

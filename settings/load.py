@@ -24,6 +24,8 @@ from config import (
     CORE_SECTIONS,
     DROPPED,
     EXTENSION_SECTIONS,
+    MODEL_SETTINGS,
+    START_FROM,
     Config,
     input_rules,
     on_resume,
@@ -31,7 +33,19 @@ from config import (
 )
 from parallel.process import configure_allocator, first_on_machine
 from settings import derived
-from settings.aliases import SWITCHES, misspelled, shortened, unknown, unknown_flag, validate
+from settings.aliases import (
+    OPTIONAL,
+    OTHER_WAYS,
+    SWITCHES,
+    Computed,
+    misspelled,
+    needs_no_value,
+    shortened,
+    translate,
+    unknown,
+    unknown_flag,
+    validate,
+)
 from settings.derived import PRESETS_DIR
 
 # The separators of settings with several values, which may be lists in JSON and YAML.
@@ -43,6 +57,8 @@ LIBRARIES = re.compile(
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 
 
+PRODUCTION_DEPTH = "24"  # of --preset production without a size: about 1 billion parameters
+LENGTHS = {"max_steps", "epochs", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
 
@@ -54,6 +70,8 @@ class Layer:
     problems: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)  # names that extensions/ may know, which is missing
     exports: dict[str, str] = field(default_factory=dict)  # the libraries' variables in `.env`
+    notes: dict[str, str] = field(default_factory=dict)  # on names of other trainers, by setting or name
+    implied: set[str] = field(default_factory=set)  # settings that go with such a name
     is_env: bool = False  # `.env`, or a preset that it names
     # Of the command line only:
     env_file: Optional[str] = None
@@ -66,6 +84,40 @@ class Layer:
             self.problems.append(message)
         else:
             self.unused.append(name)
+
+    def clashes(self, name: str, value: Any, is_implied: bool = False) -> bool:
+        """Return whether the setting has a value already, and nothing implied it or implies this one."""
+        if name not in self.values:
+            return False
+        is_same = str(self.values[name][0]).lower() == str(value).lower()
+        return not (is_same and (is_implied or name in self.implied))
+
+    def accept(self, alias: str, value: Any, where: str) -> bool:
+        """Use an exact name of another trainer, such as max_iters; return whether it is one."""
+        alias = shortened(alias)
+        found = translate(alias, value)
+        if found is None:
+            return False
+        if found.problem:
+            self.problems.append(f"{where}: {found.problem}")
+        if found.note:
+            self.notes[alias] = found.note
+        for number, (name, value) in enumerate(found.settings.items()):
+            is_implied = number > 0
+            if isinstance(value, list) and SEPARATORS[name] and all(isinstance(part, str) for part in value):
+                value = SEPARATORS[name].join(value)
+            if name == "sharding" and name in self.notes and "hybrid" in (value, self.values[name][0]):
+                value = "hybrid"  # use_fsdp, and the size of its groups
+            elif self.clashes(name, value, is_implied):
+                first = self.values[name][1]
+                self.problems.append(
+                    f"{where}: {alias} sets {name.upper()} a second time (first at {first}); keep one")
+                continue
+            if is_implied and name not in self.values:
+                self.implied.add(name)
+            self.values[name] = (value, where)
+            self.notes[name] = f"{alias} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
+        return True
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -101,10 +153,11 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
             layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
                                   "environment nor in an earlier line; set it, or write ${NAME:-default}")
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
-            layer.refuse(key, unknown(where, key))
-        elif name in places:
-            layer.problems.append(
-                f"{where}: {key} is set a second time (first at {places[name]}); keep one")
+            if not layer.accept(key, value or None, where):
+                layer.refuse(key, unknown(where, key))
+        elif name in places or value and layer.clashes(name, value):
+            first = places.get(name) or layer.values[name][1]
+            layer.problems.append(f"{where}: {key} is set a second time (first at {first}); keep one")
         else:
             places[name] = where
             if value and name in Config.model_fields:
@@ -127,10 +180,11 @@ def yaml_content(node: Any) -> Any:
 def read_config_file(path: Path) -> Layer:
     """Return the settings in a JSON or YAML file, flat or grouped into sections with any names."""
     is_yaml = path.suffix in (".yaml", ".yml")
+    comment = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*')  # the first group: text, which may contain //
     try:  # read objects as tuples of pairs, because a dictionary would hide duplicate names
         text = read_text(path, "utf-8-sig")
         content = yaml_content(yaml.compose(text, yaml.SafeLoader)) if is_yaml else json.loads(
-            text, object_pairs_hook=tuple)
+            comment.sub(r"\1", text), object_pairs_hook=tuple)
     except OSError as error:
         return Layer(problems=[f"{path}: cannot be read: {error.strerror or error}"])
     except yaml.MarkedYAMLError as error:
@@ -152,8 +206,11 @@ def read_config_file(path: Path) -> Layer:
                 continue
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                layer.refuse(name.upper(), unknown(where if line else file, key))
-            elif name in layer.values:
+                if value is not None and not layer.accept(section + key, value, where):
+                    layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
+            elif value is None and line and name not in OPTIONAL:
+                continue  # `lora_target_modules:` in YAML
+            elif layer.clashes(name, value):
                 layer.problems.append(
                     f"{where} is set a second time (first at {layer.values[name][1]}); keep one")
             elif isinstance(value, list) and (separator := SEPARATORS[name]) and all(
@@ -170,7 +227,7 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
     """Return the settings among the flags. `script_flags` are also suggested for unknown flags."""
     # argparse would stop at the first error, print values, which may be secrets, and read -1e-3 as a flag.
     layer = Layer()
-    known = (*Config.model_fields, "env_file", "config", "check", "num_train_epochs")
+    known = (*Config.model_fields, "env_file", "config", "check")
     arguments = [*argv]
     while arguments:
         flag, has_value, value = arguments.pop(0).partition("=")
@@ -184,9 +241,12 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or name in SWITCHES):
+        elif not has_value and (name == "check" or name in SWITCHES or needs_no_value(name)):
             value, has_value = "true", "="
 
+        is_ours = name in known or name in script_flags or not has_value
+        if not is_ours and flag.startswith("--") and layer.accept(name, value or None, "command line"):
+            continue
         if not flag.startswith("--") or name not in known:
             layer.refuse(flag, unknown_flag(flag, (*known, *script_flags)))
         elif not has_value or (value == "" and name in ("env_file", "config")):
@@ -197,8 +257,11 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
             layer.env_file = value
         elif name == "config":
             layer.config_files.append(value)
+        elif name in layer.notes and layer.clashes(name, value):
+            layer.problems.append(
+                f"command line: {flag} is set a second time ({layer.notes[name]}); keep one")
         else:
-            layer.values["epochs" if name == "num_train_epochs" else name] = (value, "command line")
+            layer.values[name] = (value, "command line")
     return layer
 
 
@@ -219,8 +282,8 @@ def read_preset(names: str, where: str) -> Layer:
     return layer
 
 
-def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
-    """Return all layers, from lowest to highest priority."""
+def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -> list[Layer]:
+    """Return all layers, from lowest to highest priority; a new run with DEBUG alone gets its preset."""
     env_path = Path(flags.env_file or ".env")
     exists = flags.env_file or env_path.is_file()
     environment = {name: (environ[name.upper()], "environment")
@@ -228,14 +291,81 @@ def read_layers(flags: Layer, environ: Mapping[str, str]) -> list[Layer]:
     env = read_env_file(env_path, environ) if exists else Layer()
     env.is_env = True
     layers = [env, *map(read_config_file, map(Path, flags.config_files)), Layer(environment), flags]
-    naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
-    if naming is not None:
-        names, where = layers[naming].values["preset"]
+    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+    names, where = given.get("preset", ("", ""))
+    config = validate({name: pair for name, pair in given.items() if not isinstance(pair[0], Computed)})[0]
+    if names in ("", "production") and is_run and is_new_without_size(config, given, names == ""):
+        if names:  # alone, it needs a size and a number of steps
+            flags_or_file = layers[naming("preset", layers)]
+            flags_or_file.values["depth"] = (PRODUCTION_DEPTH, f"PRESET={names}")
+        elif config.debug:
+            names, where = "debug" if config.pretrain_data_path else "sample,debug", given["debug"][1]
+            layers[naming("debug", layers)].values["preset"] = (names, where)
+    if names:
+        named = naming("preset", layers)
         preset = read_preset(names, where) if isinstance(names, str) else Layer()
-        preset.is_env = naming == 0
+        preset.is_env = named == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
-        layers.insert(min(naming, 1), preset)
+        layers.insert(min(named, 1), preset)
+    compute(layers)
     return layers
+
+
+def naming(name: str, layers: Sequence[Layer]) -> int:
+    """Return the number of the highest layer that has a setting."""
+    return max(number for number, layer in enumerate(layers) if name in layer.values)
+
+
+def is_new_without_size(config: Config, given: Values, without_length: bool) -> bool:
+    """Return whether this is a new pretraining run for which no layer sets a size, or a length."""
+    sizes = {*MODEL_SETTINGS, *START_FROM, "depth", *(LENGTHS if without_length else ())}
+    return (config.training_stage == "pretrain" and not sizes & given.keys()
+            and not derived.run_to_resume(config)[1])
+
+
+def compute(layers: Sequence[Layer]) -> None:
+    """Compute the settings that others give in rows or as a share of the steps, from those of all layers."""
+    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
+               if isinstance(pair[0], Computed)]
+    if not waiting:
+        return
+    given = {name: pair for layer in layers for name, pair in layer.values.items()
+             if not isinstance(pair[0], Computed)}
+    config = validate(given)[0]
+    known = {*given, *(recorded := derived.recorded_settings(config, given)[1])}
+    config = config.model_copy(update=recorded)
+    config = config.model_copy(update=(by_depth := derived.settings_of_depth(config, known)))
+    config = config.model_copy(update=derived.settings_of_start(config, known))
+    known |= by_depth.keys()
+    for layer, name, (alias, text), where in waiting:
+        value, problem, how = None, "", ""
+        try:
+            number = float(text) if name == "warmup_steps" else int(text)
+        except ValueError:
+            problem = f"{alias}={shortened(text)}: expected a number"
+        else:
+            tokens, rows = config.max_seq_len, config.micro_batch_size
+            if name == "warmup_steps" and (config.epochs or "max_steps" not in known):
+                problem = f"{alias} needs MAX_STEPS; {OTHER_WAYS[alias]}"
+            elif name == "warmup_steps":
+                value = round(number * config.max_steps) if 0 <= number <= 1 else None
+                how = f"{alias}: {text} x {config.max_steps:,} steps"
+            elif alias == "global_batch_size":
+                value, how = number * tokens, f"{alias}: {number} rows x {tokens:,} tokens"
+            elif "micro_batch_size" not in known or not rows:
+                problem = f"{alias} needs the rows of a micro-batch; set MICRO_BATCH_SIZE"
+            else:
+                value = rows * number * config.world_size * tokens
+                how = (f"{alias}: {counted(rows, 'row')} x {number} x {counted(config.world_size, 'rank')} x "
+                       f"{tokens:,} tokens")
+            if value is None or value < 0 or not value and name != "warmup_steps":
+                problem = problem or f"{alias}={shortened(text)} is out of range"
+        if problem:
+            layer.problems.append(f"{where}: {problem}")
+            del layer.values[name]
+        else:
+            layer.values[name] = (str(value), where)
+            layer.notes[name] = f"{how} = {name.upper()}={value}"
 
 
 def settled(layers: Sequence[Layer], is_run: bool = True) -> tuple[Values, Values]:
@@ -293,7 +423,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     flags = read_flags(argv, own_flags)
 
     # Explicit settings.
-    layers = read_layers(flags, environ)
+    layers = read_layers(flags, environ, complete)
     given, ignored = settled(layers, complete)
     config, invalid = validate(given)
 
@@ -342,6 +472,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         reason = ("the run recorded other values (to start a new run, set another RUN_NAME)" if recorded else
                   f"it does not fit TRAINING_STAGE={config.training_stage}")
         notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
+    notes[:0] = [text for layer in layers for name, text in layer.notes.items()
+                 if name not in Config.model_fields or given.get(name) is layer.values.get(name, ())]
     if len(config.start_settings) > 1:
         first, *others = map(str.upper, config.start_settings)
         notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")

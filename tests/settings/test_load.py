@@ -368,7 +368,7 @@ def test_what_comes_from_the_environment_is_told():
 
 
 @pytest.mark.parametrize("wrong, right", [
-    ("MAX_LR", "LEARNING_RATE"), ("lr", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"), ("MAX-STEPS", "MAX_STEPS"),
+    ("LERNING_RATE", "LEARNING_RATE"), ("LEARNING_RTE", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"), ("MAX-STEPS", "MAX_STEPS"),
     # also where it begins as a library's key does
     ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
 def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right):
@@ -392,8 +392,8 @@ def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
     assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
-        ".env:1: unknown setting QUUX_VISIBLE_THINGS; there is no such setting (--help lists all)",
-        "command line: unknown flag --xyzzy; there is no such setting (--help lists all)"]
+        f"{what}; there is no such setting (--help lists all, and docs/coming-from.md the names of other trainers)"
+        for what in (".env:1: unknown setting QUUX_VISIBLE_THINGS", "command line: unknown flag --xyzzy")]
 
 
 # Flags of transformers' Trainer, TRL, axolotl, LLaMA-Factory, nanochat, litgpt, torchtitan, nanoGPT and Megatron, and typos:
@@ -406,12 +406,12 @@ MEANT = """
     train.epochs:epochs lr_warmup_steps:warmup_steps warmup_iters:warmup_steps lr_scheduler_type:lr_schedule warmdown_ratio:decay_fraction
     grad_clip:max_grad_norm training.max_norm:max_grad_norm clip-grad:max_grad_norm adam_epsilon:adam_eps beta2:adam_beta2 optim:optimizer
     optimizer.name:optimizer optimizer.lr:learning_rate dtype:precision torch_compile:compile compile.enable:compile ddp_timeout:distributed_timeout
-    eval_interval:validate_every eval.interval:validate_every validation.freq:validate_every validation.steps:validate_every eval_steps:validate_every
+    eval_interval:validate_every eval.interval:validate_every validation.freq:validate_every eval_steps:validate_every
     val_size:validation_fraction save_steps:save_every checkpoint.interval:save_every save_total_limit:keep_last checkpoint.keep_latest_k:keep_last
     logging_steps:log_every metrics.log_freq:log_every out_dir:output_dir job.dump_folder:output_dir wandb_run_name:run_name
     resume_from_checkpoint:resume model_name_or_path:pretrain_checkpoint base_model:pretrain_checkpoint init_from:pretrain_checkpoint
     stage:training_stage model.flavor:preset rotary-base:rope_theta lora_r:lora_rank lora_target:lora_target_modules use_rslora:lora_rslora
-    use_peft:lora_enabled enable_lora:lora_enabled beta:dpo_beta pref_beta:dpo_beta rpo_alpha:dpo_sft_weight num_generations:grpo_group
+    use_peft:lora_enabled enable_lora:lora_enabled pref_beta:dpo_beta rpo_alpha:dpo_sft_weight num_generations:grpo_group
     max_completion_length:grpo_max_tokens reward_funcs:reward use_wandb:wandb_enabled wandb_log:wandb_enabled metrics.enable_wandb:wandb_enabled
     dataset_num_proc:preparation_workers training.enable_cpu_offload:cpu_offload patience:early_stopping_patience use_tf32:tf32
     log_stepz:log_every logs_every:log_every save_step:save_every dop_beta:dpo_beta max_stepz:max_steps learningrate:learning_rate
@@ -432,12 +432,13 @@ SAID = """
     report_to:WANDB_ENABLED push_to_hub:export adapter:LORA_ENABLED=true load_in_4bit:LORA_BASE_QUANTIZATION=nf4
     lora_modules_to_save:LORA_TRAIN_HEAD use_dora:LORA_RSLORA loss_type:DPO_LOSS rl:PREFERENCE_OBJECTIVE epsilon:GRPO_CLIP_LOW
     temperature:SAMPLE_TEMPERATURE dropout:LORA_DROPOUT use_liger_kernel:HEAD_CHUNK_TOKENS freeze_layers:TRAIN_ONLY
-    gradient_accumulation_step:TOTAL_BATCH_SIZE
+    gradient_accumulation_step:TOTAL_BATCH_SIZE validation.steps:VALIDATION_ROWS eval.max_iters:VALIDATION_ROWS beta:GRPO_BETA
+    matrix_lr:LEARNING_RATE trust_remote_code:never_run
 """
 # and what is not known and resembles no setting, or another one by its letters alone.
 UNKNOWN = """
-    matrix_lr embedding_lr neftune_noise_alpha trust_remote_code min_p mode reset reset_optim preset_optimizer
-    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 eval.max_iters bias eval_only
+    neftune_noise_alpha min_p mode reset reset_optim preset_optimizer
+    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 bias eval_only
     activation_offloading lora_query scale_rewards swiglu bananas dropouts ipo_beta checkpoint.enable_checkpoint
 """
 
@@ -455,7 +456,7 @@ def test_the_tables_of_other_trainers_names_fit_the_settings():
     ours, foreign = {*Config.model_fields}, [*ALIASES, *OTHER_WAYS]
     assert {*ALIASES.values()} <= ours and not {*foreign} & ours and len({*foreign}) == len(foreign)
     named = {name for sentence in OTHER_WAYS.values() for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", sentence)}
-    assert named - {"WANDB_ENTITY", "WANDB_PROJECT", *SECRETS} <= {name.upper() for name in ours}
+    assert named - {"WANDB_ENTITY", "WANDB_PROJECT", "CUDA_VISIBLE_DEVICES", *SECRETS} <= {name.upper() for name in ours}
     # What a sentence advises to set can be set.
     assigned = {pair for sentence in OTHER_WAYS.values() for pair in re.findall(r"\b([A-Z_]+=\S+?)(?:[;,]|\s|$)", sentence)}
     assert len(assigned) > 15
@@ -665,9 +666,9 @@ def test_world_size_comes_from_the_launcher():
 
 
 def test_everything_that_is_wrong_is_told_at_once():
-    found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LR=1\nDIM=100\nPRESET=debgu\n",
+    found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LRR=1\nDIM=100\nPRESET=debgu\n",
                      config={"sft": {"epoch": 3}, "compile": "perhaps"})
-    expected = ["debgu", ".env:1: unknown setting MAX_LR", "sft: unknown setting epoch", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
+    expected = ["debgu", ".env:1: unknown setting MAX_LRR", "sft: unknown setting epoch", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
                 "run.json: compile: COMPILE=perhaps", "DIM=100"]
     assert len(found) == len(expected)
     assert all(any(words in line for line in found) for words in expected)

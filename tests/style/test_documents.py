@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from config import Config
+from settings.aliases import known_form
 from settings.load import describe_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +38,20 @@ def test_every_setting_in_an_example_exists(page):
         assert set(re.findall(r"^([A-Z][A-Z_]+)=", block, re.MULTILINE)) <= known, block
     for flags in re.findall(r"\./paddock (?:train|check)\b([^#`\n]*)", text):
         flags = re.findall(r"--([a-z][a-z-]*)", flags)
-        assert {flag.upper().replace("-", "_") for flag in flags} - {"GPUS", "CHECK"} <= known, flags
+        assert {flag.upper().replace("-", "_") for flag in flags} - {"GPUS", "CHECK", "CONFIG"} <= known, flags
+
+
+def test_every_name_of_another_trainer_is_known_and_has_a_setting_or_a_command():
+    """In docs/coming-from.md, the first column has what is typed there, and the second what is typed here."""
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", (ROOT / "docs/coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 100
+    settings = {name.upper() for name in Config.model_fields} | {"WANDB_PROJECT"}
+    for theirs, ours in rows:
+        names = [name for name in re.findall(r"`([a-z][\w.]*)`", theirs) if not name.endswith(".py")]
+        assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", theirs)), theirs
+        quoted = re.findall(r"`(.*?)`", ours)
+        assert quoted or ours == "nothing to set", theirs
+        assert {each for each in quoted if not each.startswith(("./paddock ", "--"))} <= settings, ours
 
 
 def test_every_page_is_in_the_site_but_the_log():
