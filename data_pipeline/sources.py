@@ -502,7 +502,8 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
         check_start(file.url, start, is_text=True)
         if file.format == "text":
             if not reading.position.record:  # --on-bad-record skip must not accept a binary file
-                first = start.splitlines()[:-1] or [start]
+                first = start.removesuffix(b"\n").split(b"\n")
+                first = first[:-1] if len(first) > 1 and len(start) >= START_BYTES else first  # perhaps cut
                 bad = [line for line in first if flaw_of(line.decode("utf-8", "surrogateescape"))]
                 if 2 * len(bad) > len(first):
                     sample = b"".join(bad)
