@@ -54,8 +54,7 @@ def assert_equal(one: TinyRun, other: TinyRun, step: int = 3) -> None:
     assert files and all((one.checkpoint(step) / name).read_bytes() == (other.checkpoint(step) / name).read_bytes() for name in files)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", CASES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode == "lora-sft" else pytest.mark.slow) for mode in CASES])
 def test_the_core_alone_computes_the_same(mode, core, stages, tmp_path):
     whole, alone = run_of(mode, stages, tmp_path / "whole"), run_of(mode, stages, tmp_path / "alone")
     first, second = train_in(ROOT, whole, f"--extensions={EXTENSIONS}"), train_in(core, alone)
