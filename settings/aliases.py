@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, get_args
+from typing import Any, Optional, Union, get_args
 
 from pydantic import ValidationError
 
@@ -15,7 +15,6 @@ from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-NOTHING = "nothing to set"  # begins the sentences about what needs no setting
 _TABLES = json.loads(Path(__file__).with_name("aliases.json").read_text(encoding="utf-8"))
 # Names of these settings in other trainers, with the same meaning and unit.
 ALIASES = {alias: name for name, aliases in _TABLES["same"].items() for alias in aliases.split()}
@@ -25,12 +24,18 @@ OTHER_WAYS = {alias.partition("=")[0]: sentence for aliases, sentence in _TABLES
 # Those that need no setting with the values after "=", separated by "|"; without "=", with any value.
 HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].items()
             for name, equals, values in (alias.partition("=") for alias in aliases.split())
-            if equals or sentence.startswith(NOTHING)}
+            if equals or sentence.startswith("nothing to set")}
 # Names whose values are converted: value -> the settings; the first is meant, and others go with it.
 CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
-# Names for what follows from other settings too, and the setting that it gives.
-COMPUTED = {"gradient_accumulation_steps": "total_batch_size", "grad_accum_steps": "total_batch_size",
-            "global_batch_size": "total_batch_size", "warmup_ratio": "warmup_steps"}
+TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+# Names for a number from which a setting follows: the setting, and what the number is multiplied by.
+_ROWS = {"micro_batch_size": "row", "world_size": "rank", "max_seq_len": "token"}
+COMPUTED = {"gradient_accumulation_steps": ("total_batch_size", _ROWS),
+            "global_batch_size": ("total_batch_size", {"max_seq_len": "token"}),
+            "warmup_ratio": ("warmup_steps", {"max_steps": "step"})}
+# Flags that may stand alone.
+BARE = {*SWITCHES, *HARMLESS, *(alias for alias, name in ALIASES.items() if name in SWITCHES),
+        *(name for name, table in CONVERTED.items() if "true" in table)}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
 VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
@@ -46,89 +51,47 @@ EXPECTATIONS = {
     "less_than_equal": "must be at most {le}"}
 
 
-class Computed(NamedTuple):
-    """A number of another trainer from which a setting follows once all settings are known."""
-
-    alias: str
-    number: str
-
-
-class Translation(NamedTuple):
-    """The settings that a name of another trainer stands for, or why there are none."""
-
-    settings: dict[str, Any]
-    note: str = ""  # it needs no setting
-    problem: str = ""  # its value does not carry over
-
-
 def forms(name: str) -> list[str]:
     """Return the forms of a name, perhaps in sections as torchtitan's --training.steps, to look up."""
     *sections, last = name.lower().replace("-", "_").split(".")
     section = next((each for each in reversed(sections) if each != "init_args"), "")  # of litgpt's classes
-    found = [f"{section}_{last}".lstrip("_")]
-    if section in ("", *SECTIONS_OF_OTHERS):
-        found += [last, re.sub("^(use|enable)_|_enabled$", "", last)]
-    return found
+    alone = [last, re.sub("^(use|enable)_|_enabled$", "", last)] * (section in ("", *SECTIONS_OF_OTHERS))
+    return [f"{section}_{last}".lstrip("_"), *alone]
 
 
 def known_form(name: str) -> Optional[str]:
     """Return the form of a name that is a setting, or stands in the tables."""
-    return next((form for form in forms(name) if form in Config.model_fields or form in ALIASES
-                 or form in OTHER_WAYS), None)
+    return next((form for form in forms(name) if form in {*Config.model_fields, *ALIASES, *OTHER_WAYS}), None)
 
 
-def translate(name: str, value: Any) -> Optional[Translation]:
-    """Return what an exact name of another trainer stands for here; None if it has no counterpart."""
+def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
+    """Return the settings that another trainer's name stands for, or why its value does not carry over.
+
+    A name that needs no setting gives an empty dictionary; one without a counterpart gives None.
+    """
     form = known_form(name)
     if form is None or form in Config.model_fields and "." not in name and form not in SWITCHES:
         return None
-    if value is None:
-        return Translation({})
-    text = str(value).strip()
-    if form in CONVERTED and (settings := converted(CONVERTED[form], value)) is not None:
-        return Translation(settings) if settings else Translation({}, f"{name} needs no setting here")
-    setting = ALIASES.get(form, form)
+    text, table = str(value).strip().lower(), CONVERTED.get(form, {})
+    words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
+    star = None if isinstance(value, list) else table.get("*")
+    found = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
+    if found and None not in found:
+        pairs = (pair.split("=") for each in found for pair in each.split())
+        return {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
     if form in COMPUTED:
-        return Translation({COMPUTED[form]: Computed(form, text)})
-    if {"", text.lower(), truth(text)} & {*HARMLESS.get(form, ())}:
-        sentence = OTHER_WAYS[form].removeprefix(f"{NOTHING}: ")
-        return Translation({}, f"{name} needs no setting here: {sentence}")
-    if form in CONVERTED or form in HARMLESS:
-        sentence = OTHER_WAYS.get(form) or f"set {setting.upper()}"
-        return Translation({}, problem=f"{name}={shortened(text)} does not carry over; {sentence}")
+        return {COMPUTED[form][0]: (form, text)}
+    if {"", text, TRUTH.get(text)} & {*HARMLESS.get(form, ())}:
+        return {}
+    setting = ALIASES.get(form, form)
+    if table and "*" not in table or form in HARMLESS:
+        sentence = OTHER_WAYS.get(form, f"see {setting.upper()}")
+        return f"{shortened(f'{name}={value}')} does not carry over; {sentence}"
     if setting not in Config.model_fields:
         return None
-    if not isinstance(value, list):
-        standard, choices = text.lower(), get_args(Config.model_fields[setting].annotation)
-        standard = VALUE_ALIASES.get(standard, standard) if standard not in choices else standard
-        value = standard if standard in choices or setting == "preset" else value
-    return Translation({setting: value})
-
-
-def truth(text: str) -> str:
-    """Return "true" or "false" for the words that mean it, and other text as it is."""
-    words = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-    return words.get(text.lower(), text.lower())
-
-
-def converted(table: Mapping[str, str], value: Any) -> Optional[dict[str, str]]:
-    """Return the settings for a value, or for all values in a list; None if one does not carry over."""
-    parts = value if isinstance(value, list) else [value] if "*" in table else re.split(r"[,\s]+", str(value))
-    settings: dict[str, str] = {}
-    for part in (str(part).strip() for part in parts):
-        found = next((each for each in (part.lower(), truth(part), "*") if each in table), None)
-        if found is None or (isinstance(value, list) and found == "*"):
-            return None
-        pairs = (pair.partition("=") for pair in table[found].split())
-        settings |= {name.lower(): part if given == "*" else given for name, _, given in pairs}
-    return settings
-
-
-def needs_no_value(name: str) -> bool:
-    """Return whether a flag of another trainer may stand alone, as --bf16."""
-    form = known_form(name)
-    return form is not None and (ALIASES.get(form, form) in SWITCHES or form in HARMLESS
-                                 or "true" in CONVERTED.get(form, ()))
+    standard = VALUE_ALIASES.get(text, text)
+    is_choice = standard in get_args(Config.model_fields[setting].annotation)
+    return {setting: standard if is_choice or isinstance(value, str) and setting == "preset" else value}
 
 
 def advice(name: str, known: Iterable[str] = Config.model_fields,
@@ -140,8 +103,7 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
     if way in OTHER_WAYS:
         return OTHER_WAYS[way]
     guess = ALIASES.get(way, way)
-    no_setting = ("there is no such setting (--help lists all, and docs/coming-from.md the names of other "
-                  "trainers)")
+    no_setting = "there is no such setting (see --help, or docs/coming-from.md for names of other trainers)"
     return f"did you mean {shown(guess)}?" if guess in known else no_setting
 
 

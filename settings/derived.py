@@ -31,8 +31,8 @@ FOR_ONE_START = {
     "world_size", "device_memory", "debug", "extensions", "profile_steps", "memory_snapshot",
     *MODEL_SETTINGS}
 # Settings beside the fixed ones that the record of a resumed run decides, and not `.env`.
-OF_A_RUN = {"depth", "random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *START_FROM,
-            *MODEL_SETTINGS}
+SIZES = {"depth", *START_FROM, *MODEL_SETTINGS}
+OF_A_RUN = {"random_init", "tokenizer_path", "tokenizer_backend", "teacher_model", *SIZES}
 HEAD_DIM = 64
 RATES = {"pretrain": 6e-4, "sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}  # as in TRL's recipes
 LORA_RATES = {"pretrain": 2e-4, "sft": 2e-4, "dpo": 1e-5, "grpo": 1e-5}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -24,28 +25,14 @@ from config import (
     CORE_SECTIONS,
     DROPPED,
     EXTENSION_SECTIONS,
-    MODEL_SETTINGS,
-    START_FROM,
     Config,
     input_rules,
     on_resume,
     rules,
 )
 from parallel.process import configure_allocator, first_on_machine
-from settings import derived
-from settings.aliases import (
-    OPTIONAL,
-    OTHER_WAYS,
-    SWITCHES,
-    Computed,
-    misspelled,
-    needs_no_value,
-    shortened,
-    translate,
-    unknown,
-    unknown_flag,
-    validate,
-)
+from settings import aliases, derived
+from settings.aliases import misspelled, shortened, unknown, unknown_flag, validate
 from settings.derived import PRESETS_DIR
 
 # The separators of settings with several values, which may be lists in JSON and YAML.
@@ -85,39 +72,35 @@ class Layer:
         else:
             self.unused.append(name)
 
-    def clashes(self, name: str, value: Any, is_implied: bool = False) -> bool:
-        """Return whether the setting has a value already, and nothing implied it or implies this one."""
-        if name not in self.values:
-            return False
-        is_same = str(self.values[name][0]).lower() == str(value).lower()
-        return not (is_same and (is_implied or name in self.implied))
+    def put(self, name: str, value: Any, where: str, shown: str = "", is_implied: bool = False) -> None:
+        """Set a value; a second one for a setting is an error, unless another trainer's name implies it."""
+        is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
+        value = SEPARATORS[name].join(value) if is_list and SEPARATORS[name] else value
+        first, place = self.values.get(name, (value, ""))
+        if place and not ((is_implied or name in self.implied) and str(first).lower() == str(value).lower()):
+            self.problems.append(f"{where}{shown} is set a second time (first at {place}); keep one")
+        else:
+            self.implied |= {name} if is_implied and not place else set()
+            self.values[name] = (value, where)
 
     def accept(self, alias: str, value: Any, where: str) -> bool:
         """Use an exact name of another trainer, such as max_iters; return whether it is one."""
-        alias = shortened(alias)
-        found = translate(alias, value)
-        if found is None:
-            return False
-        if found.problem:
-            self.problems.append(f"{where}: {found.problem}")
-        if found.note:
-            self.notes[alias] = found.note
-        for number, (name, value) in enumerate(found.settings.items()):
-            is_implied = number > 0
-            if isinstance(value, list) and SEPARATORS[name] and all(isinstance(part, str) for part in value):
-                value = SEPARATORS[name].join(value)
+        if value in (None, ""):
+            return aliases.known_form(alias) is not None
+        settings, shown = aliases.translate(alias, value), shortened(alias)
+        if isinstance(settings, str):
+            self.problems.append(f"{where}: {settings}")
+            return True
+        if settings == {}:
+            sentence = aliases.OTHER_WAYS[aliases.known_form(alias)].removeprefix("nothing to set: ")
+            self.notes[shown] = f"{shown} needs no setting here: {sentence}"
+        for number, (name, value) in enumerate((settings or {}).items()):
             if name == "sharding" and name in self.notes and "hybrid" in (value, self.values[name][0]):
-                value = "hybrid"  # use_fsdp, and the size of its groups
-            elif self.clashes(name, value, is_implied):
-                first = self.values[name][1]
-                self.problems.append(
-                    f"{where}: {alias} sets {name.upper()} a second time (first at {first}); keep one")
-                continue
-            if is_implied and name not in self.values:
-                self.implied.add(name)
-            self.values[name] = (value, where)
-            self.notes[name] = f"{alias} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
-        return True
+                del self.values[name]  # use_fsdp, and the size of its groups
+                value = "hybrid"
+            self.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
+            self.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
+        return settings is not None
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -153,15 +136,15 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
             layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
                                   "environment nor in an earlier line; set it, or write ${NAME:-default}")
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
-            if not layer.accept(key, value or None, where):
+            if not layer.accept(key, value, where):
                 layer.refuse(key, unknown(where, key))
-        elif name in places or value and layer.clashes(name, value):
-            first = places.get(name) or layer.values[name][1]
-            layer.problems.append(f"{where}: {key} is set a second time (first at {first}); keep one")
+        elif name in places:
+            layer.problems.append(
+                f"{where}: {key} is set a second time (first at {places[name]}); keep one")
         else:
             places[name] = where
             if value and name in Config.model_fields:
-                layer.values[name] = (value, where)
+                layer.put(name, value, where, f": {key}")
             elif value:
                 layer.exports[name] = value
     return layer
@@ -208,16 +191,10 @@ def read_config_file(path: Path) -> Layer:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
                 if value is not None and not layer.accept(section + key, value, where):
                     layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
-            elif value is None and line and name not in OPTIONAL:
+            elif value is None and line and name not in aliases.OPTIONAL:
                 continue  # `lora_target_modules:` in YAML
-            elif layer.clashes(name, value):
-                layer.problems.append(
-                    f"{where} is set a second time (first at {layer.values[name][1]}); keep one")
-            elif isinstance(value, list) and (separator := SEPARATORS[name]) and all(
-                    isinstance(part, str) for part in value):
-                layer.values[name] = (separator.join(value), where)
             else:
-                layer.values[name] = (value, where)
+                layer.put(name, value, where)
 
     add(content)
     return layer
@@ -241,11 +218,11 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or name in SWITCHES or needs_no_value(name)):
+        elif not has_value and (name == "check" or aliases.known_form(name) in aliases.BARE):
             value, has_value = "true", "="
 
         is_ours = name in known or name in script_flags or not has_value
-        if not is_ours and flag.startswith("--") and layer.accept(name, value or None, "command line"):
+        if not is_ours and flag.startswith("--") and layer.accept(name, value, "command line"):
             continue
         if not flag.startswith("--") or name not in known:
             layer.refuse(flag, unknown_flag(flag, (*known, *script_flags)))
@@ -257,11 +234,10 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
             layer.env_file = value
         elif name == "config":
             layer.config_files.append(value)
-        elif name in layer.notes and layer.clashes(name, value):
-            layer.problems.append(
-                f"command line: {flag} is set a second time ({layer.notes[name]}); keep one")
         else:
-            layer.values[name] = (value, "command line")
+            if name not in layer.notes:
+                layer.values.pop(name, None)  # the last of our own flags counts
+            layer.put(name, value, "command line", f": {flag}")
     return layer
 
 
@@ -291,81 +267,47 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
     env = read_env_file(env_path, environ) if exists else Layer()
     env.is_env = True
     layers = [env, *map(read_config_file, map(Path, flags.config_files)), Layer(environment), flags]
-    given = {name: pair for layer in layers for name, pair in layer.values.items()}
-    names, where = given.get("preset", ("", ""))
-    config = validate({name: pair for name, pair in given.items() if not isinstance(pair[0], Computed)})[0]
-    if names in ("", "production") and is_run and is_new_without_size(config, given, names == ""):
-        if names:  # alone, it needs a size and a number of steps
-            flags_or_file = layers[naming("preset", layers)]
-            flags_or_file.values["depth"] = (PRODUCTION_DEPTH, f"PRESET={names}")
-        elif config.debug:
-            names, where = "debug" if config.pretrain_data_path else "sample,debug", given["debug"][1]
-            layers[naming("debug", layers)].values["preset"] = (names, where)
-    if names:
-        named = naming("preset", layers)
-        preset = read_preset(names, where) if isinstance(names, str) else Layer()
-        preset.is_env = named == 0
+    given = {name: pair for layer in layers for name, pair in layer.values.items()
+             if not isinstance(pair[0], tuple)}
+    config, named = validate(given)[0], given.get("preset")
+    is_new = (is_run and config.training_stage == "pretrain" and not derived.SIZES & given.keys()
+              and (config.debug or config.preset) and not derived.run_to_resume(config)[1])
+    if is_new and config.debug and not named and not LENGTHS & given.keys():
+        named = ("debug" if config.pretrain_data_path else "sample,debug", given["debug"][1])
+    if named:
+        naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=1)
+        preset = read_preset(*named) if isinstance(named[0], str) else Layer()
+        preset.values["preset"] = named
+        if is_new and named[0] == "production":
+            preset.values["depth"] = (PRODUCTION_DEPTH, "PRESET=production")
+        preset.is_env = naming == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
-        layers.insert(min(named, 1), preset)
+        layers.insert(min(naming, 1), preset)
     compute(layers)
     return layers
 
 
-def naming(name: str, layers: Sequence[Layer]) -> int:
-    """Return the number of the highest layer that has a setting."""
-    return max(number for number, layer in enumerate(layers) if name in layer.values)
-
-
-def is_new_without_size(config: Config, given: Values, without_length: bool) -> bool:
-    """Return whether this is a new pretraining run for which no layer sets a size, or a length."""
-    sizes = {*MODEL_SETTINGS, *START_FROM, "depth", *(LENGTHS if without_length else ())}
-    return (config.training_stage == "pretrain" and not sizes & given.keys()
-            and not derived.run_to_resume(config)[1])
-
-
 def compute(layers: Sequence[Layer]) -> None:
     """Compute the settings that others give in rows or as a share of the steps, from those of all layers."""
-    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
-               if isinstance(pair[0], Computed)]
-    if not waiting:
-        return
     given = {name: pair for layer in layers for name, pair in layer.values.items()
-             if not isinstance(pair[0], Computed)}
-    config = validate(given)[0]
-    known = {*given, *(recorded := derived.recorded_settings(config, given)[1])}
-    config = config.model_copy(update=recorded)
-    config = config.model_copy(update=(by_depth := derived.settings_of_depth(config, known)))
-    config = config.model_copy(update=derived.settings_of_start(config, known))
-    known |= by_depth.keys()
-    for layer, name, (alias, text), where in waiting:
-        value, problem, how = None, "", ""
-        try:
-            number = float(text) if name == "warmup_steps" else int(text)
-        except ValueError:
-            problem = f"{alias}={shortened(text)}: expected a number"
-        else:
-            tokens, rows = config.max_seq_len, config.micro_batch_size
-            if name == "warmup_steps" and (config.epochs or "max_steps" not in known):
-                problem = f"{alias} needs MAX_STEPS; {OTHER_WAYS[alias]}"
-            elif name == "warmup_steps":
-                value = round(number * config.max_steps) if 0 <= number <= 1 else None
-                how = f"{alias}: {text} x {config.max_steps:,} steps"
-            elif alias == "global_batch_size":
-                value, how = number * tokens, f"{alias}: {number} rows x {tokens:,} tokens"
-            elif "micro_batch_size" not in known or not rows:
-                problem = f"{alias} needs the rows of a micro-batch; set MICRO_BATCH_SIZE"
-            else:
-                value = rows * number * config.world_size * tokens
-                how = (f"{alias}: {counted(rows, 'row')} x {number} x {counted(config.world_size, 'rank')} x "
-                       f"{tokens:,} tokens")
-            if value is None or value < 0 or not value and name != "warmup_steps":
-                problem = problem or f"{alias}={shortened(text)} is out of range"
-        if problem:
-            layer.problems.append(f"{where}: {problem}")
+             if not isinstance(pair[0], tuple)}
+    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
+               if isinstance(pair[0], tuple)]
+    for layer, name, (alias, number), where in waiting:
+        config, units = validate(given)[0], aliases.COMPUTED[alias][1]
+        missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
+        is_share = name == "warmup_steps"
+        if missing or not re.fullmatch(r"0?\.\d+|[01](\.0*)?" if is_share else r"[1-9]\d{0,9}", number):
+            reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
             del layer.values[name]
+            layer.problems.append(
+                f"{where}: {alias}={shortened(number)} {reason}; {aliases.OTHER_WAYS[alias]}")
         else:
+            factors = [number, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
+            value = math.prod(getattr(config, factor) for factor in units)
+            value = round(float(number) * value) if is_share else int(number) * value
             layer.values[name] = (str(value), where)
-            layer.notes[name] = f"{how} = {name.upper()}={value}"
+            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={value}"
 
 
 def settled(layers: Sequence[Layer], is_run: bool = True) -> tuple[Values, Values]:

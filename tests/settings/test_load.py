@@ -392,7 +392,7 @@ def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
     assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
-        f"{what}; there is no such setting (--help lists all, and docs/coming-from.md the names of other trainers)"
+        f"{what}; there is no such setting (see --help, or docs/coming-from.md for names of other trainers)"
         for what in (".env:1: unknown setting QUUX_VISIBLE_THINGS", "command line: unknown flag --xyzzy")]
 
 

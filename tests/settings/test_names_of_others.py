@@ -13,10 +13,12 @@ from tests.settings.test_load import empty_folder, load, problems  # noqa: F401
 
 def read(source: str, name: str, value):
     """The settings with a name in a layer: a flag, `.env`, a section of YAML, or JSON with comments."""
+    rows = "MAX_SEQ_LEN=1024\n" * (name == "global_batch_size")
     if source == "flag":
-        return load(f"--{name}", str(value))
+        return load(f"--{name}", str(value), env=rows)
+    Path(".env").write_text(rows)
     if source == "env":
-        return load(env=f"{name.upper()}={value}\n")
+        return load(env=f"{name.upper()}={value}\n{rows}")
     if source == "yaml":
         Path("run.yaml").write_text(f"training:\n  {name}: {json.dumps(value)}\n")
         return load("--config", "run.yaml")
@@ -39,30 +41,31 @@ def test_a_name_is_used_from_each_source_and_printed_once(source, name, value, e
 
 def test_rows_become_tokens_with_the_row_length_and_the_ranks():
     ranks = {"WORLD_SIZE": "2", "RANK": "0"}
-    loaded = load("--gradient_accumulation_steps", "4", "--per_device_train_batch_size", "8", environ=ranks)
+    loaded = load("--gradient_accumulation_steps", "4", "--per_device_train_batch_size", "8", "--block_size", "1024", environ=ranks)
     assert loaded.config.total_batch_size == 65_536
-    assert "gradient_accumulation_steps: 8 rows x 4 x 2 ranks x 1,024 tokens = TOTAL_BATCH_SIZE=65536" in loaded.notes
+    assert "gradient_accumulation_steps: 4 x 8 rows x 2 ranks x 1,024 tokens = TOTAL_BATCH_SIZE=65536" in loaded.notes
     loaded = load("--max-seq-len", "512", env="GLOBAL_BATCH_SIZE=6\nBATCH_SIZE=3\n", environ=ranks)
     assert (loaded.config.total_batch_size, loaded.config.micro_batch_size) == (3072, 3)
     (problem,) = problems("--gradient_accumulation_steps", "4", env="")
-    assert problem.endswith("needs the rows of a micro-batch; set MICRO_BATCH_SIZE")
+    assert "gradient_accumulation_steps=4 needs MICRO_BATCH_SIZE and MAX_SEQ_LEN; TOTAL_BATCH_SIZE, in tokens" in problem
+    given = ["--micro-batch-size", "2", "--max-seq-len", "1024", "--gradient_accumulation_steps"]
     for wrong in ("auto", "0", "-1", "2.5"):
-        assert len(problems("--micro-batch-size", "2", "--gradient_accumulation_steps", wrong)) == 1
-    assert peek(["--micro-batch-size", "2", "--gradient_accumulation_steps", "4"])[0]["total_batch_size"] == "8192"
+        assert "is not a valid number" in problems(*given, wrong)[0]
+    assert peek([*given, "4"])[0]["total_batch_size"] == "8192"
 
 
 def test_a_share_of_the_steps_becomes_steps_where_they_are_known():
     loaded = load("--max-steps", "200", config={"warmup_ratio": 0.1})
     assert loaded.config.warmup_steps == 20 and "warmup_ratio: 0.1 x 200 steps = WARMUP_STEPS=20" in loaded.notes
-    assert "warmup_ratio needs MAX_STEPS; WARMUP_STEPS is" in problems("--epochs", "1", config={"warmup_ratio": 0.1})[0]
-    assert "out of range" in problems("--max-steps", "9", "--warmup_ratio", "5")[0]
+    assert "warmup_ratio=0.1 needs MAX_STEPS; WARMUP_STEPS is" in problems("--epochs", "1", config={"warmup_ratio": 0.1})[0]
+    assert "is not a valid number" in problems("--max-steps", "9", "--warmup_ratio", "5")[0]
 
 
 @pytest.mark.parametrize("flags, env, config, second", [
     (("--max_iters", "5", "--max-steps", "5"), "", {}, "--max-steps"), (("--max-steps", "5", "--max_iters", "5"), "", {}, "max_iters"),
     (("--steps", "5", "--max_iters", "5"), "", {}, "max_iters"), ((), "LR=1\nLEARNING_RATE=1\n", {}, ".env:2"), ((), "LEARNING_RATE=1\nlr=1\n", {}, ".env:2"),
     ((), "", {"a": {"max_steps": 5}, "train": {"max_iters": 5}}, "train.max_iters"), ((), "", {"max_iters": 5, "max_steps": 5}, "max_steps"),
-    (("--global_batch_size", "8", "--total-batch-size", "8192"), "", {}, "--total-batch-size"), (("--load_in_4bit", "--lora-enabled", "false"), "", {}, "--lora-enabled")])
+    (("--global_batch_size", "8", "--max-seq-len", "1024", "--total-batch-size", "8192"), "", {}, "--total-batch-size"), (("--load_in_4bit", "--lora-enabled", "false"), "", {}, "--lora-enabled")])
 def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, second):
     assert any(second in problem and "second time" in problem for problem in problems(*flags, env=env, config=config))
 
@@ -124,7 +127,7 @@ def test_every_conversion_is_to_valid_settings():
     assert {*CONVERTED, *COMPUTED, *HARMLESS} <= {*ALIASES, *OTHER_WAYS}
     for name, table in CONVERTED.items():
         for value in table:
-            settings = translate(name, "2" if value == "*" else value).settings
+            settings = translate(name, "2" if value == "*" else value)
             assert not validate({key: (each, "") for key, each in settings.items()})[1], (name, value)
 
 
