@@ -78,7 +78,8 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
     found = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if found and None not in found:
         pairs = (pair.split("=") for each in found for pair in each.split())
-        return {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
+        settings = {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
+        return settings if settings.keys() <= Config.model_fields.keys() else None  # without extensions/
     if form in COMPUTED:
         return {COMPUTED[form][0]: (form, text)}
     if {"", text, TRUTH.get(text)} & {*HARMLESS.get(form, ())}:

@@ -87,13 +87,14 @@ class Layer:
         """Use an exact name of another trainer, such as max_iters; return whether it is one."""
         if value in (None, ""):
             return aliases.known_form(alias) is not None
+        value = str(value).lower() if isinstance(value, bool) else value
         settings, shown = aliases.translate(alias, value), shortened(alias)
         if isinstance(settings, str):
             self.problems.append(f"{where}: {settings}")
             return True
         if settings == {}:
             sentence = aliases.OTHER_WAYS[aliases.known_form(alias)].removeprefix("nothing to set: ")
-            self.notes[shown] = f"{shown} needs no setting here: {sentence}"
+            self.notes[shown] = f"{shortened(f'{alias}={value}')} needs no setting here: {sentence}"
         for number, (name, value) in enumerate((settings or {}).items()):
             if name == "sharding" and name in self.notes and "hybrid" in (value, self.values[name][0]):
                 del self.values[name]  # use_fsdp, and the size of its groups
@@ -187,6 +188,8 @@ def read_config_file(path: Path) -> Layer:
                 add(value, f"{section}{key}.")
             elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
+            elif name == "resume" and str(value).lower() in ("true", "false"):  # litgpt's
+                layer.accept("resume_from_checkpoint", value, where)
             elif name not in Config.model_fields:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
                 if value is not None and not layer.accept(section + key, value, where):
@@ -278,6 +281,8 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=1)
         preset = read_preset(*named) if isinstance(named[0], str) else Layer()
         preset.values["preset"] = named
+        if "preset" not in given:
+            preset.notes["DEBUG"] = f"DEBUG=true alone, for a new run, is --preset {named[0]}"
         if is_new and named[0] == "production":
             preset.values["depth"] = (PRODUCTION_DEPTH, "PRESET=production")
         preset.is_env = naming == 0

@@ -31,12 +31,13 @@ def read(source: str, name: str, value):
     ("model_size", "7B", {"preset": "7b", "dim": 4096}), ("bf16", True, {"precision": "bf16"}), ("use_amp", False, {"precision": "fp32"}),
     ("gradient_checkpointing", True, {"activation_checkpointing": "block"}), ("enable_fsdp", True, {"sharding": "full"}),
     ("resume_from_checkpoint", "a/b", {"resume": "a/b"}), ("resume_from_checkpoint", True, {"resume": "auto"}),
+    ("warmdown_ratio", 0.4, {"decay_fraction": 0.4, "lr_schedule": "wsd"}),
     ("stage", "pt", {"training_stage": "pretrain"}), ("global_batch_size", 16, {"total_batch_size": 16 * 1024}), ("optim", "adamw_torch", {"optimizer": "adamw"})])
 def test_a_name_is_used_from_each_source_and_printed_once(source, name, value, expected):
     loaded = read(source, name, value)
     assert {key: getattr(loaded.config, key) for key in expected} == expected
-    (note,) = [note for note in loaded.notes if f"{name} is our" in note.lower() or f"{name}: " in note.lower()]
-    assert next(iter(expected)).upper() in note
+    note, *implied = [note for note in loaded.notes if f"{name} is our" in note.lower() or f"{name}: " in note.lower()]
+    assert next(iter(expected)).upper() in note and len(implied) < len(expected)
 
 
 def test_rows_become_tokens_with_the_row_length_and_the_ranks():
@@ -100,7 +101,7 @@ def test_a_value_that_does_not_carry_over_is_refused(config, words):
 
 def test_what_needs_no_setting_is_told_and_what_is_empty_is_unset():
     notes = load("--num_workers", "4", "--fp16", "false", config={"monitor_memory": True, "tensor_parallel_degree": 1, "wandb_entity": None}).notes
-    assert [note.split()[0] for note in notes if "needs no setting here" in note] == ["monitor_memory", "tensor_parallel_degree", "num_workers", "fp16"]
+    assert [note.split()[0] for note in notes if "needs no setting here" in note] == ["monitor_memory=true", "tensor_parallel_degree=1", "num_workers=4", "fp16=false"]
     Path("run.yaml").write_text("wandb_entity:\nwandb_watch:\nlora_target_modules:\nresume_from_checkpoint:\nmax_iters: 3\n")
     assert load("--config", "run.yaml", env="LR=\n").config.max_steps == 3
 
@@ -121,13 +122,14 @@ def test_names_in_sections_mean_what_they_mean_there():
     assert (config.micro_batch_size, config.max_steps, config.learning_rate, config.validate_every) == (4, 7, 1e-3, 9)
     assert not config.compile and config.wandb_enabled
     assert "eval" in problems(config={"eval": {"lr": 5}})[0]
+    assert load(config={"resume": False}).config.resume == "never"
 
 
 def test_every_conversion_is_to_valid_settings():
     assert {*CONVERTED, *COMPUTED, *HARMLESS} <= {*ALIASES, *OTHER_WAYS}
     for name, table in CONVERTED.items():
         for value in table:
-            settings = translate(name, "2" if value == "*" else value)
+            settings = translate(name, "1" if value == "*" else value)
             assert not validate({key: (each, "") for key, each in settings.items()})[1], (name, value)
 
 
@@ -139,6 +141,7 @@ def test_debug_alone_is_the_preset_on_the_sample_if_there_is_no_data():
         config = loaded.config
         assert (config.n_layers, config.max_steps, config.max_seq_len, config.learning_rate, config.debug) == (2, 10, 512, 1e-7, True)
         assert (config.preset, config.pretrain_data_path) == ("debug", "shards")
+        assert "DEBUG=true alone, for a new run, is --preset debug" in loaded.notes
     config = load("--debug", environ=dict.fromkeys(("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "")).config
     assert (config.preset, config.n_layers, config.pretrain_data_path) == ("sample,debug", 2, "data/sample/pretrain")
 
