@@ -56,7 +56,8 @@ class RunConfig(Section):
     extensions: str = safe(
         "forecast,cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
         "comma-separated modules of extensions/ that the run calls; others follow these", separator=",")
-    debug: bool = safe(False, "report the first module whose output is not finite (slow)")
+    debug: bool = safe(
+        False, "report the first module whose output is not finite (slow); alone: --preset debug")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
     world_size: int = safe(1, "process count, set by torchrun; with --check, the number to plan for", ge=1)
     device_memory: Optional[float] = safe(

@@ -97,7 +97,8 @@ def main() -> None:
     if flags != own and given.check and "device_memory" in given.values:  # a plan needs no data
         interrupts.become(str(ROOT / "train.py"), *own)
     launching, settings = make_parser().parse_known_args(flags)
-    values, environ = peek(settings)
+    has_source = preparing.source or preparing.mix  # then DEBUG alone needs no sample
+    values, environ = peek([*settings, *([flag(setting), OUTPUTS[kind]] if has_source else [])])
     os.environ.update(environ)
     ranks = count_ranks(launching, values)
     planned = {"RANK": "0", "WORLD_SIZE": str(launching.nnodes * ranks)}

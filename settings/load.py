@@ -44,7 +44,7 @@ LIBRARIES = re.compile(
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 
 
-PRODUCTION_DEPTH = "24"  # of --preset production without a size: about 1 billion parameters
+PRODUCTION_DEPTH = "24"  # of --preset production without a size: 0.8 billion parameters
 LENGTHS = {"max_steps", "epochs", "max_seq_len", "total_batch_size", "micro_batch_size", "learning_rate"}
 Values = dict[str, tuple[Any, str]]  # name -> (value, location)
 
