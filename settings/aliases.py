@@ -29,13 +29,9 @@ HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].it
 CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
 TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 # Names for a number from which a setting follows: the setting, and what the number is multiplied by.
-_ROWS = {"micro_batch_size": "row", "world_size": "rank", "max_seq_len": "token"}
-COMPUTED = {"gradient_accumulation_steps": ("total_batch_size", _ROWS),
-            "global_batch_size": ("total_batch_size", {"max_seq_len": "token"}),
-            "warmup_ratio": ("warmup_steps", {"max_steps": "step"})}
+COMPUTED = _TABLES["computed"]
 # Flags that may stand alone.
-BARE = {*SWITCHES, *HARMLESS, *(alias for alias, name in ALIASES.items() if name in SWITCHES),
-        *(name for name, table in CONVERTED.items() if "true" in table)}
+BARE = {*SWITCHES, *OTHER_WAYS, *(alias for alias, name in ALIASES.items() if name in SWITCHES)}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
 VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
