@@ -11,7 +11,7 @@ items, with their answers to some prompts. Both use the data and settings of the
 
 For a run, the newest valid checkpoint is evaluated with the run's data and settings. The results equal those
 the run logged. For other models, choose the data with flags. Flags also change settings, for example
---validation-rows 1000, --hellaswag-batch-tokens 4096, --max-seq-len 512, --generation-eval-every 1 or
+--validation-rows 1000, --max-seq-len 512, --generation-eval-every 1 or
 --validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads their data.
 """
 

@@ -88,7 +88,7 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     accuracy, loss = found["tests"]
     assert accuracy["sentence"] == "stories accuracy at step 10: b is better than a by 1.2 ± 0.3 points (p = 0.00049, 1,000 items)"
     assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
-    assert loss["sentence"].startswith("validation loss at step 10: b is better than a by 0.1") and "16 blocks" in loss["sentence"]
+    assert loss["sentence"].startswith("validation loss at step 10: b is better than a by 0.1") and "16 items" in loss["sentence"]
     assert found["refused"] == [] and comparison([a]) is None
 
 

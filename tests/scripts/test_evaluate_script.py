@@ -101,7 +101,7 @@ def model(whole, tmp_path) -> Path:
 def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, prepared, tmp_path, stages):
     expected = logged(whole, 6)
     own = ("--tokenizer-path", prepared.tokenizer, "--max-seq-len", 32, "--validation-rows", 5, "--micro-batch-size", 2,
-           "--hellaswag-batch-tokens", 128, "--precision", "fp32")
+           "--precision", "fp32")
     found = evaluate(model, "--data", prepared.shards, "--hellaswag", prepared.items, *own, output=tmp_path / "found.json")
     assert found["metrics"] == expected and found["step"] == 0
     of_chats = evaluate(model, "--data", stages.chats, *own, "--max-seq-len=96", output=tmp_path / "chats.json")["metrics"]

@@ -95,7 +95,7 @@ def test_every_stage_works_without_them(project):
 def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepared, tmp_path):
     prepare = ("scripts/load_pretrain_dataset.py", "--tokenizer-path", prepared.tokenizer, "--output", tmp_path, "--source")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    assert "pip install pyarrow" in machine(*prepare, tmp_path / "rows.parquet", code=2)
+    assert "pip install datasets" in machine(*prepare, tmp_path / "rows.parquet", code=2)
     assert "pip install huggingface_hub" in machine(*prepare, "wikitext", code=2)
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1, **UNMEASURED)
     said = machine("train.py", *run.argv(WANDB_ENABLED="true", TENSORBOARD_ENABLED="true"))
