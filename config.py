@@ -523,8 +523,8 @@ def on_resume(name: str) -> str:
 
 def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     """Yield a sentence for every conflict, with all settings involved."""
-    for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
-                  *(section.rules for section in EXTENSION_SECTIONS.values())):
+    for topic in (numeric_rules, sharding_rules, path_rules, input_rules, base_rules, evaluation_rules,
+                  stage_rules, *(section.rules for section in EXTENSION_SECTIONS.values())):
         yield from topic(config)
     # A start checkpoint completes the model's shape when it is read.
     if start_is_read or config.named_checkpoint is None:
@@ -673,17 +673,21 @@ def evaluation_rules(c: Config) -> Iterator[str]:
             yield f"{setting}{path}: {name} is already the name of another metric; choose another"
 
 
+def base_rules(c: Config) -> Iterator[str]:
+    """Check that a start checkpoint is set where one is needed."""
+    if c.named_checkpoint is None and c.training_stage in ("dpo", "grpo"):
+        yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
+    if c.named_checkpoint is None and c.lora_enabled:
+        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
+
+
 def stage_rules(c: Config) -> Iterator[str]:
-    """Check the start checkpoint, and that the stage supports the features."""
-    checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
+    """Check that the stage supports the features."""
+    checkpoints = [name.upper() for name in c.start_settings]
     if c.random_init and checkpoints:
         yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
     if c.training_stage == "grpo" and "online" not in EXTENSION_SECTIONS:
         yield "TRAINING_STAGE=grpo needs extensions/online.py, which does not exist"
-    if c.training_stage in ("dpo", "grpo") and has_none:
-        yield f"TRAINING_STAGE={c.training_stage} needs a fine-tuned start model; set INSTRUCT_CHECKPOINT"
-    if c.lora_enabled and has_none:
-        yield "LORA_ENABLED=true needs a base; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or DPO_CHECKPOINT"
     if c.train_only and (c.lora_enabled or c.sharding != "none"):
         other = "LORA_ENABLED=true" if c.lora_enabled else f"SHARDING={c.sharding}"
         yield f"TRAIN_ONLY={c.train_only} does not work with {other}; remove one of them"

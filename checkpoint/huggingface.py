@@ -564,10 +564,13 @@ def read_model_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} {unreadable(error, 'copy or download it again')}") from error
 
 
-def hub_model(name: str) -> Path:
-    """Return the local folder of a hub model, downloading it unless it is cached."""
+def hub_model(name: str, only_config: bool = False) -> Path:
+    """Return the local folder of a hub model, or of its config.json, downloading it unless it is cached."""
     repository, _, revision = name.partition("@")
     try:
+        if only_config:
+            return hub_folder(repository, "config.json", lambda folder: (folder / "config.json").exists(),
+                              revision or None, allow_patterns=["config.json"])
         return hub_folder(repository, "config.json", is_complete, revision or None, **HUB_FILES)
     except Exception as error:  # its class depends on the version of the hub's HTTP library
         raise CheckpointError(f"{name} is not a local folder, and the request to the hub failed: "

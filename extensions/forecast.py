@@ -18,9 +18,11 @@ import torch
 
 import lora
 import model_utils
-from checkpoint.huggingface import read_model_json
+from checkpoint.huggingface import hub_model, read_model_json
+from checkpoint.store import places
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes, free_host_memory
+from common.remote import is_hub_name
 from common.text import counted, print_safely, show, status_line
 from config import Config, parameter_count, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
@@ -262,7 +264,14 @@ class Check:
         config = self.config
         with self.entry("start"):
             run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-            start = find_start(self.loaded, self.inputs, run_dir, Ranks())
+            found, named = None, config.named_checkpoint
+            if self.loaded.is_plan and not has_run(run_dir):  # config.json or the settings have the shape
+                is_local = named and any(place.is_dir() for place in places(named, run_dir))
+                if named is None:
+                    found = (None, False, [])
+                elif not is_local and is_hub_name(named.partition("@")[0]):
+                    found = (str(hub_model(named, only_config=True)), False, [])
+            start = find_start(self.loaded, self.inputs, run_dir, Ranks(), found)
             warnings = [*start.warnings]
             if start.state:
                 folder = start.base if config.lora_enabled else start.folder
@@ -271,6 +280,8 @@ class Check:
                 warnings.append(f"RESUME=never moves the existing run in {run_dir} aside")
             self.messages("start", start._replace(warnings=warnings))
             text = f"random weights; the run's folder is {run_dir}"
+            if found == (None, False, []) and (config.training_stage != "pretrain" or config.lora_enabled):
+                text = "no weights, as no checkpoint is named; the settings have the model's shape"
             if start.state:
                 saved = start.state["progress"]["step"]
                 step = saved if start.is_own or config.start_step is None else config.start_step
@@ -308,6 +319,8 @@ class Check:
             folder = start and start.folder and (start.base or start.folder)
             model_config = read_model_json(folder / "config.json") if folder else {}
             vocab_size = int(model_config.get("vocab_size", LLAMA_3_IDS))
+            whose = "config.json's" if "vocab_size" in model_config else "Llama 3's"
+            self.line("model", f"no tokenizer: planned with {whose} vocabulary of {vocab_size:,} ids")
         if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is unknown
             return
         with self.entry("model"):
@@ -346,7 +359,11 @@ class Check:
                      "compute-optimal according to Chinchilla)")
             optimal = math.ceil(TOKENS_PER_PARAMETER * plan.parameters / config.total_batch_size)
         flops = config.max_steps * plan.needed
-        self.line("length", f"{tokens:,} tokens{ratio}; {flops:.2e} FLOPs")
+        of_steps = ""
+        if config.epochs and inputs is None:
+            of_steps = (f" in {counted(config.max_steps, 'step')}, as the steps of EPOCHS={config.epochs:g} "
+                        "depend on data that is not here")
+        self.line("length", f"{tokens:,} tokens{ratio}{of_steps}; {flops:.2e} FLOPs")
         if config.max_steps < TRIAL_STEPS:
             return
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""

@@ -199,7 +199,9 @@ def find_start(loaded: Settings, inputs: Optional[Inputs], run_dir: Path, ranks:
     # Record where later starts can find the same base.
     config, named = start.config, start.config.named_checkpoint
     if not start.is_own:
-        base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
+        base_sha256 = None  # a plan may only have config.json
+        if not loaded.is_plan:
+            base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
     else:
         progress, base, remembered = start.state["progress"], None, {}

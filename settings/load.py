@@ -26,6 +26,7 @@ from config import (
     DROPPED,
     EXTENSION_SECTIONS,
     Config,
+    base_rules,
     input_rules,
     on_resume,
     rules,
@@ -283,6 +284,9 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         preset.values["preset"] = named
         if "preset" not in given:
             preset.notes["DEBUG"] = f"DEBUG=true alone, for a new run, is --preset {named[0]}"
+        if given.get("lora_base_quantization", ("none",))[0] != "none" and preset.values.pop("sharding", ()):
+            preset.notes["PRESET"] = ("LORA_BASE_QUANTIZATION replaces the preset's SHARDING with none, "
+                                      "since a quantized matrix cannot be divided by rows")
         if is_new and named[0] == "production":
             preset.values["depth"] = (PRODUCTION_DEPTH, "PRESET=production")
         preset.is_env = naming == 0
@@ -349,7 +353,7 @@ class Settings:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     check: bool = False
-    is_plan: bool = False  # for other hardware: data and tokenizer may be missing
+    is_plan: bool = False  # for other hardware: data, tokenizer and base may be missing
     deferred: tuple[str, ...] = ()  # settings to be derived from data or hardware
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may contain secrets
 
@@ -390,9 +394,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     by_length = derived.settings_of_length(config.max_steps, unset)
     config = derived.with_all_rows(config.model_copy(update=by_length))
 
-    # Errors. A plan for other hardware needs neither data nor a tokenizer.
+    # Errors. A plan for other hardware needs neither data, a tokenizer nor a base.
     is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
-    missing = [*input_rules(config)] if is_plan else []
+    missing = [*input_rules(config), *base_rules(config)] if is_plan else []
     problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
         both = f"EPOCHS={config.epochs or 0:g} and MAX_STEPS={config.max_steps} are both set; keep one"

@@ -5,9 +5,11 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from functools import cache
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, run_script  # noqa: E402
 from common.text import EXIT_UNREAD  # noqa: E402
+from extensions.cost import estimate_memory  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
 from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
-from settings.load import describe_settings  # noqa: E402
+from settings.load import describe_settings, read_preset, validate  # noqa: E402
 
 
 def env_example() -> str:
@@ -86,14 +89,60 @@ def reading_order() -> list[tuple[str, str]]:
     return [*rows, row_of("**the core**", step + core), *other]
 
 
+# Released models by their preset, with the ids of their own tokenizers.
+MODELS = {"qwen3-0.6b": 151_936, "llama3.2-1b": 128_256, "qwen3-1.7b": 151_936, "smollm3-3b": 128_256,
+          "llama3.2-3b": 128_256, "qwen3-4b": 151_936, "mistral-7b": 32_000, "llama3-8b": 128_256,
+          "qwen3-8b": 151_936}
+CARDS = (8, 12, 16, 24, 48, 80)  # GB
+METHODS = {"all weights": {}, "LoRA": {"lora_enabled": True},
+           "QLoRA": {"lora_enabled": True, "lora_base_quantization": "nf4"}}
+
+
+@cache
+def largest_that_fits(preset: str, method: str, memory: int) -> tuple[int, int, str] | None:
+    """The row length, rows and checkpointing with which SFT fits on one GPU of so many GB, as in --check.
+
+    Longer rows come first, then less recomputation, then more rows.
+    """
+    config, _ = validate(read_preset(preset, "").values | {"training_stage": ("sft", "")})
+    config = config.model_copy(update=METHODS[method] | {"sharding": "none", "async_save": False})
+    for length, how, rows in product((4096, 2048, 1024), ("none", "selective", "block"), (8, 4, 2, 1)):
+        changes = {"max_seq_len": length, "activation_checkpointing": how, "micro_batch_size": rows,
+                   "total_batch_size": 32 * length}
+        tried = config.model_copy(update=changes)
+        if estimate_memory(tried, MODELS[preset], 2).total <= memory * 1e9:
+            return length, rows, how
+    return None
+
+
+def model_rows() -> Iterator[list[str]]:
+    """What trains on which card, by model and method."""
+    for preset, method in product(MODELS, METHODS):
+        found = [largest_that_fits(preset, method, memory) for memory in CARDS]
+        cells = (f"{each[0]:,} x {each[1]}{'' if each[2] == 'none' else f', {each[2]}'}" if each else "no"
+                 for each in found)
+        yield [f"`{preset}`", method, *cells]
+
+
+def method_rows() -> Iterator[list[str]]:
+    """The largest of MODELS that trains on each card with rows of 2,048 tokens, by method."""
+    for method in METHODS:
+        fitting = ([preset for preset in MODELS if (found := largest_that_fits(preset, method, memory))
+                    and found[0] >= 2048] for memory in CARDS)
+        yield [method, *(f"`{presets[-1]}`" if presets else "none" for presets in fitting)]
+
+
 def generated() -> dict[str, str]:
     """The text of .env.example and of each page with generated tables, which stand between comments."""
     pages = {"architecture": {"lines": table("read", "lines", rows=reading_order())},
              "settings": {"settings": settings_tables()},
              "files": {"exit codes": table("code", "meaning", rows=exit_codes())}}
     parts = ((part.name, part.group, f"{part.seconds:.0f} s", part.content) for part in PARTS)
-    pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts)}
-    texts = {f"docs/{page}.md": with_tables(page, tables) for page, tables in pages.items()}
+    cards = [f"{memory} GB" for memory in CARDS]
+    models = table("model", "trained", *cards, rows=model_rows())
+    pages["gpu"] = {"parts": table("part", "group", "time limit", "content", rows=parts), "models": models}
+    pages["../README"] = {"cards": table("trained", *cards, rows=method_rows())}
+    texts = {os.path.normpath(f"docs/{page}.md"): with_tables(page, tables) for page, tables in pages.items()}
     return {".env.example": env_example(), **texts}
 
 
