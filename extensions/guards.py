@@ -26,6 +26,7 @@ from run.step_log import checksum, save_before
 from train import accumulate_gradients
 
 ROWS_SHOWN = 16
+TENSORS_SHOWN = 3  # on the console, with DEBUG
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
@@ -36,6 +37,10 @@ class Guards(Extension):
 
     def run_start(self, run: Run) -> None:
         self.first_bad = FirstBad(run.model) if run.config.debug else None
+
+    def step_begin(self, run: Run) -> None:
+        if self.first_bad:  # forget evaluations and fp16 overflows
+            self.first_bad.clear()
 
     def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
         config, step = run.config, run.progress.step + 1
@@ -79,9 +84,10 @@ def bad_tokens(values: Tensor) -> list[int]:  # in the first row of a (B, T, ...
 class FirstBad:
     """Watches a model for non-finite values from its creation until the end of a `with` block.
 
-    `module` is the first one with such an output, `gradient` the first such gradient in the backward. `token`
-    is the first token with such an output, since later tokens attend to it; or else, if `gradients` is true,
-    the last token whose embedding gets such a gradient, since gradients flow to earlier tokens.
+    `outputs` describes each such output, by module, in the order of the forward, and `module` is the first.
+    `gradient` is the first such gradient in the backward. `token` is the first token with such an output,
+    since later tokens attend to it; or else, if `gradients` is true, the last token whose embedding gets such
+    a gradient, since gradients flow to earlier tokens.
     """
 
     def __init__(self, model: nn.Module, gradients: bool = False):
@@ -94,15 +100,20 @@ class FirstBad:
                              for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def clear(self) -> None:
-        self.module: Optional[str] = None
+        self.outputs: dict[str, dict] = {}
         self.gradient: Optional[str] = None
         self.token: Optional[int] = None
 
+    @property
+    def module(self) -> Optional[str]:
+        return next(iter(self.outputs), None)
+
     def _watch_output(self, name: str):
         def hook(module, inputs, output):
-            if self.module is None and isinstance(output, Tensor) and count_bad(output):
-                self.module = name
-                self.token = next(iter(bad_tokens(output)), None)
+            if name not in self.outputs and isinstance(output, Tensor) and count_bad(output):
+                if not self.outputs:
+                    self.token = next(iter(bad_tokens(output)), None)
+                self.outputs[name] = describe_tensor(name, "output", output)
             if self.gradients and name == "tok_embeddings" and output.requires_grad:
                 output.register_hook(watch_embeddings)
 
@@ -126,16 +137,49 @@ class FirstBad:
             handle.remove()
 
 
+def describe_tensor(name: str, kind: str, tensor: Tensor) -> dict:
+    """Describe a tensor that contains NaN or infinity, as JSON."""
+    bad, nan = count_bad(tensor), int(tensor.isnan().sum())
+    first = int((~tensor.isfinite()).flatten().byte().argmax())  # nonzero() takes 8 bytes a dimension
+    return {"tensor": name, "kind": kind, "shape": list(tensor.shape), "non_finite": bad, "nan": nan,
+            "infinite": bad - nan, "first_at": [*map(int, np.unravel_index(first, tensor.shape))],
+            "first_values": [*map(str, tensor.detach().flatten()[:4].float().tolist())]}
+
+
 def describe_tensors(model: nn.Module) -> list[dict]:
     """Describe each parameter and gradient that contains NaN or infinity."""
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-            if tensor is not None and (bad := count_bad(tensor := fsdp.local_rows(tensor))):
-                first = tensor.detach().flatten()[:4].float().tolist()
-                report.append({"tensor": name, "kind": kind, "shape": list(tensor.shape), "non_finite": bad,
-                               "first_values": [*map(str, first)]})
+            if tensor is not None and count_bad(tensor := fsdp.local_rows(tensor)):
+                report.append(describe_tensor(name, kind, tensor))
     return report
+
+
+def by_evidence(report: dict) -> list[dict]:
+    """Return a rank's non-finite tensors, the most revealing first.
+
+    These are the outputs in the order of the forward, then tensors with the smallest share of such numbers.
+    """
+    return sorted(report["tensors"], key=lambda entry: (
+        entry["kind"] != "output" and entry["non_finite"] / math.prod(entry["shape"])))
+
+
+def affected(report: dict) -> list[str]:
+    """Return lines on a rank's non-finite tensors: the layers, then each tensor."""
+    names = [entry["tensor"].removeprefix("layers.").split(".")[0] for entry in report["tensors"]]
+    return [f"layers affected: {', '.join(dict.fromkeys(names)) or 'none'}",
+            *(f"{entry['kind']} {entry['tensor']} {tuple(entry['shape'])}: {entry['nan']:,} NaN, "
+              f"{entry['infinite']:,} infinite, the first at {entry['first_at']}; first values "
+              f"{', '.join(f'{float(value):.4g}' for value in entry['first_values'])}"
+              for entry in by_evidence(report))]
+
+
+def how_to_load(folder: Path, rank: int) -> list[str]:
+    """Return the three lines of Python that load a rank's dump."""
+    return ["from safetensors.torch import load_file",
+            f"dump = load_file({str(folder / f'rank-{rank}.safetensors')!r})",
+            "print({name: (tuple(each.shape), int(each.isnan().sum())) for name, each in dump.items()})"]
 
 
 def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
@@ -172,7 +216,7 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
               "loss": str(result.loss), "grad_norm": str(result.grad_norm),
               "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
               "first_bad_module": first_bad and first_bad.module,
-              "tensors": describe_tensors(run.model)}
+              "tensors": [*(first_bad.outputs.values() if first_bad else []), *describe_tensors(run.model)]}
     # Before the recomputation: the averaged gradients, which are equal on all ranks.
     keeps = run.ranks.rank < fsdp.ranks_per_copy(run.model)
     gradients = bad_gradients(run.model, "gradient") if keeps else {}
@@ -187,6 +231,10 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult, first_bad: Opt
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
         write_tensors(folder / f"{name}.safetensors", inputs | gradients)
+        if run.ranks.is_rank0 and not result.finite:
+            lines = [line for each in reports for line in (
+                f"step {step}, rank {each['rank']}", *affected(each), *how_to_load(folder, each["rank"]), "")]
+            (folder / "report.txt").write_text("\n".join(lines), encoding="utf-8")
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
 
@@ -204,34 +252,38 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
                     recheck_locally: Callable[[], bool]) -> None:
     """Write a non-finite step to the debug folder, save the last good state, and raise NonFiniteError.
 
-    `recheck_locally` recomputes this rank's own gradients and returns True if they are finite.
+    `recheck_locally` recomputes this rank's own gradients and returns True if they are finite. With DEBUG,
+    the console also has the layers, the first tensors, and how to load the dump.
     """
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     bad = [report for report in reports if not report["finite"]]
-    # Where: the first module, or the tensor with the smallest share of such numbers, reveals most.
     first = (bad or reports)[0]
-    sizes = {entry["tensor"]: math.prod(entry["shape"]) for entry in first["tensors"]}
-    tensors = sorted(first["tensors"], key=lambda entry: entry["non_finite"] / sizes[entry["tensor"]])
-    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {sizes[entry['tensor']]})"
-              for entry in tensors]
-    if first["first_bad_module"]:
-        places.insert(0, f"output of {first['first_bad_module']}")
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    entries = by_evidence(first)
+    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
+              for entry in entries[:1]]
+    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
     ranks = ", ".join(str(report["rank"]) for report in bad)
     run.log.info(f"NON-FINITE in step {first['step']}, "
                  f"{f'from rank {ranks}' if bad else 'but finite when recomputed'}: loss "
                  f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}, in "
                  f"{(places or ['no remaining tensor'])[0]}{more}.")
+    if run.config.debug:
+        for line in affected(first)[:1 + TENSORS_SHOWN]:
+            run.log.info(line)
+        run.log.info(f"all of them: {folder / 'report.txt'}; to load rows and gradients in Python:")
+        for line in how_to_load(folder, first["rank"]):
+            run.log.info(line)
     if bad:
         where = f"was not finite on rank {ranks}"
-        advice = "try a lower LEARNING_RATE, --preset stable, or DEBUG=true for details"
+        debug = " or --preset stable" if run.config.debug else ", --preset stable, or DEBUG=true for details"
+        advice = f"try a lower LEARNING_RATE{debug}"
     else:
         where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
                  "likely in the hardware or the network")
         advice = "resume with the same command; if it happens again, find the faulty machine"
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
-                         "its rows (rank-*.json), tokens and non-finite gradients (rank-*.safetensors)"
-                         f"{how_to_examine(run)}. To continue, {advice}")
+                         "a report (report.txt), its rows (rank-*.json), tokens and non-finite gradients "
+                         f"(rank-*.safetensors){how_to_examine(run)}. To continue, {advice}")
 
 
 @collective

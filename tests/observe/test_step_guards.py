@@ -181,19 +181,31 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
 
 
+def test_a_bad_output_of_an_evaluation_is_not_in_the_report_of_a_later_step():
+    model, guard = torch.nn.Sequential(torch.nn.Linear(2, 2)), guards.Guards()
+    guard.first_bad = guards.FirstBad(model)
+    model(torch.tensor([[1.0, math.nan]]))
+    assert [*guard.first_bad.outputs] == ["0", "the head"]
+    assert guard.first_bad.outputs["0"] == {"tensor": "0", "kind": "output", "shape": [1, 2], "non_finite": 2, "nan": 2,
+                                            "infinite": 0, "first_at": [0, 0], "first_values": ["nan", "nan"]}
+    guard.step_begin(None)
+    assert guard.first_bad.module is None
+
+
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
-          "first_bad_module": "layers.0.feed_forward.w2", "tensors": [
-              {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2, "first_values": ["nan", "0.5"]}]}
+          "tensors": [{"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2}]}
 
 
 def test_the_error_names_the_rank_and_a_line_the_place(tmp_path, monkeypatch):
-    healthy, lines = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}, []
+    healthy, lines = {**REPORT, "rank": 0, "finite": True, "tensors": []}, []
     run = SimpleNamespace(config=Config(), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lines.append))
     # A transient fault is finite on every rank when computed again. The tensor with the smallest share is named.
     embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
-    again = {**REPORT, "finite": True, "first_bad_module": None, "tensors": [embeddings, *REPORT["tensors"] * 49]}
+    again = {**REPORT, "finite": True, "tensors": [embeddings, *REPORT["tensors"] * 49]}
+    output = {"tensor": "layers.0.feed_forward.w2", "kind": "output", "shape": [2, 32, 64], "non_finite": 4096}
+    own = {**REPORT, "tensors": [*REPORT["tensors"], output]}
     for reports, place, end in (
-            ([healthy, REPORT], "output of layers.0.feed_forward.w2 and 1 more", "rank 1; .*To continue, try a lower LEARNING_RATE.*"),
+            ([healthy, own], "output layers.0.feed_forward.w2 (4096 of 4096) and 1 more", "rank 1; .*To continue, try a lower LEARNING_RATE.*"),
             ([again, {**again, "rank": 1}], "gradient norm.weight (2 of 64) and 49 more", "transient fault.*resume with the same command.*"),
             ([healthy], "no remaining tensor", "transient fault.*")):
         monkeypatch.setattr(guards, "dump_step", lambda *_, reports=reports: (tmp_path, reports, "the state before it is saved"))

@@ -25,6 +25,7 @@ import train
 from checkpoint import huggingface, store
 from evaluation import during_run
 from extensions import evaluate
+from extensions.guards import how_to_load
 from model_utils import build_model
 from run import log
 from run import start as run_start
@@ -166,9 +167,23 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4
     captured = capsys.readouterr()
-    assert "in output of layers.1.ffn_norm and " in captured.out
+    assert "in output layers.1.ffn_norm (64 of 2048) and " in captured.out
     assert "loss nan" in captured.out and "error: step 1 was not finite" in captured.err
     assert run.steps_saved() == [] and "the weights were already non-finite and are not saved" in captured.err
+
+    shown = [line.removeprefix("[CPU0] ") for line in captured.out.splitlines()]
+    shown = shown[next(number for number, line in enumerate(shown) if line.startswith("NON-FINITE")):]
+    report = run.folder / "debug" / "step-00000001" / "report.txt"
+    assert 8 < len(shown) + len(captured.err.splitlines()) <= 10
+    assert shown[1].startswith("layers affected: 1, norm, ")
+    assert shown[2].startswith("output layers.1.ffn_norm (2, 32, 32): 0 NaN, 64 infinite, the first at [0, 0, 5]; first values ")
+    text = report.read_text()
+    assert str(report) in shown[5] and "parameter layers.1.ffn_norm.weight (32,): 0 NaN, 1 infinite" in text
+    assert "gradient tok_embeddings.weight (512, 32): " in text and "\n".join(shown[-3:]) in text
+    loaded = subprocess.run([sys.executable, "-c", "\n".join(shown[-3:])], capture_output=True, text=True, check=True).stdout
+    documented = "\n".join(how_to_load(Path("runs/first/debug/step-00001234"), 0))
+    assert documented in (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert "'gradient.layers.0.feed_forward.w2.weight': ((32, 96), 3072)" in loaded and "'tokens_BT.0': ((2, 32), 0)" in loaded
 
 
 def fail() -> None:
