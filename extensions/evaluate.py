@@ -1,11 +1,12 @@
 """Evaluations that generate text (ROUGE, BLEU, samples), and those of a saved model, by lm-eval too."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,10 +23,11 @@ from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
-from extensions import online  # noqa: F401, which registers the reward
 from extensions.inference.engine import Sampling
 from extensions.inference.generate import generate
 from extensions.inference.weights import packed_weights
+from extensions.online import Rewards
+from extensions.settings import EvaluateConfig
 from fused.head import IGNORE_INDEX
 from model import Transformer
 from model_utils import choose_dtype, forced_eager
@@ -46,6 +48,11 @@ ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_l
 
 class Evaluate(Extension):
     """Logs samples with SAMPLE_EVERY, and compares answers with GENERATION_EVAL_EVERY."""
+
+    @collective
+    def run_start(self, run: Run) -> None:
+        if run.inputs.held_out and run.config.metric:  # refuse a bad METRIC before the first step
+            run.ranks.on_rank0(lambda: functions_of(run.config.metric).start())
 
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
@@ -89,6 +96,8 @@ def generation(run: Run) -> Result:
     answers = [gathered[index] for index in range(len(held_out))]
     # Score on one rank, because importing the packages takes seconds.
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
+    metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_scores(config, prompts, answers, references)))
+    own = [function.rpartition(":")[2] for function in config.metric_functions]
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
@@ -97,9 +106,11 @@ def generation(run: Run) -> Result:
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
                f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
                f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
+    summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
+                       f"{metrics[f'generation_{name}_stderr']:.2g}" for name in own)
     table = [Row("generation", name, metrics[f"generation_{name}"],
                  metrics.get(f"generation_{name}_stderr"), None, len(answers))
-             for name in ("exact_match", *ROUGE, "bleu")]
+             for name in ("exact_match", *ROUGE, "bleu", *own)]
     return Result(metrics, line, summary, table)
 
 
@@ -125,6 +136,33 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
               "bleu": corpus_bleu(answers, [references]).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
             {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
+
+
+@cache
+def functions_of(metric: str) -> Rewards:
+    """Return the functions of METRIC, in a process that all evaluations share."""
+    functions = Config(metric=metric).metric_functions
+    return Rewards(f"METRIC={metric}", [(function, 1.0) for function in functions])
+
+
+def own_scores(config: Config, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
+               ) -> dict[str, float]:
+    """Return the means of METRIC's functions over the answers, with their standard errors."""
+    rows, metrics = [], {}
+    if not config.metric_functions:
+        return metrics
+    functions = functions_of(config.metric)
+    for prompt, answer, reference in zip(prompts, answers, references):
+        values = functions(prompt, answer, json.dumps({"answer": reference}))
+        if isinstance(values, str):
+            raise SettingsError(f"METRIC={config.metric} has no score for the answer {answer[:200]!r}: "
+                                f"{values}; each function(prompt, answer, record) must return a finite "
+                                'number, and record["answer"] is the reference answer')
+        rows.append(values[:-1])
+    for function, values_N in zip(config.metric_functions, np.array(rows, np.float64).T):
+        name = f"generation_{function.rpartition(':')[2]}"
+        metrics |= {name: float(values_N.mean()), f"{name}_stderr": item_scores.standard_error(values_N)}
+    return metrics
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: Optional[Rows] = None
@@ -175,12 +213,15 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
         merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
                    "validate_every": (1, "")}
         if stage != saved_stage:  # cross-entropy on text or chats
-            merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, "")}
+            merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, ""),
+                       "metric": ("", "")}
     # Flags that name a set enable it, even if the run did not evaluate it.
     if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
         merged["hellaswag_every"] = (1, "")
+    if "metric" in flags.values:
+        merged["generation_eval_every"] = (1, "")
     config, invalid = validate(merged | flags.values)
-    if problems := [*invalid.values()] or [*evaluation_rules(config)]:
+    if problems := [*invalid.values()] or [*evaluation_rules(config), *EvaluateConfig.rules(config)]:
         raise SettingsError(*problems)
     return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
 

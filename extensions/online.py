@@ -55,11 +55,16 @@ SERVE = ("import sys, json; names, *more = json.loads(sys.argv[1]); sys.path.ins
 
 
 class Rewards:
-    """Rewards answers in another process, which is started again if it dies or takes too long."""
+    """Scores answers in another process, which is started again if it dies or takes too long.
 
-    def __init__(self, config: Config):
-        self.config, self.process = config, None
-        self.names, self.weights = zip(*config.reward_terms)
+    Args:
+        setting: REWARD or METRIC with its value, for messages.
+        terms: the names of the functions with their weights.
+    """
+
+    def __init__(self, setting: str, terms: Sequence[tuple[str, float]]):
+        self.setting, self.process = setting, None
+        self.names, self.weights = zip(*terms)
 
     def start(self) -> None:
         """Start the process, unless it runs. Raises SettingsError if a function cannot be imported."""
@@ -71,7 +76,10 @@ class Rewards:
                                         stdout=subprocess.PIPE, start_new_session=True)
         weakref.finalize(self, end, self.process)
         if isinstance(reply := self._reply(START_SECONDS), str):
-            raise SettingsError(f"REWARD={self.config.reward}: a function cannot be imported: {reply}; "
+            if self.process:
+                end(self.process)
+            self.process = None
+            raise SettingsError(f"{self.setting}: a function cannot be imported: {reply}; "
                                 "modules are searched in the folder of the command and in PYTHONPATH, and "
                                 "functions take prompt, answer and record")
 
@@ -156,7 +164,7 @@ class Rollouts:
     def __init__(self, model: Transformer, config: Config, tokenizer, context: RunContext):
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
-        self.rewards = Rewards(config)
+        self.rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
         self.equal_rewards_steps, self.length_trend, self.is_reported = 0, LengthTrend(), False
         self.together = config.answers_per_row
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens

@@ -233,7 +233,7 @@ def serve(names: list[str]) -> None:
         returned = [function(prompt, answer, json.loads(record)) for function in functions]
         values = [*map(float, returned)]
         if not all(map(math.isfinite, values)):
-            raise ValueError(f"the rewards {values} are not finite")
+            raise ValueError(f"the values {values} are not finite")
         return [*values, any(isinstance(each, Misunderstood) for each in returned)]
 
     while True:

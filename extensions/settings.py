@@ -108,6 +108,7 @@ class TrackersConfig(Section):
     wandb_enabled: bool = safe(False, "also log to Weights & Biases; offline unless WANDB_API_KEY is set")
     tensorboard_enabled: bool = safe(False, "also write TensorBoard files")
     trackio_enabled: bool = safe(False, "also log to trackio (pip install trackio)")
+    mlflow_enabled: bool = safe(False, "also log to mlflow (pip install mlflow)")
 
 
 class GuardsConfig(Section):
@@ -124,6 +125,9 @@ class EvaluateConfig(Section):
         0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
+    metric: str = safe(
+        "", "functions that score generated answers, as for REWARD: module:function; comma-separated",
+        separator=",")
     sample_every: int = interval(3, 500, "generated samples; 0 = never")
     sample_prompts: str = safe(
         "", "prompts for samples, separated by |; none = for chats, held-out prompts", separator="|")
@@ -132,12 +136,25 @@ class EvaluateConfig(Section):
     sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
 
     @property
+    def metric_functions(self) -> list[str]:
+        return [name for name in map(str.strip, self.metric.split(",")) if name]
+
+    @property
     def prompts_to_answer(self) -> int:
         return self.generation_eval_examples if self.generation_eval_every else 0
 
     def rules(self) -> Iterator[str]:
-        """Check that the stage has answers to evaluate."""
+        """Check that the stage has answers to evaluate, and the form of METRIC."""
         every, stage = self.generation_eval_every, self.training_stage
+        if self.metric and not every and stage in ("sft", "dpo"):
+            yield f"METRIC={self.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
+        names = [function.rpartition(":")[2] for function in self.metric_functions]
+        for function, name in zip(self.metric_functions, names):
+            if not re.fullmatch(r"[\w.]+:\w+", function):
+                yield f"METRIC={self.metric}: {function} does not have the form module:function"
+            elif names.count(name) > 1 or re.fullmatch("n|exact_match|rouge_.*|bleu|.*_stderr", name):
+                yield (f"METRIC={self.metric}: there is another metric generation_{name}; rename the "
+                       f"function {name}")
         if every and stage == "dpo" and self.preference_objective == "kto":
             yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
                    "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")

@@ -1,4 +1,4 @@
-"""Experiment trackers for a run's metrics, samples and report: wandb, TensorBoard and trackio."""
+"""Experiment trackers for a run's metrics, samples and report: wandb, TensorBoard, trackio and mlflow."""
 
 import os
 import queue
@@ -37,7 +37,8 @@ def start_trackers(log: RunLog, run_id: str) -> list["Tracker"]:
     logged = log.previous["previous_step"] if step >= 0 else None  # by the run that is resumed
     services = {"wandb": (config.wandb_enabled, lambda: Wandb(config, folder, run_id)),
                 "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoard(folder, step)),
-                "trackio": (config.trackio_enabled, lambda: Trackio(config, folder, run_id, logged))}
+                "trackio": (config.trackio_enabled, lambda: Trackio(config, folder, run_id, logged)),
+                "mlflow": (config.mlflow_enabled, lambda: Mlflow(config, folder, run_id, logged))}
     return [Tracker(name, start, log.warn) for name, (enabled, start) in services.items() if enabled]
 
 
@@ -139,6 +140,38 @@ class Trackio(Wandb):
 
     def report(self, path: Path) -> None:
         self.run.log_artifact(path, name=f"report-{self.run_id}", type="report")
+
+
+class Mlflow(Wandb):
+    """An mlflow run, stored where MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str, last_step: Optional[int]):
+        with requires_package("mlflow", "MLFLOW_ENABLED=true"):
+            from mlflow import MlflowClient
+        self.client, self.last_step = MlflowClient(), -1 if last_step is None else last_step
+        known = self.client.get_experiment_by_name(project())
+        experiment = known.experiment_id if known else self.client.create_experiment(project())
+        runs = self.client.search_runs([experiment], f"tags.paddock_run = '{run_id}'")
+        run = runs[0] if runs else self.client.create_run(
+            experiment, run_name=run_dir.name, tags={"paddock_run": run_id})
+        self.id = run.info.run_id
+        for name, value in {} if runs else config.public().items():  # mlflow refuses to change them
+            self.client.log_param(self.id, name, str(value)[:500])
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        for name, value in values.items() if step > self.last_step else ():
+            self.client.log_metric(self.id, name, value, step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        if step > self.last_step:  # the table's earlier rows stay
+            data = {column: [*cells] for column, cells in zip(columns, zip(*rows))}
+            self.client.log_table(self.id, data, f"{name}.json")
+
+    def report(self, path: Path) -> None:
+        self.client.log_artifact(self.id, str(path))
+
+    def finish(self, run_dir: Path) -> None:
+        self.client.set_terminated(self.id)
 
 
 class TensorBoard:

@@ -34,10 +34,10 @@ from settings.load import Layer
 NO_FLAGS = Layer()
 # What the repeated steps do not need. Validation stays: it counts for early stopping.
 UNNEEDED = {"PRESET": "", "EPOCHS": None, "DEPTH": None, "SAVE_EVERY": 0, "KEEP_EVERY": 0, "KEEP_LAST": 1,
-            "KEEP_BEST": 0, "HELLASWAG_EVERY": 0, "GENERATION_EVAL_EVERY": 0, "SAMPLE_EVERY": 0,
+            "KEEP_BEST": 0, "HELLASWAG_EVERY": 0, "GENERATION_EVAL_EVERY": 0, "METRIC": "", "SAMPLE_EVERY": 0,
             "REPORT": False, "POWER_HZ": 0, "PROFILE_STEPS": None,
             "MEMORY_SNAPSHOT": None, "WANDB_ENABLED": False, "TENSORBOARD_ENABLED": False,
-            "TRACKIO_ENABLED": False}
+            "TRACKIO_ENABLED": False, "MLFLOW_ENABLED": False}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 FIELDS = ("rows_crc32", "loss", "grad_norm", "updated", "weights", "tensors")  # of the step log
 # ------------------------------------------------------------------------------------------- a past step

@@ -1,6 +1,8 @@
 """Answers to held-out chats: which are asked, that they are those of the model, and how they are scored."""
 
 import json
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,10 +12,11 @@ from checkpoint.item_scores import read_item_scores, unpacked_bits
 from data_pipeline.templates import load_chat_format
 from dataloaders import open_rows, read_held_out
 from extensions import evaluate
-from extensions.evaluate import score_texts
+from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.generate import generate
+from parallel.ranks import RunContext, StopSignals, joined_ranks
 from run.adapters import load_model
-from settings.load import load_config
+from settings.load import load_config, read_flags
 from tokenizer import load_tokenizer
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,
@@ -51,6 +54,57 @@ def test_bleu_is_that_of_all_answers_together():
 def plant() -> None:
     """Several batches, which do not divide evenly over the ranks."""
     evaluate.GENERATION_BATCH = 3
+
+
+SCORES = """
+def letters(prompt, answer, record): return sum(map(ord, answer)) / len(prompt)
+def same(prompt, answer, record): return answer == record["answer"] or prompt == "never"
+def none(prompt, answer, record): return None
+def endless(prompt, answer, record): return float("inf")
+def bleu(prompt, answer, record): return 1
+"""
+
+
+@pytest.fixture
+def scores(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text(SCORES)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    yield
+    evaluate.functions_of.cache_clear()
+
+
+def test_own_functions_score_the_answers_with_any_number_of_ranks_and_in_eval(scores, stages, tmp_path):
+    alone, both = (stages.run("sft", tmp_path, RUN_NAME=f"ranks-{ranks}", METRIC="scores:letters,scores:same", **GENERATION)
+                   for ranks in (1, 2))
+    job = both.start(2, plant)
+    evaluate.GENERATION_BATCH, before = 3, evaluate.GENERATION_BATCH
+    assert alone.train() == 0
+    evaluate.GENERATION_BATCH = before
+    assert set(job.wait()) == {0}, job.text()
+    found, = (line for line in alone.metrics() if "generation_n" in line)
+    texts = [text["answer"] for text in alone.lines("evaluations")[0]["texts"]]
+    assert len(texts) == 4 and found["generation_letters"] > 0 and found["generation_letters_stderr"] > 0
+    assert found["generation_same"] == found["generation_exact_match"], "of stripped answers, which these are"
+    assert without_clocks(both.metrics()) == without_clocks(alone.metrics())
+    assert " | letters: " in (alone.folder / "log" / "rank-0.txt").read_text()
+    config = settings_for(alone.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
+    with joined_ranks("cpu", 10) as ranks:
+        run = open_model(alone.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
+        measured = evaluate.generation(run).metrics
+    assert measured["generation_letters"] == found["generation_letters"] and "generation_same" not in measured
+
+
+@pytest.mark.parametrize("metric, words", [
+    ("scores:none", "METRIC=scores:none has no score for the answer '"), ("scores:endless", "are not finite; each function("),
+    ("scores:absent", "METRIC=scores:absent: a function cannot be imported: AttributeError"),
+    ("no_such_module:f", "a function cannot be imported: ModuleNotFoundError"),
+    ("scores", "scores does not have the form module:function"), ("scores:bleu", "there is another metric generation_bleu")])
+def test_a_metric_that_is_no_number_or_cannot_be_imported_ends_the_run(metric, words, scores, stages, tmp_path, capsys):
+    run = stages.run("sft", tmp_path, METRIC=metric, **GENERATION)
+    assert run.train() == 2 and words in capsys.readouterr().err
+    if metric == "scores:absent":
+        assert run.train(CHECK="true") == 2 and f"metric: METRIC={metric}: a function cannot be" in capsys.readouterr().out
+        assert run.train(GENERATION_EVAL_EVERY=0) == 2 and "set GENERATION_EVAL_EVERY too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["sft", "orpo"])

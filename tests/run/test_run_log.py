@@ -273,6 +273,72 @@ def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
         "step 2 is taken again; a new run in the folder of a killed one begins with step 1")
 
 
+class FakeMlflow(types.ModuleType):
+    """An mlflow module with its client, as far as it is used; its store outlives a client."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.MlflowClient = lambda: self
+        self.experiments, self.runs, self.params, self.logged, self.tables, self.finished = {}, [], {}, [], [], 0
+
+    def get_experiment_by_name(self, name):
+        return self.experiments.get(name)
+
+    def create_experiment(self, name):
+        self.experiments[name] = types.SimpleNamespace(experiment_id="7")
+        return "7"
+
+    def search_runs(self, experiment_ids, filter_string=""):
+        return [run for run in self.runs if filter_string == f"tags.paddock_run = '{run.tags['paddock_run']}'"]
+
+    def create_run(self, experiment_id, start_time=None, tags=None, run_name=None):
+        self.runs.append(types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"run{len(self.runs)}"), tags=tags))
+        return self.runs[-1]
+
+    def log_param(self, run_id, key, value):
+        assert (run_id, key) not in self.params, "mlflow refuses to change a parameter"
+        self.params[run_id, key] = value
+
+    def log_metric(self, run_id, key, value, timestamp=None, step=None):
+        self.logged.append((run_id, step, key, value))
+
+    def log_table(self, run_id, data, artifact_file):
+        self.tables.append((artifact_file, data))
+
+    def log_artifact(self, run_id, local_path):
+        self.artifact = Path(local_path).read_text()
+
+    def set_terminated(self, run_id):
+        self.finished += 1
+
+
+def test_mlflow_gets_the_same_and_no_step_twice_and_a_resumed_run_goes_on(tmp_path, monkeypatch, capsys):
+    fake = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+
+    def opened(step: int, run_id: str = "12ab") -> RunLog:
+        log = RunLog(Config(mlflow_enabled=True), 0, "cpu")
+        log.open(tmp_path / "run", step=step)
+        log.trackers = start_trackers(log, run_id)
+        return log
+
+    log_a_run(opened(-1))
+    expected = [("run0", 2, name, value) for name, value in VALUES.items()]
+    assert fake.logged == expected and fake.artifact == "<html>" and fake.finished == 1
+    assert ("samples.json", {"step": [2], "prompt": ["a|b"], "text": ["c\nd"]}) in fake.tables
+    assert fake.params["run0", "MLFLOW_ENABLED"] == "True"
+    log, tables = opened(1), len(fake.tables)
+    log.sample(2, "a", "b")
+    for step in (2, 3):
+        log.step({"step": step, "train_loss": 0.5})
+    log.close()
+    assert fake.logged[len(expected):] == [("run0", 3, "train_loss", 0.5)] and len(fake.tables) == tables, "step 2 is there"
+    monkeypatch.setattr(fake, "search_runs", fail)
+    log = opened(3)
+    log.close()
+    assert capsys.readouterr().err.count("mlflow is off for the rest of this run: TypeError") == 1
+
+
 def fail():
     raise RuntimeError("the service process is dead")
 

@@ -12,7 +12,6 @@ from commands import during
 from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, write_jsonl
 
 import train
-from config import Config
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import PromptRows, RowOrder, open_example_set
@@ -256,9 +255,9 @@ def test_prompts_do_not_depend_on_the_ranks_and_rewards_end_with_their_parent():
         one = RowOrder(50, 8, 2, 7).micro_batches(step)
         both = np.concatenate([RowOrder(50, 8, 2, 7, rank, 2).micro_batches(step) for rank in (0, 1)])
         assert (one == both).all()
-    rewards = Rewards(Config(reward="exact*2"))
+    rewards = Rewards("REWARD", [("exact", 2.0)])
     assert rewards("", "4", json.dumps({"answer": 4})) == [1.0, False]
-    assert Rewards(Config(reward="length,math"))("", "four", json.dumps({"answer": 4})) == [4.0, 0.0, True]
+    assert Rewards("REWARD", [("length", 1.0), ("math", 1.0)])("", "four", json.dumps({"answer": 4})) == [4.0, 0.0, True]
     process = rewards.process
     process.stdin.close()
     assert process.wait(10) == 0
