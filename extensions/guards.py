@@ -147,32 +147,23 @@ def describe_tensor(name: str, kind: str, tensor: Tensor) -> dict:
 
 
 def describe_tensors(model: nn.Module) -> list[dict]:
-    """Describe each parameter and gradient that contains NaN or infinity."""
+    """Describe each parameter and gradient with NaN or infinity, that with the smallest share first."""
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
             if tensor is not None and count_bad(tensor := fsdp.local_rows(tensor)):
                 report.append(describe_tensor(name, kind, tensor))
-    return report
-
-
-def by_evidence(report: dict) -> list[dict]:
-    """Return a rank's non-finite tensors, the most revealing first.
-
-    These are the outputs in the order of the forward, then tensors with the smallest share of such numbers.
-    """
-    return sorted(report["tensors"], key=lambda entry: (
-        entry["kind"] != "output" and entry["non_finite"] / math.prod(entry["shape"])))
+    return sorted(report, key=lambda entry: entry["non_finite"] / math.prod(entry["shape"]))
 
 
 def affected(report: dict) -> list[str]:
-    """Return lines on a rank's non-finite tensors: the layers, then each tensor."""
+    """Return lines on a rank's non-finite tensors: the layers, then each tensor, the most revealing first."""
     names = [entry["tensor"].removeprefix("layers.").split(".")[0] for entry in report["tensors"]]
     return [f"layers affected: {', '.join(dict.fromkeys(names)) or 'none'}",
             *(f"{entry['kind']} {entry['tensor']} {tuple(entry['shape'])}: {entry['nan']:,} NaN, "
               f"{entry['infinite']:,} infinite, the first at {entry['first_at']}; first values "
               f"{', '.join(f'{float(value):.4g}' for value in entry['first_values'])}"
-              for entry in by_evidence(report))]
+              for entry in report["tensors"])]
 
 
 def how_to_load(folder: Path, rank: int) -> list[str]:
@@ -258,20 +249,17 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     bad = [report for report in reports if not report["finite"]]
     first = (bad or reports)[0]
-    entries = by_evidence(first)
     places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
-              for entry in entries[:1]]
-    more = f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+              for entry in first["tensors"]]
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     ranks = ", ".join(str(report["rank"]) for report in bad)
     run.log.info(f"NON-FINITE in step {first['step']}, "
                  f"{f'from rank {ranks}' if bad else 'but finite when recomputed'}: loss "
                  f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}, in "
                  f"{(places or ['no remaining tensor'])[0]}{more}.")
     if run.config.debug:
-        for line in affected(first)[:1 + TENSORS_SHOWN]:
-            run.log.info(line)
-        run.log.info(f"all of them: {folder / 'report.txt'}; to load rows and gradients in Python:")
-        for line in how_to_load(folder, first["rank"]):
+        more = f"all of them: {folder / 'report.txt'}; to load rows and gradients in Python:"
+        for line in (*affected(first)[:1 + TENSORS_SHOWN], more, *how_to_load(folder, first["rank"])):
             run.log.info(line)
     if bad:
         where = f"was not finite on rank {ranks}"

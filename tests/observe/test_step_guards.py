@@ -192,6 +192,17 @@ def test_a_bad_output_of_an_evaluation_is_not_in_the_report_of_a_later_step():
     assert guard.first_bad.module is None
 
 
+def test_the_tensor_with_the_smallest_share_of_bad_values_comes_first():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model[0].bias.fill_(math.inf)
+        model[1].weight[1, 0] = math.nan
+    found = guards.describe_tensors(model)
+    assert [(entry["tensor"], entry["nan"], entry["infinite"], entry["first_at"]) for entry in found] == [
+        ("1.weight", 1, 0, [1, 0]), ("0.bias", 0, 2, [0])]
+    assert found[1]["first_values"] == ["inf", "inf"]
+
+
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "tensors": [{"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2}]}
 
@@ -199,11 +210,10 @@ REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "na
 def test_the_error_names_the_rank_and_a_line_the_place(tmp_path, monkeypatch):
     healthy, lines = {**REPORT, "rank": 0, "finite": True, "tensors": []}, []
     run = SimpleNamespace(config=Config(), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lines.append))
-    # A transient fault is finite on every rank when computed again. The tensor with the smallest share is named.
-    embeddings = {**REPORT["tensors"][0], "tensor": "tok_embeddings.weight", "shape": [8, 64], "non_finite": 512}
-    again = {**REPORT, "finite": True, "tensors": [embeddings, *REPORT["tensors"] * 49]}
+    # A transient fault is finite on every rank when computed again.
+    again = {**REPORT, "finite": True, "tensors": REPORT["tensors"] * 50}
     output = {"tensor": "layers.0.feed_forward.w2", "kind": "output", "shape": [2, 32, 64], "non_finite": 4096}
-    own = {**REPORT, "tensors": [*REPORT["tensors"], output]}
+    own = {**REPORT, "tensors": [output, *REPORT["tensors"]]}
     for reports, place, end in (
             ([healthy, own], "output layers.0.feed_forward.w2 (4096 of 4096) and 1 more", "rank 1; .*To continue, try a lower LEARNING_RATE.*"),
             ([again, {**again, "rank": 1}], "gradient norm.weight (2 of 64) and 49 more", "transient fault.*resume with the same command.*"),
