@@ -52,7 +52,7 @@ class Evaluate(Extension):
     @collective
     def run_start(self, run: Run) -> None:
         if run.inputs.held_out and run.config.metric:  # refuse a bad METRIC before the first step
-            run.ranks.on_rank0(lambda: functions_of(run.config.metric).start())
+            run.ranks.on_rank0(lambda: function_of(run.config.metric).start())
 
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
@@ -96,8 +96,8 @@ def generation(run: Run) -> Result:
     answers = [gathered[index] for index in range(len(held_out))]
     # Score on one rank, because importing the packages takes seconds.
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
-    metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_scores(config, prompts, answers, references)))
-    own = [function.rpartition(":")[2] for function in config.metric_functions]
+    metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references)))
+    own = [config.metric.rpartition(":")[2]] if config.metric else []
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
@@ -139,30 +139,24 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
 
 
 @cache
-def functions_of(metric: str) -> Rewards:
-    """Return the functions of METRIC, in a process that all evaluations share."""
-    functions = Config(metric=metric).metric_functions
-    return Rewards(f"METRIC={metric}", [(function, 1.0) for function in functions])
+def function_of(metric: str) -> Rewards:
+    """Return the function of METRIC, in a process that all evaluations share."""
+    return Rewards(f"METRIC={metric}", [(metric, 1.0)])
 
 
-def own_scores(config: Config, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
-               ) -> dict[str, float]:
-    """Return the means of METRIC's functions over the answers, with their standard errors."""
-    rows, metrics = [], {}
-    if not config.metric_functions:
-        return metrics
-    functions = functions_of(config.metric)
-    for prompt, answer, reference in zip(prompts, answers, references):
-        values = functions(prompt, answer, json.dumps({"answer": reference}))
-        if isinstance(values, str):
-            raise SettingsError(f"METRIC={config.metric} has no score for the answer {answer[:200]!r}: "
-                                f"{values}; each function(prompt, answer, record) must return a finite "
-                                'number, and record["answer"] is the reference answer')
-        rows.append(values[:-1])
-    for function, values_N in zip(config.metric_functions, np.array(rows, np.float64).T):
-        name = f"generation_{function.rpartition(':')[2]}"
-        metrics |= {name: float(values_N.mean()), f"{name}_stderr": item_scores.standard_error(values_N)}
-    return metrics
+def own_score(metric: str, prompts: Sequence[str], answers: Sequence[str], references: Sequence[str]
+              ) -> dict[str, float]:
+    """Return the mean of METRIC's function over the answers, with its standard error."""
+    values, name = [], f"generation_{metric.rpartition(':')[2]}"
+    for prompt, answer, reference in zip(prompts, answers, references) if metric else ():
+        reply = function_of(metric)(prompt, answer, json.dumps({"answer": reference}))
+        if isinstance(reply, str):
+            raise SettingsError(f"METRIC={metric} has no score for the answer {answer[:200]!r}: {reply}; the "
+                                "function gets prompt, answer and record, whose \"answer\" is the reference, "
+                                "and must return a finite number")
+        values.append(reply[0])
+    error = item_scores.standard_error(np.array(values))
+    return {name: sum(values) / len(values), f"{name}_stderr": error} if metric else {}
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: Optional[Rows] = None

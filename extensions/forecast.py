@@ -28,7 +28,7 @@ from config import Config, parameter_count, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory
-from extensions.evaluate import functions_of
+from extensions.evaluate import function_of
 from extensions.online import GRPO, Rewards
 from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
@@ -240,8 +240,8 @@ class Check:
                 self.line("reward", f"REWARD={config.reward}: all functions can be imported")
         if config.prompts_to_answer and config.metric:
             with self.entry("metric"):
-                functions_of(config.metric).start()
-                self.line("metric", f"METRIC={config.metric}: all functions can be imported")
+                function_of(config.metric).start()
+                self.line("metric", f"METRIC={config.metric} can be imported")
         for named in config.choice_sets:
             with self.entry("evaluation"):
                 choices = self.tokenizer and read_choice_set(named, self.tokenizer, config)

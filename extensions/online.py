@@ -55,12 +55,7 @@ SERVE = ("import sys, json; names, *more = json.loads(sys.argv[1]); sys.path.ins
 
 
 class Rewards:
-    """Scores answers in another process, which is started again if it dies or takes too long.
-
-    Args:
-        setting: REWARD or METRIC with its value, for messages.
-        terms: the names of the functions with their weights.
-    """
+    """Scores answers by the functions of a setting in another process, which is started again if it dies."""
 
     def __init__(self, setting: str, terms: Sequence[tuple[str, float]]):
         self.setting, self.process = setting, None
@@ -78,7 +73,7 @@ class Rewards:
         if isinstance(reply := self._reply(START_SECONDS), str):
             if self.process:
                 end(self.process)
-            self.process = None
+            self.process = None  # another start fails, too
             raise SettingsError(f"{self.setting}: a function cannot be imported: {reply}; "
                                 "modules are searched in the folder of the command and in PYTHONPATH, and "
                                 "functions take prompt, answer and record")

@@ -125,19 +125,13 @@ class EvaluateConfig(Section):
         0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
-    metric: str = safe(
-        "", "functions that score generated answers, as for REWARD: module:function; comma-separated",
-        separator=",")
+    metric: str = safe("", "module:function(prompt, answer, record) that scores generated answers")
     sample_every: int = interval(3, 500, "generated samples; 0 = never")
     sample_prompts: str = safe(
         "", "prompts for samples, separated by |; none = for chats, held-out prompts", separator="|")
     sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
     sample_top_p: float = safe(0.95, "probability mass for nucleus sampling", gt=0, le=1)
-
-    @property
-    def metric_functions(self) -> list[str]:
-        return [name for name in map(str.strip, self.metric.split(",")) if name]
 
     @property
     def prompts_to_answer(self) -> int:
@@ -148,13 +142,10 @@ class EvaluateConfig(Section):
         every, stage = self.generation_eval_every, self.training_stage
         if self.metric and not every and stage in ("sft", "dpo"):
             yield f"METRIC={self.metric} scores generated answers; set GENERATION_EVAL_EVERY too"
-        names = [function.rpartition(":")[2] for function in self.metric_functions]
-        for function, name in zip(self.metric_functions, names):
-            if not re.fullmatch(r"[\w.]+:\w+", function):
-                yield f"METRIC={self.metric}: {function} does not have the form module:function"
-            elif names.count(name) > 1 or re.fullmatch("n|exact_match|rouge_.*|bleu|.*_stderr", name):
-                yield (f"METRIC={self.metric}: there is another metric generation_{name}; rename the "
-                       f"function {name}")
+        if self.metric and not re.fullmatch(r"[\w.]+:\w+", self.metric):
+            yield f"METRIC={self.metric} does not have the form module:function"
+        if re.search(":(n|exact_match|rouge_.*|bleu|.*_stderr)$", self.metric):
+            yield f"METRIC={self.metric} is the name of another metric of answers; rename the function"
         if every and stage == "dpo" and self.preference_objective == "kto":
             yield (f"GENERATION_EVAL_EVERY={every} compares with good answers, which "
                    "PREFERENCE_OBJECTIVE=kto may not have; set it to 0")

@@ -70,35 +70,42 @@ def scores(tmp_path, monkeypatch):
     (tmp_path / "scores.py").write_text(SCORES)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     yield
-    evaluate.functions_of.cache_clear()
+    evaluate.function_of.cache_clear()
 
 
-def test_own_functions_score_the_answers_with_any_number_of_ranks_and_in_eval(scores, stages, tmp_path):
-    alone, both = (stages.run("sft", tmp_path, RUN_NAME=f"ranks-{ranks}", METRIC="scores:letters,scores:same", **GENERATION)
-                   for ranks in (1, 2))
+def test_an_own_function_scores_the_answers_with_any_number_of_ranks_and_in_eval(scores, stages, tmp_path, monkeypatch):
+    alone, both = (stages.run("sft", tmp_path, RUN_NAME=f"ranks-{ranks}", METRIC="scores:letters", **GENERATION) for ranks in (1, 2))
     job = both.start(2, plant)
-    evaluate.GENERATION_BATCH, before = 3, evaluate.GENERATION_BATCH
+    monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)
     assert alone.train() == 0
-    evaluate.GENERATION_BATCH = before
+    monkeypatch.undo()
     assert set(job.wait()) == {0}, job.text()
     found, = (line for line in alone.metrics() if "generation_n" in line)
-    texts = [text["answer"] for text in alone.lines("evaluations")[0]["texts"]]
-    assert len(texts) == 4 and found["generation_letters"] > 0 and found["generation_letters_stderr"] > 0
-    assert found["generation_same"] == found["generation_exact_match"], "of stripped answers, which these are"
+    assert found["generation_letters"] > 0 and found["generation_letters_stderr"] > 0
     assert without_clocks(both.metrics()) == without_clocks(alone.metrics())
     assert " | letters: " in (alone.folder / "log" / "rank-0.txt").read_text()
-    config = settings_for(alone.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
+
+
+def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path):
+    run = stages.run("sft", tmp_path, **GENERATION)
+    assert run.train() == 0
+    config = settings_for(run.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
     with joined_ranks("cpu", 10) as ranks:
-        run = open_model(alone.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
-        measured = evaluate.generation(run).metrics
-    assert measured["generation_letters"] == found["generation_letters"] and "generation_same" not in measured
+        opened = open_model(run.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
+        measured = evaluate.generation(opened)
+    scored = [sum(map(ord, text["answer"])) / len(text["prompt"]) for text in measured.line["texts"]]
+    names = "generation_letters", "generation_letters_stderr"
+    mean, error = (measured.metrics[name] for name in names)
+    assert len(scored) == 4 and min(scored) > 0 and mean > 0 and error > 0 and "letters" in [row.metric for row in measured.table]
+    pairs = ("ab", "x", "b"), ("ab", "b", "b"), ("ab", "b", "c")
+    assert evaluate.own_score("scores:same", *zip(*pairs))["generation_same"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("metric, words", [
-    ("scores:none", "METRIC=scores:none has no score for the answer '"), ("scores:endless", "are not finite; each function("),
+    ("scores:none", "METRIC=scores:none has no score for the answer '"), ("scores:endless", "are not finite; the function gets"),
     ("scores:absent", "METRIC=scores:absent: a function cannot be imported: AttributeError"),
     ("no_such_module:f", "a function cannot be imported: ModuleNotFoundError"),
-    ("scores", "scores does not have the form module:function"), ("scores:bleu", "there is another metric generation_bleu")])
+    ("scores", "METRIC=scores does not have the form module:function"), ("scores:bleu", "is the name of another metric")])
 def test_a_metric_that_is_no_number_or_cannot_be_imported_ends_the_run(metric, words, scores, stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, METRIC=metric, **GENERATION)
     assert run.train() == 2 and words in capsys.readouterr().err

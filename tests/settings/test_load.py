@@ -193,7 +193,7 @@ def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name, separator in SEPARATORS.items() if separator and name != "preset"}
-    config = load(config=lists | {"eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"], "metric": ["a:f", "b:g"]}).config
+    config = load(config=lists | {"eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
     assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
     assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
