@@ -650,7 +650,7 @@ def input_rules(c: Config) -> Iterator[str]:
     """Check that data and tokenizer are set."""
     if c.data_path is None:
         script = command(KINDS[KIND_OF_STAGE[c.training_stage]][1])
-        sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
+        sample = f", or try the embedded sample: {command('scripts/run.py', '--preset', 'sample')}"
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"
                f"{sample if c.training_stage == 'pretrain' else ''}")
     if c.tokenizer_path is None:

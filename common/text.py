@@ -4,6 +4,7 @@ import os
 import re
 import select
 import shlex
+import shutil
 import sys
 import threading
 import traceback
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-CALLED_FROM = "PADDOCK_CALLED_FROM"  # an environment variable: the user's folder, if a script leaves it
 # The commands of ./paddock, by the script that each one runs.
 COMMANDS = {
     "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff",
@@ -28,7 +28,7 @@ COMMANDS = {
     "scripts/make_sample.py": "prepare sample", "scripts/merge_lora.py": "export --to merged",
     "scripts/pipeline.py": "pipeline", "scripts/replay_step.py": "replay", "scripts/report.py": "report",
     "scripts/sweep.py": "sweep",
-    "scripts/run.py": "train", "scripts/run.sh": "train", "scripts/runs.py": "runs",
+    "scripts/run.py": "train", "scripts/runs.py": "runs",
     "scripts/train_tokenizer.py": "prepare tokenizer", "scripts/verify_checkpoint.py": "verify"}
 
 EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended
@@ -143,23 +143,27 @@ def report_uncaught(kind: type, error: BaseException, trace) -> None:
 def command(script: str, *arguments: str | Path, python: str | Path = "") -> str:
     """Return the command that runs a script, given by its path from ROOT, in the shell of the user.
 
-    It is one of ./paddock where that finds the Python of this process; otherwise it names the Python.
+    It is one of ./paddock, or of an installed paddock, where that finds the Python of this process; otherwise
+    it names the Python.
     """
     folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
     by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
+    own, found = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
+    is_installed = os.environ.get("PADDOCK_COMMAND", "").startswith("paddock ") and script in COMMANDS
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    if by_name:
+    if is_installed and not python and os.path.realpath(found) == os.path.realpath(own):
+        start = ["paddock", *COMMANDS[script].split()]
+    elif by_name:
         start = ["./paddock", *COMMANDS[script].split()]
     else:
         start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
     words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
-    elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
-    return f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
+    return shlex.join(words)
 
 
 def pip_install(package: str) -> str:

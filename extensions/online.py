@@ -27,7 +27,7 @@ from checkpoint import item_scores
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
-from common.text import CALLED_FROM, ROOT
+from common.text import ROOT
 from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
@@ -65,7 +65,7 @@ class Rewards:
         """Start the process, unless it runs. Raises SettingsError if a function cannot be imported."""
         if self.process:
             return
-        arguments = json.dumps([self.names, os.environ.get(CALLED_FROM, os.getcwd()), str(ROOT)])
+        arguments = json.dumps([self.names, os.getcwd(), str(ROOT)])
         # Ctrl-C does not reach a new session.
         self.process = subprocess.Popen([sys.executable, "-c", SERVE, arguments], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, start_new_session=True)

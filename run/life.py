@@ -26,7 +26,7 @@ from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
 from common.files import commit, disk_errors
-from common.text import DIM, ROOT, command, counted, paint, printable
+from common.text import DIM, command, counted, paint, printable
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
@@ -342,13 +342,12 @@ def ending(run: Run, result: str) -> list[str]:
         twice = 2 * getattr(config, length)
         flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
     use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
-    train = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
     target = run.to_use
     is_best = target.name.endswith(store.BEST)
     lines = {"result": printable(result), "report": command("scripts/report.py", folder),
              "use it": command(use, target if is_best else folder)}
     if not (is_best and run.finished):  # past an optimum, more steps do not help
-        lines["resume"] = command(train, *flags)
+        lines["resume"] = command("scripts/run.py", *flags)
     return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
 
 

@@ -19,11 +19,11 @@ _paddock() {
     case "/${COMP_WORDS[0]}" in */paddock)
         root=$(dirname "${COMP_WORDS[0]}") word=${COMP_WORDS[1]}
         case "$COMP_CWORD:$word" in
-            1:*) words=$(sed -n 's/^\([a-z]*\) .* : .*/\1/p' "$root/paddock") word=paddock ;;
+            1:*) words=$(sed -n 's/^\([a-z]*\) .* : .*/\1/p' "$root/scripts/main.py") word=paddock ;;
             2:prepare) words="text chats pairs tokenizer hellaswag sample" ;;
             *:prepare) script=$(sed -n "s/.*\"${COMP_WORDS[2]}\": \"\([a-z_]*\.py\)\".*/\1/p" "$root/scripts/prepare.py") ;;
         esac
-        script=$root/scripts/${script:-$(sed -n "s/^$word .* : \([a-z_/]*\.[a-z]*\) .*/\1/p" "$root/paddock")} ;;
+        script=$root/scripts/${script:-$(sed -n "s/^$word .* : \([a-z_/]*\.[a-z]*\) .*/\1/p" "$root/scripts/main.py")} ;;
     esac
     [ -n "$words" ] || [ -f "$script" ] && [ -f "$root/.env.example" ] || return 0
     script=${script#./}

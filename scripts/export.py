@@ -36,7 +36,8 @@ def parse_args() -> argparse.Namespace:
     target.add_argument("--to", choices=("hf", "hub", *SCRIPTS))
     known, flags = target.parse_known_args()
     if known.to in SCRIPTS:
-        os.environ["PADDOCK_COMMAND"] = f"./paddock export --to {known.to}"
+        program = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]
+        os.environ["PADDOCK_COMMAND"] = f"{program} export --to {known.to}"
         script = str(Path(__file__).with_name(SCRIPTS[known.to]))
         interrupts.become(script, *flags)
     parser = CommandParser(__doc__, allow_abbrev=False)

@@ -68,8 +68,7 @@ def main() -> None:
     parser = CommandParser(__doc__)
     parser.add_argument("--stories", type=int, default=STORIES,
                         help="number of training texts; other counts scale with it (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER,
-                        help=f"output folder (default: {FOLDER})")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="output folder (default: %(default)s)")
     arguments = parser.parse_args()
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
@@ -80,20 +79,19 @@ def main() -> None:
     with wait_for_lock(folder.with_name(f".{folder.name}.lock")):
         if is_up_to_date(folder, stories):
             return
-        os.chdir(ROOT)
         show(f"Creating the sample data in {folder} (only once, takes less than a minute) ...")
         unfinished = folder.with_name(f".sample-{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         make(unfinished, stories)
-        name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+        name = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
         for manifest in unfinished.rglob("manifest.json"):  # these contain paths in the folder renamed below
             before, after = (json.dumps(str(path))[1:-1] for path in (unfinished, name))
             manifest.write_text(manifest.read_text().replace(before, after))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
-    if folder == ROOT / FOLDER and os.environ.get("PADDOCK_COMMAND", "").endswith("sample"):  # not a start
-        show(f"Train on it: {command('scripts/run.sh', '--preset', 'sample')}")
+    if arguments.folder == FOLDER and os.environ.get("PADDOCK_COMMAND", "").endswith("sample"):  # not a start
+        show(f"Train on it: {command('scripts/run.py', '--preset', 'sample')}")
 
 
 if __name__ == "__main__":

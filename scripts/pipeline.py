@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from common.text import CALLED_FROM, command, counted  # noqa: E402
+from common.text import command, counted  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
@@ -60,17 +60,18 @@ SEEDS = (1, 2, 3)
 ANSWER_TOKENS = 40
 
 
-def run_python(label: str, *arguments: object, ranks: int = 1) -> None:
-    """Run a Python script, or train.py by the launcher if there are several ranks; label its output."""
+def run_python(label: str, script: str, *arguments: object, ranks: int = 1) -> None:
+    """Run a script, or train.py by the launcher if there are several ranks; label its output."""
     if ranks > 1:
-        arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
-    process = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, encoding="utf-8", errors="replace")
+        script, arguments = "scripts/launch.py", ("--nproc-per-node", ranks, *arguments)
+    process = subprocess.Popen([sys.executable, str(ROOT / script), *map(str, arguments)],
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               encoding="utf-8", errors="replace")
     for line in process.stdout:
         print(f"{label:11} {line}", end="", flush=True)
     if code := process.wait():
-        raise PaddockError(f"{' '.join(map(str, arguments))} failed with exit code {code}; see its output "
-                           "above; the same command resumes from here")
+        raise PaddockError(f"{' '.join(map(str, (script, *arguments)))} failed with exit code {code}; see "
+                           "its output above; the same command resumes from here")
 
 
 class Pipeline:
@@ -242,8 +243,6 @@ that no training text contains.
 
 def main() -> None:
     flags = parse_args()
-    os.environ.setdefault(CALLED_FROM, os.getcwd())
-    os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:  # which share the cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))

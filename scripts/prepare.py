@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
-from common.text import ROOT, command, show  # noqa: E402
+from common.text import command, show  # noqa: E402
 
 SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
            "pairs": "load_dpo_dataset.py", "prompts": "load_prompts_dataset.py",
@@ -73,8 +73,7 @@ def train_command(kind: str, folder: Path, used) -> str:
         wanted["pretrain_checkpoint" if stage == "sft" else "instruct_checkpoint"] = start
     flags = [word for name, value in wanted.items() if str(getattr(config, name)) != str(value)
              for word in (f"--{name.replace('_', '-')}", value if name.endswith("data_path") else str(value))]
-    script = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
-    return command(script, "--run-name", free_run_name(folder.name, config), *flags)
+    return command("scripts/run.py", "--run-name", free_run_name(folder.name, config), *flags)
 
 
 def free_run_name(stem: str, config) -> str:
@@ -111,7 +110,8 @@ def main() -> None:
         if any(flag.split("=")[0] == "--source" for flag in flags):
             parser.error(f"the source is given twice, as {flags[0]} and by --source; remove one")
         flags.insert(0, "--source")
-    os.environ["PADDOCK_COMMAND"] = f"./paddock prepare {kind}"
+    program = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]
+    os.environ["PADDOCK_COMMAND"] = f"{program} prepare {kind}"
     script = str(Path(__file__).with_name(SCRIPTS[kind]))
     interrupts.become(script, *flags)
 

@@ -27,7 +27,7 @@ from checkpoint import huggingface, store
 from checkpoint.tensors import LazyTensor, TensorFile, lazy, write_files
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.text import ROOT, command, counted, show
+from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import derived_card, write_card
 from model_utils import find_model, read_model_config
@@ -130,10 +130,9 @@ def main() -> None:
     line = f"Generate text with it: {command('scripts/generate.py', output)}"
     if state:  # its record has the settings
         longer = max(state["settings"]["MAX_STEPS"], 2 * state["progress"]["step"])
-        script = "scripts/run.py" if Path.cwd() == ROOT else "train.py"  # run.py works in ROOT
         name = free_run_name(output.name, load_config(complete=False).config)
         flags = ("--run-name", name, "--resume", output, "--max-steps", str(longer))
-        line = f"Train it: {command(script, *flags)}"
+        line = f"Train it: {command('scripts/run.py', *flags)}"
     show(f"The resized checkpoint is in {args.output}.{alone}", line)
 
 

@@ -29,7 +29,7 @@ from launch import make_parser  # noqa: E402, I001
 from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
-from common.text import CALLED_FROM, show  # noqa: E402
+from common.text import show  # noqa: E402
 from config import KIND_OF_STAGE, KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from parallel import process  # noqa: E402
@@ -87,8 +87,6 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
 def main() -> None:
     doc = CHECK_HELP if "--check" in sys.argv else __doc__
     CommandParser(doc, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
-    os.environ.setdefault(CALLED_FROM, os.getcwd())
-    os.chdir(ROOT)
     argv = sys.argv[1:]
     kind = KIND_OF_STAGE.get(peek(argv)[0].get("training_stage", ""), "documents")
     setting, parser = KINDS[kind][0], flag_parser(kind, "")
@@ -127,7 +125,7 @@ def main() -> None:
                  f"To use other data, set {setting}.")
         if values.get("training_stage", "pretrain") == "pretrain":
             show(SAMPLE_TEXT)
-        if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
+        if code := subprocess.run([sys.executable, str(ROOT / "scripts/make_sample.py")]).returncode:
             raise SystemExit(code)
     if to_prepare:
         source = [] if preparing.source or preparing.mix else ["--source", path]
@@ -138,12 +136,13 @@ def main() -> None:
         show(*lines, f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
-    command = ["train.py", *settings]
+    command = [str(ROOT / "train.py"), *settings]
     if is_check:
         os.environ.update(planned)
     else:
         counted = [] if launching.gpus else ["--nproc-per-node", str(ranks)]
-        command = ["scripts/launch.py", *counted, "--max-restarts", str(RESTARTS), *flags]
+        launch = str(ROOT / "scripts/launch.py")
+        command = [launch, *counted, "--max-restarts", str(RESTARTS), *flags]
     sys.stdout.flush()
     interrupts.become(*command)
 

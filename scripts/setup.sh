@@ -11,7 +11,6 @@
 # interrupted are found by their lists of files, and installed again.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
-export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before the cd that precedes this
 
 set_up() {
     when_interrupted="Interrupted. Run the same command to try again."

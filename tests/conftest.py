@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-for name in ("PADDOCK_CALLED_FROM", "PADDOCK_COMMAND"):  # of scripts/test.sh and ./paddock; they change what is printed
-    os.environ.pop(name, None)
+os.environ.pop("PADDOCK_COMMAND", None)  # of ./paddock test; it changes what is printed
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job, and in all that the tests start there
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The processes that tests start import our modules, the helpers and the functions that tests plant.

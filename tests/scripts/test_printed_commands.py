@@ -11,7 +11,7 @@ import pytest
 from commands import BARE, ROOT
 from factories import TinyRun
 
-from common.text import CALLED_FROM, command
+from common.text import command
 
 SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
            if "\nif __name__ ==" in path.read_text()
@@ -42,16 +42,12 @@ def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
 
 @pytest.mark.parametrize("elsewhere", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv(CALLED_FROM, raising=False)
-    if elsewhere:
-        monkeypatch.setenv(CALLED_FROM, str(tmp_path))
+    monkeypatch.chdir(tmp_path if elsewhere else ROOT)
     run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
     assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Other data"})
 
 
 def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):
-    monkeypatch.delenv(CALLED_FROM, raising=False)
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)

@@ -30,7 +30,6 @@ def project(prepared, tmp_path, monkeypatch):
     """A user's folder with a text, and a function that gives the command that run.py becomes there."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     script, made = importlib.import_module("scripts.run"), []
-    monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script.subprocess, "run", lambda command: made.append(command[1]) or SimpleNamespace(returncode=0))
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in ("NPROC", "WORLD_SIZE", "PRETRAIN_DATA_PATH"):
@@ -47,7 +46,8 @@ def project(prepared, tmp_path, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         with pytest.raises(Executed) as executed:
             script.main()
-        return list(executed.value.args)
+        program, *others = executed.value.args
+        return [str(Path(program).relative_to(ROOT)), *others]
 
     monkeypatch.chdir(tmp_path)
     settings = prepared.settings() | {"PREPARATION_WORKERS": 1, "VALIDATION_FRACTION": 0.1}
@@ -122,7 +122,7 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path(".env").unlink()
     assert project.command("--device", "cpu") == [*ALONE, "--device", "cpu", "--preset", "sample"]
     told = capsys.readouterr().out
-    assert project.made == ["scripts/make_sample.py"] and "short stories" in told and "There is no run" not in told
+    assert project.made == [str(ROOT / "scripts/make_sample.py")] and "short stories" in told and "There is no run" not in told
     project.command("--run-name", "frist", "--device=cpu")
     assert "There is no run runs/frist to resume, and no data is set" in capsys.readouterr().out, "a typo is reported"
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()

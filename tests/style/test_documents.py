@@ -21,7 +21,7 @@ def test_every_command_exists(page):
     text = page.read_text(encoding="utf-8")
     for script in re.findall(r"(?:python|bash|sbatch.*|-f|launch.*) (scripts/[\w/]+\.(?:py|sh|yaml))", text):
         assert (ROOT / script).is_file(), script
-    commands = {line.split()[0] for line in (ROOT / "paddock").read_text(encoding="utf-8").splitlines()
+    commands = {line.split()[0] for line in (ROOT / "scripts/main.py").read_text(encoding="utf-8").splitlines()
                 if re.match(r"[a-z-]+( .*)? : ", line)}
     assert "train" in commands
     found = set(re.findall(r"\./paddock ([a-z]\S*)", text))
@@ -81,7 +81,7 @@ def test_lists_are_those_of_the_site_too(page):
 def test_the_time_of_the_demo_is_one_figure_everywhere():
     """That of docs/benchmarks.md, as what the user waits."""
     assert "| `./paddock demo`, 300 steps, two cores | 0:34 |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    for place in ("README.md", "paddock", "docs/index.md", "scripts/run.py", "settings/presets/sample.env"):
+    for place in ("README.md", "scripts/main.py", "docs/index.md", "scripts/run.py", "settings/presets/sample.env"):
         text = (ROOT / place).read_text(encoding="utf-8")
         assert text.count("34 s on two CPU cores") == 1 and not re.search(r"80 seconds|\(2 min\)|a minute of CPU", text), place
 

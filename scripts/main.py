@@ -1,0 +1,104 @@
+"""The command `paddock`: it lists the commands, and runs the script of one in the folder of the user.
+
+./paddock runs this file, with any Python, before it sets up the environment: `--requirements` prints what the
+command must have, as scripts/setup.sh's set_up takes it, and nothing if it works without an environment.
+"""
+
+import ast
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common import __version__, interrupts  # noqa: E402
+from common.command_line import SYNONYMS, suggestion  # noqa: E402
+from common.errors import SettingsError, run_script  # noqa: E402
+
+COMMANDS = """
+demo                             : run.py --preset sample : train a small model (34 s on two CPU cores)
+test                             : test.sh                : run the tests
+prepare text|chats|pairs SOURCE  : prepare.py             : tokenize text, chats or preference pairs
+check                            : run.py --check         : check settings, data, memory and time
+train                            : run.py                 : train on the CPU, one GPU or all GPUs
+sweep --vary NAME=VALUES         : sweep.py               : compare settings, each with several seeds
+race --seeds N                   : dev/ab_benchmark.py    : compare recipes by an A/B benchmark
+pipeline                         : pipeline.py            : train every stage on sample data
+runs                             : runs.py                : list runs; --clean suggests deletions
+report [RUN ...]                 : report.py              : write a report of a run, or compare runs
+eval MODEL                       : evaluate.py            : evaluate a run or a model
+chat MODEL                       : chat.py                : chat with a model in the terminal
+serve MODEL                      : chat.py --serve        : serve a chat page and an OpenAI API
+generate MODEL                   : generate.py            : generate text
+export MODEL --to FORMAT         : export.py              : convert to hf, merged or gguf, or upload
+import SOURCE FOLDER             : import_checkpoint.py   : import a Llama model to start from
+verify RUN                       : verify_checkpoint.py   : verify the hashes of checkpoints
+doctor                           : doctor.py              : check the environment, GPU, NCCL and disk
+replay RUN --step N              : replay_step.py         : repeat one step and examine it
+diff RUN RUN                     : diff_runs.py           : find where two runs first differ
+at-step RUN STEP --output FOLDER : at_step.py             : re-create any past step, with proof
+inspect DATA                     : inspect_data.py        : show statistics and rows of prepared data
+"""
+TABLE = [tuple(map(str.strip, line.split(" : "))) for line in COMMANDS.strip().splitlines()]
+SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in TABLE}
+EXTRAS = "requirements-extras.txt"
+
+
+
+
+def show_list(program: str) -> None:
+    print(f"usage: {program} COMMAND [flags]\n       {program} COMMAND --help\n")
+    print("\n".join(f"  {usage:32} {meaning}" for usage, _, meaning in TABLE))
+    print("\nComing from another trainer: docs/coming-from.md")
+
+
+def requirements(name: str, words: list[str]) -> list[str]:
+    """Return the arguments of scripts/setup.sh's set_up."""
+    if name in ("doctor", "test") or {"-h", "--help"} & {*words}:  # scripts/test.sh sets up itself
+        return []
+    is_plot = any(word.startswith(("--plot", "--figure")) for word in words)
+    return ["requirements.txt", *[f"{EXTRAS}:starlette,uvicorn"] * ("--serve" in words),
+            *[f"{EXTRAS}:matplotlib"] * is_plot]
+
+
+def main() -> None:
+    program = "./paddock" if os.path.basename(sys.argv[0]) == "main.py" else "paddock"
+    is_question = sys.argv[1:2] == ["--requirements"]
+    name, *flags = sys.argv[1 + is_question:] or ["--help"]
+    if name in ("-h", "--help", "help", "--version"):
+        if not is_question:
+            show_list(program) if name != "--version" else print(f"Paddock {__version__}")
+        return
+    if name not in SCRIPTS:
+        nearest = suggestion(name, SCRIPTS, SYNONYMS)
+        guess = f" (did you mean {nearest}?)" if nearest else ""
+        raise SettingsError(f"unknown command {name[:80]}{guess}; {program} lists the commands")
+    script, *fixed = SCRIPTS[name]
+    path, words, needs_help = ROOT / "scripts" / script, [*fixed, *flags], {"-h", "--help"} & {*flags}
+    if is_question:
+        print(*requirements(name, words))
+        return
+    os.environ["PADDOCK_COMMAND"] = f"{program} {name}"
+    if script.endswith(".sh"):
+        if not path.exists():
+            raise SettingsError(f"{program} {name} needs a clone of Paddock; an installed one has no tests")
+        os.execvp("bash", ["bash", str(path), *words])
+    # Without the packages, most scripts cannot list their flags.
+    if needs_help and not find_spec("torch"):
+        if subprocess.run([sys.executable, path, *words], stderr=subprocess.DEVNULL).returncode == 2:
+            print(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))))
+            print("\nTo see the flags, install the packages: bash scripts/setup.sh")
+        return
+    interrupts.become(str(path), *words)
+
+
+def run() -> None:
+    """The installed command `paddock`."""
+    run_script(main)
+
+
+if __name__ == "__main__":
+    run_script(main)
