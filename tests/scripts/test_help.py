@@ -17,8 +17,9 @@ from common.command_line import HELP_COLUMNS, CommandParser
 from common.text import COMMANDS
 from parallel.process import STOP_SIGNALS
 
-PYTHON = [path for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("[dg]*/*.py")]) if "\nif __name__ ==" in path.read_text()]
-SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name != "setup.sh"]
+PYTHON = [path for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("[dg]*/*.py")]) if "\nif __name__ ==" in path.read_text()
+          and path.name != "main.py"]  # which is ./paddock: test_paddock.py
+SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name not in ("setup.sh", "run.sh", "run_pipeline.sh")]
 TRAIN = ROOT / "train.py"
 
 
