@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, PaddockError, run_script  # noqa: E402
 from common.text import EXIT_UNREAD  # noqa: E402
-from extensions.cost import estimate_memory  # noqa: E402
 from parallel.process import EXIT_PREEMPTED  # noqa: E402
 from scripts.gpu.suite import HEADER, PARTS, verdict  # noqa: E402
 from settings.load import describe_settings, read_preset, validate  # noqa: E402
@@ -104,6 +103,8 @@ def largest_that_fits(preset: str, method: str, memory: int) -> tuple[int, int, 
 
     Longer rows come first, then less recomputation, then more rows.
     """
+    from extensions.cost import estimate_memory  # imports torch
+
     config, _ = validate(read_preset(preset, "").values | {"training_stage": ("sft", "")})
     config = config.model_copy(update=METHODS[method] | {"sharding": "none", "async_save": False})
     for length, how, rows in product((4096, 2048, 1024), ("none", "selective", "block"), (8, 4, 2, 1)):

@@ -131,7 +131,7 @@ def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_
     assert result.startswith(f"result   loss {loss}, HellaSwag {share} ±")
     assert unquoted[0].startswith("report   ") and unquoted[0].endswith("scripts/report.py runs/run  (wrote report.html)")
     assert unquoted[1].startswith("use it   ") and unquoted[1].endswith("scripts/generate.py runs/run")
-    assert unquoted[2].endswith("train.py --run-name run --max-steps 8"), "the other settings are recorded"
+    assert unquoted[2].endswith("scripts/run.py --run-name run --max-steps 8"), "the other settings are recorded"
     _, *again = shlex.split(resume.removeprefix("resume   "))
     code, colored = on_terminal(tmp_path, *again, TERM="xterm")
     assert code == 0 and re.search(r"^  8/8 +100%  loss ", COLOR.sub("", colored), re.M), colored
