@@ -75,7 +75,7 @@ def scores(tmp_path, monkeypatch):
 
 def test_an_own_function_scores_the_answers_with_any_number_of_ranks_and_in_eval(scores, stages, tmp_path, monkeypatch):
     alone, both = (stages.run("sft", tmp_path, RUN_NAME=f"ranks-{ranks}", METRIC="scores:letters", **GENERATION) for ranks in (1, 2))
-    job = both.start(2, plant)
+    job = both.start(2, plant, env={"PYTHONPATH": os.environ["PYTHONPATH"]})
     monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)
     assert alone.train() == 0
     monkeypatch.undo()
