@@ -1,16 +1,23 @@
 """The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. Real parts run in .ci/tests and every night."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT
+from commands import ROOT, python
 from factories import wait_until
 
+from fused import attention
+from scripts.gpu import parts
 from scripts.gpu import suite as gpu_suite
 
 PROGRAM = """
@@ -84,6 +91,55 @@ def test_a_bad_part_stops_nothing_and_says_why(suite, tmp_path):
     assert "| good | ok |" in (tmp_path / "out" / "suite.md").read_text()
 
 
+@pytest.mark.parametrize(("device", "outcome"), [("cpu", True), ("cuda", None)])
+def test_only_a_missing_device_skips_the_other_parts(device, outcome, suite):
+    """Not a header that fails, is killed or takes too long."""
+    found = suite(part("good"), part("absent", alone=True), device=device)
+    assert found["good"]["ok"] is outcome
+    if outcome is None:
+        assert found["good"]["error"] == found["absent"]["error"] == "skipped: torch finds no cuda device"
+
+
+def test_a_process_that_cannot_start_is_a_fault(suite, monkeypatch):
+    def no_process(*_, **__):
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu_suite.subprocess, "Popen", no_process)
+        assert suite(part("good"))["good"]["error"] == "OSError: [Errno 12] Cannot allocate memory"
+    assert suite(part("good"), output="after")["good"]["ok"]
+
+
+def test_a_figure_is_written_at_once_and_a_stop_ends_all_parts(suite, tmp_path):
+    """SIGTERM: the parts that run are stopped and reported, the others are skipped."""
+    def stop() -> None:
+        figures = tmp_path / "out" / "figures.jsonl"
+        wait_until(lambda: figures.exists() and "child" in figures.read_text())
+        suite.suite.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stop)
+        found = suite(part("hangs"), part("good", needs=("hangs",)), part("faulty", alone=True))
+    assert found["hangs"]["error"].startswith("exit code -15") and found["hangs"]["figures"]["speed"] == 1.5
+    assert found["good"]["error"].startswith("skipped: ") and found["faulty"]["error"] == "skipped: no time left"
+
+
+@pytest.mark.parametrize(("group", "minutes"), [("first", 9), ("second", 3)])
+def test_a_group_fits_into_its_minutes_if_each_part_takes_its_whole_limit(group, minutes):
+    """The sum of limits over jobs, and the schedule itself, in which a thread takes the parts in order and waits for those needed."""
+    options, parts = gpu_suite.parse_args(["--parts", group])
+    alone = sum(part.seconds for part in parts if part.alone)
+    together = [part for part in parts if not part.alone]
+    threads, ends = [0.0] * options.jobs, {}
+    for part in together:
+        begin = max([threads[0], *(ends[name] for name in part.needs)])
+        ends[part.name] = begin + part.seconds
+        threads = sorted([*threads[1:], ends[part.name]])
+    assert all(ends[name] for part in parts for name in part.needs)
+    assert sum(part.seconds for part in together) / options.jobs + alone < 60 * minutes
+    assert max(threads) + alone + gpu_suite.LAST_SECONDS <= 60 * minutes == 60 * gpu_suite.MINUTES[group]
+
+
 def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it exceeded its limit of 1 s" and found["good"]["ok"]
@@ -112,11 +168,84 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
 
+@pytest.mark.slow
+def test_parts_that_only_run_scripts_pass_at_toy_size(tmp_path, monkeypatch):
+    """In forked processes; those of the first group have their test below."""
+    def run(task, script, *arguments, env=None, stdin=""):
+        done = python(script, *arguments, env=os.environ | (env or {}), stdin=stdin)
+        return done.returncode, done.stderr + done.stdout
+
+    monkeypatch.setattr(parts.Task, "run", run)
+    for part in gpu_suite.select_parts("stage-sft,stage-distil,stage-muon,stage-windows")[1:]:
+        task = parts.Task(part.name, "cpu", True, tmp_path, part.seconds, tmp_path / "figures.jsonl")
+        parts.PARTS[part.name](task)
+        assert task.figures() and gpu_suite.read_figures(task.notes, part.name)[1:] == ([], None), part.name
+
+
+def test_every_part_has_its_code():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
+    assert all(part.name in done.stdout for part in gpu_suite.PARTS)
+    assert {part.name for part in gpu_suite.PARTS} == set(parts.PARTS)
+
+
 def test_the_driver_needs_the_standard_library_only():
     """It must report it if pydantic or torch is missing."""
     code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
+    task = parts.Task("parity", "cpu", True, tmp_path, 10, tmp_path / "figures.jsonl")
+    task.check("loss", False, 3.5)
+    with task.attempt("a kernel"):
+        raise RuntimeError("no such kernel\nand a long story")
+    parts.Task("other", "cpu", True, tmp_path, 10, task.notes).figure("loss", 7)
+    task.figure("after", 1)
+    with open(task.notes, "a") as file:
+        file.write('{"part": "parity", "figure": {"half')
+    figures, faults, skipped = gpu_suite.read_figures(task.notes, "parity")
+    assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
+    assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
+    assert gpu_suite.read_figures(task.notes, "parity", task.notes.stat().st_size) == ({}, [], None)  # of a later call
+
+
+def test_a_machine_without_git_and_nvidia_smi_is_recorded_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    for commit in ("", "abc"):
+        monkeypatch.setenv("PADDOCK_COMMIT", commit)
+        task = parts.Task("header", "cpu", True, tmp_path, 60, tmp_path / f"figures{commit}")
+        parts.header(task)
+        assert task.figures()["commit"] == (commit or "unknown") and "CPU" in task.figures()["device"]
+        kernels = " ".join(name for name, value in task.figures().items() if value == "chosen")
+        assert all(f" for {purpose} in " in kernels for purpose in attention.ORDERS)
+
+
+# What torch, numpy and safetensors need, and what can be carried to a machine without a network.
+CARRIED = ("torch", "torchgen", "functorch", "numpy", "numpy.libs", "safetensors", "filelock", "fsspec", "jinja2", "markupsafe",
+           "networkx", "sympy", "mpmath", "typing_extensions.py", "setuptools", "pydantic", "pydantic_core", "annotated_types",
+           "typing_inspection", "dotenv", "tiktoken", "tiktoken_ext", "tokenizers", "regex", "yaml", "_yaml", "tqdm")
+
+
+@pytest.mark.slow
+def test_the_first_group_yields_its_figures_with_few_packages_and_an_empty_path(tmp_path):
+    """No git, nvidia-smi, compiler, litgpt, Liger, flash-attn, transformers, datasets, wandb, pytest or NVML."""
+    venv.create(tmp_path / "bare", with_pip=False)
+    [packages] = (tmp_path / "bare").glob("lib/python*/site-packages")
+    for name in CARRIED:
+        if (source := Path(sysconfig.get_path("purelib")) / name).exists():
+            (packages / name).symlink_to(source)
+    (tmp_path / "tmp").mkdir()
+    environment = {"PATH": "", "TMPDIR": str(tmp_path / "tmp"), "HOME": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "bare")}
+    command = [shutil.which("bash"), ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--tiny", "--parts", "first",
+               "--commit", "abc", "--minutes", "60", "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and f"{len(gpu_suite.select_parts('first'))} ok, 0 FAILED, 0 skipped" in done.stdout, done.stdout + done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures.jsonl", "first.md", "first.tar.gz", "results.jsonl"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert all(record["figures"] for record in records)
+    assert records[0]["figures"]["commit"] == "abc" and records[0]["figures"]["transformers"] == "not installed"
+    assert not [*(tmp_path / "tmp").glob("gpu_suite-[!c]*")]
 
 
 def test_the_host_waits_for_no_gpu_before_the_backward_of_any_objective():
