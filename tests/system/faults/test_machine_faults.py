@@ -125,7 +125,7 @@ def test_a_finished_run_needs_no_room(tiny_run, mount):
 @pytest.mark.parametrize("world_size", [1, WORLD])
 def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, on_small_disk):
     run, text = on_small_disk([5] * world_size, fill_the_disk_in_step_3)
-    assert_one_sentence(text, str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
+    assert_one_sentence(text, str(run.folder / "checkpoints"), "bytes needed", ", 0 bytes free")
     assert store.verify(run.checkpoint(2))
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
     (run.folder / "hog").unlink()
