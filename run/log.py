@@ -26,7 +26,8 @@ from run.paired import trends
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 # Metrics that differ between two equal runs.
-CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak_memory_bytes|[mh]fu|"
+                    r"power_.*|joules_.*|gpu_.*")
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
 COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
@@ -34,6 +35,7 @@ COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
            "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
            "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
 REPORT = "report.html"
+SLOWER = 1.1  # ratio of the slowest rank's seconds to the fastest's from which a step's line has both
 SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
@@ -331,6 +333,11 @@ class RunLog:
             file.close()
 
 
+def ranks_differ(metrics: Mapping[str, Any]) -> bool:
+    fastest = metrics.get("fastest_rank_seconds", 0)
+    return fastest > 0 and metrics["slowest_rank_seconds"] > SLOWER * fastest
+
+
 def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float) -> str:
     """Return the console's line of a logged step, in a fixed form that tools can search."""
     parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}",
@@ -338,6 +345,9 @@ def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_lef
              f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
     if "mfu" in metrics:
         parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
+    if ranks_differ(metrics):
+        parts.append(f"Ranks: {metrics['fastest_rank_seconds']:.3f} s (rank {metrics['fastest_rank']}) to "
+                     f"{metrics['slowest_rank_seconds']:.3f} s (rank {metrics['slowest_rank']})")
     return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])
 
 
@@ -366,7 +376,10 @@ def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_
     cells |= {label: f"{label} {fixed(metrics[name], decimals, width)}"
               for name, (label, decimals, width) in COLUMNS.items() if name in metrics}
     cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(10)}
-    for label in ("%", "lr", "MFU", "|g|", "ce", "margin"):  # in the order in which they can be missed
+    if ranks_differ(metrics):
+        cells["slowest"] = (f"slowest rank {metrics['slowest_rank']}, "
+                            f"{metrics['slowest_rank_seconds'] / metrics['fastest_rank_seconds']:.2f}x")
+    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # in the order in which they can be missed
         if sum(2 + len(cell) for cell in cells.values()) > room:
             cells.pop(label, None)
     return cells_line(cells)

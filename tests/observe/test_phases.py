@@ -81,7 +81,7 @@ def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_an
             take_step(clock, measured)
             assert step == 1 or len(measured.steps) == step - 1, "as far as the GPU was when this step began"
             Event.done = clock.now
-        assert measured.read_steps() == {"step_seconds": 51, **{f"{name}_seconds": value for name, value in SECONDS.items()}}
+        assert measured.read_steps() == {"step_seconds": 51, **expected()}
     assert len(Event.made) < 2 * 18, "those of two steps"
 
 
@@ -112,13 +112,20 @@ def take_step(clock, measured: Phases, scale: float = 1.0) -> None:
 SECONDS = {"data": 1, "forward": 5, "backward": 9, "optimizer": 6, "communication": 30}
 
 
+def expected(scale: float = 1.0) -> dict[str, float]:
+    """The metrics of steps on two equal ranks; before the backward each needs 1 s of data and 5 s of forward."""
+    ranks = {"fastest_rank": 0, "slowest_rank": 0, "fastest_rank_seconds": 6, "slowest_rank_seconds": 6}
+    return {name: value if name in ("fastest_rank", "slowest_rank") else scale * value
+            for name, value in ({f"{name}_seconds": value for name, value in SECONDS.items()} | ranks).items()}
+
+
 def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
     run = fake_run(world_size=2)
     with marking(Phases(run)) as measured:
         for scale in (1, 3):
             take_step(clock, measured, scale)
         read = measured.read_steps()
-        assert read == {"step_seconds": 102, **{f"{name}_seconds": 2 * value for name, value in SECONDS.items()}}
+        assert read == {"step_seconds": 102, **expected(2)}
         assert [step.total() for step in measured.to_compare] == [153], "without the first step, which compiles"
         take_step(clock, measured)
         assert measured.read_steps()["step_seconds"] == 51, "only the steps since the last reading"
@@ -218,3 +225,7 @@ def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_oth
     assert "[CPU0] warning: rank 1 is slow: its forward takes " in job.text()
     metrics = run.metrics()[-1]
     assert FORWARD < metrics["forward_seconds"] < metrics["step_seconds"]
+    fastest, slowest = metrics["fastest_rank"], metrics["slowest_rank"]
+    assert fastest in (0, 3) and slowest in (1, 2)
+    shown = f"{metrics['fastest_rank_seconds']:.3f} s (rank {fastest}) to {metrics['slowest_rank_seconds']:.3f} s (rank {slowest})"
+    assert f" | Ranks: {shown} | ETA: " in job.text()

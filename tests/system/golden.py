@@ -44,7 +44,8 @@ NEW_SETTINGS = ["EXTENSIONS", "METRIC", "MLFLOW_ENABLED"]
 GONE_SETTINGS = ["PREFETCH_STEPS", "HELLASWAG_BATCH_TOKENS", "LOSS_SPIKE_WINDOW", "MODEL_LANGUAGE", "REWARD_TIMEOUT", "WANDB_PROJECT"]
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
-CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak_memory_bytes|[mh]fu|power_.*|"
+                    r"joules_.*|gpu_.*")
 # The warm-up is longer than MIDDLE, so that continued runs depend on it too.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
         "MICRO_BATCH_SIZE": 2, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": STEPS, "LEARNING_RATE": 0.01,
