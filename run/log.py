@@ -346,8 +346,9 @@ def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_lef
     if "mfu" in metrics:
         parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
     if ranks_differ(metrics):
-        parts.append(f"Ranks: {metrics['fastest_rank_seconds']:.3f} s (rank {metrics['fastest_rank']}) to "
-                     f"{metrics['slowest_rank_seconds']:.3f} s (rank {metrics['slowest_rank']})")
+        fastest, slowest = (f"{metrics[f'{which}_rank_seconds']:.3f} s (rank {metrics[f'{which}_rank']})"
+                            for which in ("fastest", "slowest"))
+        parts.append(f"Ranks: {fastest} to {slowest}")
     return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])
 
 
@@ -379,7 +380,7 @@ def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_
     if ranks_differ(metrics):
         cells["slowest"] = (f"slowest rank {metrics['slowest_rank']}, "
                             f"{metrics['slowest_rank_seconds'] / metrics['fastest_rank_seconds']:.2f}x")
-    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # in the order in which they can be missed
+    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # least needed first
         if sum(2 + len(cell) for cell in cells.values()) > room:
             cells.pop(label, None)
     return cells_line(cells)
