@@ -1,16 +1,15 @@
 """The filter of preparation: removes documents that share a run of words with an evaluation item."""
 
 import re
-from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records
-from data_pipeline.workers import InOrder, PreparationOptions
+from data_pipeline.sources import Reading, Source, read_records
+from data_pipeline.workers import ChunkTokens, WorkerSpec
 
 # Part of the key: increase it when a filter removes different documents than before.
 FILTERS_VERSION = 1
@@ -19,14 +18,6 @@ OVERLAP_WORDS = 13  # as in GPT-3 (arXiv:2005.14165, appendix C) and lm-evaluati
 UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
 MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, with mixed bits
-OVERLAPS = "overlaps"  # its name in journals and manifests
-
-
-class Passed(NamedTuple):
-    """The state after a chunk: where it ends, and a description of each document that was removed from it."""
-
-    end: Any  # passed on from the chunk
-    removed: list[str]
 
 
 def words_of(text: str) -> list[str]:
@@ -100,25 +91,12 @@ def examine(path: str, items: list) -> list[str | None]:
     return [evaluation_items(path).overlap(words_of(item.text)) for item in items]
 
 
-class Filter:
-    """The filter of one preparation, which continues after the counts of an interrupted one."""
-
-    def __init__(self, options: PreparationOptions, removed: dict):
-        self.path = options.decontaminate
-        self.removed = removed or ({OVERLAPS: {"count": 0, "listed": []}} if self.path else {})
-
-    def apply(self, chunks: Iterable[tuple[list, Any]],
-              in_order: InOrder) -> Iterator[tuple[list, Passed]]:
-        if not self.path:
-            yield from ((items, Passed(end, [])) for items, end in chunks)
-            return
-        with_items = ((items, (items, end)) for items, end in chunks)
-        for overlaps, (items, end) in in_order(partial(examine, self.path), with_items):
-            yield [item for item, overlap in zip(items, overlaps) if not overlap], Passed(
-                end, [f"{item.where}: {overlap}" for item, overlap in zip(items, overlaps) if overlap])
-
-    def count(self, removed: list[str]) -> None:
-        if removed:
-            counts = self.removed[OVERLAPS]
-            counts["count"] += len(removed)
-            counts["listed"] += removed[:LISTED_BAD_RECORDS - len(counts["listed"])]
+def tokenize_filtered(tokenize: Callable[[WorkerSpec, list], ChunkTokens], spec: WorkerSpec,
+                      items: list) -> ChunkTokens:
+    """Return the tokens of the documents that share no text with an evaluation item. Runs in a worker."""
+    if not spec.options.decontaminate:
+        return tokenize(spec, items)
+    overlaps = examine(spec.options.decontaminate, items)
+    kept = [item for item, overlap in zip(items, overlaps) if not overlap]
+    return tokenize(spec, kept)._replace(removed=[f"{item.where}: {overlap}" for item, overlap
+                                                  in zip(items, overlaps) if overlap])

@@ -27,9 +27,18 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, disk_errors, json_sha256, read_json, sync_folder, write_json
 from common.text import counted, is_url, show, without_passwords
-from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, Filter
+from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, tokenize_filtered
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
-from data_pipeline.sources import Document, Position, Reading, Source, format_of, identify, read_texts
+from data_pipeline.sources import (
+    LISTED_BAD_RECORDS,
+    Document,
+    Position,
+    Reading,
+    Source,
+    format_of,
+    identify,
+    read_texts,
+)
 from data_pipeline.templates import text_tokenizer
 from data_pipeline.workers import (
     SPLITS,
@@ -248,7 +257,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     refused = Reading(skip_bad, **journal.get("refused", {}))  # records rejected by workers
     chunks, split_plan = read_chunks(plan, reading, journal)
     fraction = split_plan.fraction
-    overlaps = Filter(options, journal.get("removed", {}))
+    removed = journal.get("removed") or (
+        {"overlaps": {"count": 0, "listed": []}} if options.decontaminate else {})
     spec = WorkerSpec(options, plan.tokenizer.sha256, plan.dtype, fraction or 0.0,
                       frozenset(split_plan.common))
     # Tokens are written in order. Regularly they are synced, and the journal records the position.
@@ -265,28 +275,30 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         TOKENIZERS.clear()
         TOKENIZERS[spec.tokenizer_sha256] = plan.tokenizer
         in_order = stack.enter_context(open_workers(workers, only_tokenize and workers <= MAX_THREADS))
-        passed = overlaps.apply(chunks, in_order)
-        results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
+        tokenize = partial(tokenize_filtered, kind.tokenize, spec)
+        results = stack.enter_context(closing(in_order(tokenize, chunks)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = time.monotonic()
-        for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
-            overlaps.count(chunk.removed)
+        for chunks_done, (tokenized, chunk_end) in enumerate(results, journal["chunks"] + 1):
+            for counts in removed.values():
+                counts["count"] += len(tokenized.removed)
+                counts["listed"] += tokenized.removed[:LISTED_BAD_RECORDS - len(counts["listed"])]
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
                 reading.failed = refused.failed
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
-            if chunk.end.fraction:
+            if chunk_end.fraction:
                 tokens = sum(writer.tokens for writer in writers.values())
-                bar.total = round(tokens / min(chunk.end.fraction, 1.0))
+                bar.total = round(tokens / min(chunk_end.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 # Documents whose ends are held out have no position.
-                end = {} if fraction is None else {"end": {**chunk.end._asdict(), "split": split_plan}}
+                end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
                     "bad": refused.bad, "bad_records": refused.bad_records},
-                    "removed": overlaps.removed, **end})
+                    "removed": removed, **end})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
@@ -297,9 +309,9 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     if reading.dropped:
         skipped["dropped"] = dict(reading.dropped)
     if not splits["train"]["documents"]:
-        raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, overlaps)
+        raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, removed)
     return {"splits": splits, "skipped": skipped,
-            **({"removed": overlaps.removed} if overlaps.removed else {}),
+            **({"removed": removed} if removed else {}),
             **({"cut_from_each": TAIL} if fraction is None else
                {"held_out": fraction} if fraction != options.validation_fraction else {}),
             **({"common_openings": len(split_plan.common)} if split_plan.common else {})}
@@ -326,11 +338,11 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
     return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
 
 
-def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, overlaps: Filter) -> DataError:
+def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, removed: dict) -> DataError:
     """Return the error for a set without training documents, with the reasons and the remedy."""
     source, kind = plan.inputs[0], plan.kind.name
     counts = {"in validation": held_out, "empty": skipped["empty"], "bad": skipped["bad"],
-              "removed": sum(removed["count"] for removed in overlaps.removed.values())}
+              "removed": sum(each["count"] for each in removed.values())}
     why = ", ".join(f"{count:,} {verb}" for verb, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     lower = "lower VALIDATION_FRACTION (0 holds nothing out), or " * bool(held_out)

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -62,6 +62,7 @@ class ChunkTokens(NamedTuple):
 
     splits: dict[str, Tokens]
     refused: list[tuple[str, str]]  # (where, reason) of unusable items
+    removed: Sequence[str] = ()  # descriptions of those that share text with evaluation items
 
 
 class DataKind(NamedTuple):
