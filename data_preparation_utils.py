@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from common.command_line import CommandParser, filled, number
 from common.errors import DataError, SettingsError, local_path, unreadable
 from common.files import disk_errors, read_json
-from common.text import COMMANDS, is_url, show, without_passwords
+from common.text import COMMANDS, PROGRAM, is_url, show, without_passwords
 from config import KINDS, Config, PreparationConfig
 from data_pipeline import mixture
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
@@ -188,7 +188,7 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     listed = "\n".join(filled(" ".join([*used_settings(kind), "hf_token"]).upper(),
                               initial_indent="  ", subsequent_indent="  "))
     parser = FlagParser(
-        records, prog=f"./paddock {COMMANDS[KINDS[kind][1]]}",
+        records, prog=f"{PROGRAM} {COMMANDS[KINDS[kind][1]]}",
         usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings used here, from .env, the environment or as flags:
 {listed}

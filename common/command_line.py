@@ -13,7 +13,7 @@ from math import inf
 from typing import Optional
 
 from common import __version__
-from common.text import COMMANDS
+from common.text import COMMANDS, PROGRAM
 
 HELP_COLUMNS = 80
 VERSION = f"Paddock {__version__}"
@@ -69,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, epilog: str = "", **options):
         script = f"scripts/{os.path.basename(sys.argv[0])}"
-        own = f"./paddock {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
+        own = f"{PROGRAM} {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
         options["prog"] = os.environ.get("PADDOCK_COMMAND") or options.get("prog", own)
         super().__init__(description=description, epilog=epilog, formatter_class=HelpFormatter, **options)
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")

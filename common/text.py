@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
-# The commands of ./paddock, by the script that each one runs.
+PROGRAM = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]  # as the user calls it
+# Its commands, by the script that each one runs.
 COMMANDS = {
     "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff",
     "scripts/chat.py": "chat", "scripts/convert_to_gguf.py": "export --to gguf",
@@ -150,7 +151,7 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
     by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
     own, found = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
-    is_installed = os.environ.get("PADDOCK_COMMAND", "").startswith("paddock ") and script in COMMANDS
+    is_installed = PROGRAM == "paddock" and script in COMMANDS
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))

@@ -24,7 +24,7 @@ from common import __version__  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.files import free_bytes, why_not_writable  # noqa: E402
-from common.text import counted, last_line, show  # noqa: E402
+from common.text import PROGRAM, counted, last_line, show  # noqa: E402
 from parallel.process import why_no_kernels  # noqa: E402
 from scripts.environment import damaged, not_importable  # noqa: E402
 
@@ -183,9 +183,9 @@ def check_disk() -> Finding:
     free = free_bytes(folder)
     text = f"{free / 2**30:.1f} GiB free in {folder}"
     if free < LEAST_FREE:
-        return Finding(FAIL, "disk", f"{text}; free up space (./paddock runs --clean), or set OUTPUT_DIR")
+        return Finding(FAIL, "disk", f"{text}; free up space ({PROGRAM} runs --clean), or set OUTPUT_DIR")
     if free < ENOUGH_FREE:
-        return Finding(LIMITS, "disk", f"{text}, enough for small models only (./paddock runs --clean)")
+        return Finding(LIMITS, "disk", f"{text}, enough for small models only ({PROGRAM} runs --clean)")
     return Finding(OK, "disk", text)
 
 
@@ -204,7 +204,7 @@ def check_settings() -> Iterator[Finding]:
     except SettingsError as error:
         first, *others = str(error).splitlines()
         more = f" (and {len(others)} more)" if others else ""
-        yield Finding(FAIL, ".env", f"{first}{more}; correct it, then run ./paddock check")
+        yield Finding(FAIL, ".env", f"{first}{more}; correct it, then run {PROGRAM} check")
 
 
 CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (

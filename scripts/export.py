@@ -24,7 +24,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from common import errors, interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
-from common.text import aligned, command, counted, show  # noqa: E402
+from common.text import PROGRAM, aligned, command, counted, show  # noqa: E402
 
 SCRIPTS = {"merged": "merge_lora.py", "gguf": "convert_to_gguf.py"}
 ADAPTERS = "adapter_config.json"
@@ -36,8 +36,7 @@ def parse_args() -> argparse.Namespace:
     target.add_argument("--to", choices=("hf", "hub", *SCRIPTS))
     known, flags = target.parse_known_args()
     if known.to in SCRIPTS:
-        program = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]
-        os.environ["PADDOCK_COMMAND"] = f"{program} export --to {known.to}"
+        os.environ["PADDOCK_COMMAND"] = f"{PROGRAM} export --to {known.to}"
         script = str(Path(__file__).with_name(SCRIPTS[known.to]))
         interrupts.become(script, *flags)
     parser = CommandParser(__doc__, allow_abbrev=False)

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
-from common.text import command, show  # noqa: E402
+from common.text import PROGRAM, command, show  # noqa: E402
 
 SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
            "pairs": "load_dpo_dataset.py", "prompts": "load_prompts_dataset.py",
@@ -110,8 +110,7 @@ def main() -> None:
         if any(flag.split("=")[0] == "--source" for flag in flags):
             parser.error(f"the source is given twice, as {flags[0]} and by --source; remove one")
         flags.insert(0, "--source")
-    program = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]
-    os.environ["PADDOCK_COMMAND"] = f"{program} prepare {kind}"
+    os.environ["PADDOCK_COMMAND"] = f"{PROGRAM} prepare {kind}"
     script = str(Path(__file__).with_name(SCRIPTS[kind]))
     interrupts.become(script, *flags)
 

@@ -24,7 +24,7 @@ from checkpoint.manifest import read_manifest_bytes  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, run_script  # noqa: E402
 from common.files import FileLock, read_json  # noqa: E402
-from common.text import WIDTH, aligned, counted, show, show_part  # noqa: E402
+from common.text import PROGRAM, WIDTH, aligned, counted, show, show_part  # noqa: E402
 from config import START_FROM  # noqa: E402
 from extensions.report.data import RunReader, format_value  # noqa: E402
 from extensions.report.health import time_text  # noqa: E402
@@ -180,7 +180,7 @@ def main() -> None:
     output_dir = args.output_dir or Path(load_config(complete=False).config.output_dir)
     runs = read_runs(output_dir) if os.path.isdir(output_dir) else []
     if not runs:
-        return show(f"No runs in {output_dir}. To start one, run ./paddock demo")
+        return show(f"No runs in {output_dir}. To start one, run {PROGRAM} demo")
     if args.clean:
         return clean(runs)
     show(*table(runs))

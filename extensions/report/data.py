@@ -18,7 +18,7 @@ from checkpoint import schema
 from checkpoint.item_scores import ItemScores, item_scores, read_item_scores
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, holder_runs, plain, read_json
-from common.text import counted
+from common.text import PROGRAM, counted
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
@@ -383,7 +383,7 @@ class RunReader:
         where, command = f"after step {step:,}", None
         if (self.folder / "debug" / f"step-{step + 1:08d}").is_dir():
             where, run = f"in step {step + 1:,}", shlex.quote(str(self.folder))
-            command = f"./paddock replay {run} --step {step + 1}"
+            command = f"{PROGRAM} replay {run} --step {step + 1}"
         saved = f"{newest.name} in checkpoints/" if newest else "no checkpoint"
         return {"where": where, "reason": end.get("reason") or KILLED, "saved": saved, "command": command}
 
