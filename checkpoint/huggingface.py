@@ -245,39 +245,6 @@ def with_rows(tensors: Mapping[str, LazyTensor], vocab_size: int) -> dict[str, L
     return {name: tensor.resized(vocab_size) if name in by_id else tensor for name, tensor in tensors.items()}
 
 
-def from_meta(tensors: Mapping[str, Tensor],
-              params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """Return parameters and model settings from Meta's Llama 3 files, consolidated.00.pth and params.json.
-
-    Meta's files store the tied head of the 1B and 3B models separately, and omit their rotary scaling factor,
-    which is 32; Llama 3.1's is 8. Source: the models' published configurations.
-    """
-    state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
-    required = ("dim", "n_layers", "n_heads", "norm_eps")
-    gate = "layers.0.feed_forward.w1.weight"
-    missing = [key for key in required if key not in params]
-    missing += [name for name in (*VOCABULARY, gate) if name not in state]
-    if missing:
-        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
-    tied = state["tok_embeddings.weight"].equals(state["output.weight"])
-    if tied:
-        del state["output.weight"]
-    settings = {key: params[key] for key in required} | {
-        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": state[gate].rows,
-        "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
-    if params.get("use_scaled_rope"):
-        settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
-        settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
-    rows = state["tok_embeddings.weight"].rows
-    expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
-    wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
-             if name not in state or state[name].shape != expected.get(name)]
-    if wrong:
-        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use "
-                              "the one of this model")
-    return state, settings
-
-
 def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
     """Return a hash of weights under Hugging Face's names, independent of their division into files.
 

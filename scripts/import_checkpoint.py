@@ -12,8 +12,9 @@ code.
 import os
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
@@ -25,7 +26,7 @@ from checkpoint import huggingface
 from checkpoint.huggingface import read_model_json
 from checkpoint.peft import refuse_adapters
 from checkpoint.store import check_new, publish_model
-from checkpoint.tensors import LazyTensor
+from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script, unreadable
 from common.files import WrongContentError, plain
@@ -34,6 +35,41 @@ from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
 from model_utils import find_model
 from tokenizer import load_tokenizer, read_generation
+
+
+def from_meta(tensors: Mapping[str, Tensor],
+              params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Return parameters and model settings from Meta's Llama 3 files, consolidated.00.pth and params.json.
+
+    Meta's files store the tied head of the 1B and 3B models separately, and omit their rotary scaling factor,
+    which is 32; Llama 3.1's is 8. Source: the models' published configurations.
+    """
+    state = {name: huggingface.checked(name, lazy(tensor)) for name, tensor in tensors.items()
+             if name != "rope.freqs"}
+    required = ("dim", "n_layers", "n_heads", "norm_eps")
+    gate = "layers.0.feed_forward.w1.weight"
+    missing = [key for key in required if key not in params]
+    missing += [name for name in (*huggingface.VOCABULARY, gate) if name not in state]
+    if missing:
+        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
+    tied = state["tok_embeddings.weight"].equals(state["output.weight"])
+    if tied:
+        del state["output.weight"]
+    settings = {key: params[key] for key in required} | {
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": state[gate].rows,
+        "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
+    if params.get("use_scaled_rope"):
+        settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
+        settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
+    rows = state["tok_embeddings.weight"].rows
+    config = huggingface.checked_settings(settings, "params.json")
+    expected = huggingface.parameter_shapes(config, rows)
+    wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
+             if name not in state or state[name].shape != expected.get(name)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use "
+                              "the one of this model")
+    return state, settings
 
 
 def read_meta(file: Path,
@@ -53,7 +89,7 @@ def read_meta(file: Path,
                               f"({str(error).splitlines()[0]:.60} ...); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
-    state, settings = huggingface.from_meta(tensors, params)
+    state, settings = from_meta(tensors, params)
     if rope_scaling_factor is not None:
         settings["rope_scaling_factor"] = rope_scaling_factor
     return state, huggingface.checked_settings(settings, "--rope-scaling-factor"), 8192

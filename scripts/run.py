@@ -32,7 +32,7 @@ from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import show  # noqa: E402
 from config import KIND_OF_STAGE, KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
-from parallel import process  # noqa: E402
+from scripts.gpus import choose_gpus  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
 
 RESTARTS = 3  # unless --max-restarts is given
@@ -116,7 +116,7 @@ def main() -> None:
     if unused and not to_prepare:
         raise SettingsError(f"command line: {flag(unused[0])} needs data to prepare; add --source")
     if launching.gpus:
-        process.choose_gpus(launching.gpus)
+        choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
         if flags != own and (name := peek(own)[0].get("run_name")):

@@ -148,7 +148,7 @@ def header(task: Task) -> None:
         driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         task.figure("driver", driver.splitlines()[0] if driver else "unknown")
         with suppress(Exception):  # NVML or its package is missing
-            from parallel.process import read_gpus
+            from scripts.gpus import read_gpus
 
             task.figure("NVML", "; ".join(map(str, read_gpus())))
     for name in ("triton", "transformers", "liger_kernel", "litgpt", "flash_attn", "flash_attn_interface"):

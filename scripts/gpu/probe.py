@@ -317,7 +317,7 @@ def measure_layout(task, layout: str) -> None:
 
 def used_memory() -> dict[str, int]:
     """Return each GPU's used memory by its UUID; nothing if NVML or its package is missing."""
-    from parallel.process import read_gpus
+    from scripts.gpus import read_gpus
 
     with suppress(Exception):
         return {gpu.uuid: gpu.used for gpu in read_gpus()}

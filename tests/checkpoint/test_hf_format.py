@@ -341,17 +341,17 @@ def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, tor
 def test_metas_weights_need_no_change(tied, tmp_path):
     config, state, params = metas_download(tmp_path / "meta", tied)
     meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
-    read, settings = huggingface.from_meta(meta, params)
+    read, settings = from_meta(meta, params)
     assert read.keys() == state.keys() and all(torch.equal(read[name].full(), state[name]) for name in state)
     assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
     assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
     with pytest.raises(CheckpointError, match="wk.weight"):
-        huggingface.from_meta(meta, {**params, "n_kv_heads": 4})
+        from_meta(meta, {**params, "n_kv_heads": 4})
     with pytest.raises(CheckpointError, match="lack output.weight"):
-        huggingface.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
+        from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 
-import_checkpoint = runpy.run_path(str(IMPORT_SCRIPT))["import_checkpoint"]
+from_meta, import_checkpoint = map(runpy.run_path(str(IMPORT_SCRIPT)).get, ("from_meta", "import_checkpoint"))
 
 
 def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:

@@ -9,17 +9,17 @@ from nvml_stub import GIB
 
 from common.errors import SettingsError
 from parallel import process
-from parallel.process import Gpu, GpuRequest, choose_gpus
+from scripts.gpus import Gpu, GpuRequest, choose_gpus, read_gpus, take_gpus
 
 
 def test_every_gpu_is_read_as_it_is(nvml):
     module = nvml()
-    found = process.read_gpus()
+    found = read_gpus()
     assert not module.is_open
     assert found[1] == Gpu(1, "GPU-10f3", False, 2, 1 * GIB, 80 * GIB, 0)
     assert [gpu.number for gpu in found if gpu.is_idle] == [0, 2]
     nvml("nvmlDeviceGetUtilizationRates")  # as on some cards
-    assert [gpu.number for gpu in process.read_gpus() if gpu.is_idle] == [0, 2, 4]
+    assert [gpu.number for gpu in read_gpus() if gpu.is_idle] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(("asked", "visible", "taken"), [
@@ -31,7 +31,7 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
         monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    process.take_gpus(GpuRequest.parse(asked))
+    take_gpus(GpuRequest.parse(asked))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert len(taken) == GpuRequest.parse(asked).count
@@ -64,10 +64,10 @@ def test_what_means_nothing_is_refused(text):
 def test_without_nvml_it_is_told_what_to_do(nvml, monkeypatch):
     nvml("nvmlInit")
     with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
-        process.read_gpus()
+        read_gpus()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(SettingsError, match="pip install nvidia-ml-py"):
-        process.read_gpus()
+        read_gpus()
 
 
 @pytest.mark.parametrize(("environ", "numbers"), [

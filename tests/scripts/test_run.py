@@ -74,7 +74,7 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
 
 
 def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
-    monkeypatch.setattr(project.script.process, "choose_gpus", lambda wanted: [0, 1])
+    monkeypatch.setattr(project.script, "choose_gpus", lambda wanted: [0, 1])
     Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
     *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
                                        "--max-steps", "2")

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +18,7 @@ from config import Config
 from extensions.report.data import RunReader
 from learn import optim
 from parallel import process, ranks
-from run import restart
-from run.restart import Ending, Job, RankExit
+from scripts.launch import Ending, Job, RankExit, agree, record_cause
 
 HANG, CRASH = 6, 1
 
@@ -27,7 +27,8 @@ class Played(Job):
     """A job whose starts are played: each is the exit code, the steps saved, and whether a signal stopped it."""
 
     def __init__(self, folder: Path, *starts: tuple, most: int = 3, **settings):
-        super().__init__(Config(output_dir=str(folder), **settings), ["--max-steps=9"], most, ranks=2)
+        args = Namespace(max_restarts=most, nnodes=1)
+        super().__init__(args, ["--max-steps=9"], Config(output_dir=str(folder), **settings), ranks=2)
         self.starts, self.folder, self.written, self.flags_seen, self.told = iter(starts), folder / "named", 0, [], []
 
     def start(self, number: int, flags: list[str]) -> Ending:
@@ -104,7 +105,7 @@ def test_machines_agree_as_json_and_only_if_all_answer():
     def of(node: int, again: bool = True, key: str = "a", seconds: float = 20) -> dict:
         store = dist.TCPStore(hosted.host, hosted.port, is_master=False, timeout=timedelta(seconds=20))
         state = {"again": again, "cause": RankExit(node == 0, 5.0 - node, node, 1, f"rank {node}"), "newest": [node, 7]}
-        return restart.agree(store, [f"{key}-{other}" for other in range(2)], node, state, seconds)
+        return agree(store, [f"{key}-{other}" for other in range(2)], node, state, seconds)
 
     with ThreadPoolExecutor() as pool:
         first, second = pool.map(of, range(2))
@@ -217,13 +218,13 @@ def test_the_cause_of_an_interruption_is_that_of_the_rank_that_began_it(tmp_path
     (tmp_path / "events.jsonl").write_text("".join(json.dumps({"time": 1e9, "step": 4, **event}) + "\n" for event in (
         {"event": "start"}, {"event": "end", "reason": lost})))
     victim, survivor = RankExit(False, 8, 1, 1, "rank 1 was killed by SIGKILL"), RankExit(True, 7, 0, 1, f"{lost} (gloo)")
-    restart.record_cause(Ending([survivor], run_folder=tmp_path))
+    record_cause(Ending([survivor], run_folder=tmp_path))
     assert reason() == lost, "on a machine of survivors alone, nothing is known"
     for _ in range(2):
-        restart.record_cause(Ending([survivor, victim], run_folder=tmp_path))
+        record_cause(Ending([survivor, victim], run_folder=tmp_path))
         assert reason() == "rank 1 was killed by SIGKILL"
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3, "told once"
-    restart.record_cause(Ending([RankExit(False, 9, 0, process.EXIT_PREEMPTED)], run_folder=tmp_path))
-    restart.record_cause(Ending([victim], run_folder=tmp_path / "deleted"))
-    restart.record_cause(Ending([victim]))
+    record_cause(Ending([RankExit(False, 9, 0, process.EXIT_PREEMPTED)], run_folder=tmp_path))
+    record_cause(Ending([victim], run_folder=tmp_path / "deleted"))
+    record_cause(Ending([victim]))
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
