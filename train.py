@@ -56,6 +56,7 @@ from run.life import (
     ending,
     finish_saving,
     how_to_resume,
+    pin_early,
     record_settings,
     save_checkpoint,
     saves_end,
@@ -144,6 +145,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                 # Log the step first: a bad step is not counted, and the run stops.
                 if progress.step == first:
                     record_settings(run)
+                    pin_early(run)
                 log_step(run, result)
                 for extension in run.extensions:
                     extension.step_end(run, prepared.batches, result)

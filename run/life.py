@@ -21,7 +21,7 @@ from torch import Tensor
 import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.schema import SEGMENTS, SavedProgress
-from checkpoint.tensors import TensorFile
+from checkpoint.tensors import LazyTensor, TensorFile
 from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
@@ -363,6 +363,47 @@ def record_settings(run: Run) -> None:
 # --------------------------------------------------------------------------------------- checkpoints
 
 
+@collective
+def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTensor]]:
+    """Return the weights and the optimizer's state, as tensors that read copies of this rank's rows."""
+    trained = {name: parameter for name, parameter in named_parameters(run.model).items()
+               if parameter.requires_grad or not run.config.lora_enabled}
+    # The rows of this rank, and the parameters that they are divided like.
+    tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
+    optimizer_state = run.optimizer.state_tensors()
+    for name, rows in optimizer_state.items():
+        like = trained[name.rpartition(".")[0]]
+        tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
+    run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim)
+    copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
+                            for name, (rows, like) in tensors.items()})
+    moments = trim_padding({name: copied[name] for name in optimizer_state}, run.model)
+    return {name: copied[name] for name in trained}, moments
+
+
+@collective
+def allocate_copies(run: Run) -> bool:
+    """Allocate host memory for copies of `tensors_to_save`; if there is too little, warn and return False."""
+    shortage = run.shard.allocate()
+    if shortage and not run.shard.was_reported:
+        run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
+        run.shard.was_reported = True
+    return not shortage
+
+
+@phase("save")
+@collective
+def pin_early(run: Run) -> None:
+    """On a GPU, allocate the copies after the first step, which compiles: pinning takes seconds.
+
+    The optimizer's state exists only now, and the first save would pay otherwise.
+    """
+    config = run.config
+    if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
+        tensors_to_save(run)
+        allocate_copies(run)
+
+
 @phase("save")
 @collective
 def save_checkpoint(run: Run, wait: bool = False) -> None:
@@ -378,19 +419,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     is_lost = not follow_folder(run)
     checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
 
-    # The contents: this rank's rows, the parameters that they are divided like, and rows to save.
-    trained = {name: parameter for name, parameter in named_parameters(run.model).items()
-               if parameter.requires_grad or not config.lora_enabled}
-    tensors = {name: (local_rows(parameter), parameter) for name, parameter in trained.items()}
-    optimizer_state = run.optimizer.state_tensors()
-    for name, rows in optimizer_state.items():
-        like = trained[name.rpartition(".")[0]]
-        tensors[name] = (rows, (like if is_divided(like) else rows) if rows.ndim else rows)
-    run.shard = run.shard or RankShard(ranks, ranks_per_copy(run.model), run.model.config.head_dim)
-    copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
-                            for name, (rows, like) in tensors.items()})
-    weights = {name: copied[name] for name in trained}
-    moments = trim_padding({name: copied[name] for name in optimizer_state}, run.model)
+    weights, moments = tensors_to_save(run)
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
@@ -420,13 +449,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     manifest = {"step": step, "world_size": ranks.world_size,
                 "val_loss": progress.val_loss if has_loss else None}
     saving = PendingSave(step, started, run.shard, files, write_others, manifest)
-    is_async = config.async_save and not (wait or is_lost)
-    if is_async and (shortage := run.shard.allocate()):  # no room for a copy in host memory
-        is_async = False
-        if not run.shard.was_reported:
-            run.log.warn(f"ASYNC_SAVE: training stops while checkpoints are written, because {shortage}")
-            run.shard.was_reported = True
-    if not is_async:
+    if not config.async_save or wait or is_lost or not allocate_copies(run):
         run.saving = saving
         return finish_saving(run)
     run.shard.copy(*run.shard.tensors)

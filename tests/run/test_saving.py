@@ -6,16 +6,19 @@ import os
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from factories import UNMEASURED, assert_same_run, at_step, do_in_step, run_ranks, wait_until
+from safetensors.torch import load_file
 
+import train
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
-from common.activity import Background, Cancelled, tick
+from common.activity import ACTIVITY, Background, Cancelled, tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
@@ -224,6 +227,29 @@ def test_every_rank_keeps_its_share_and_a_block_and_syncs_what_it_wrote(tiny_run
     before = run.hashes(2)
     run_ranks(save_and_look, run.argv(), world_size=3, folder=run.output_dir / "outputs")
     assert run.hashes(2) == before
+
+
+def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_save(tiny_run, whole, monkeypatch):
+    allocated, empty, pin_early = [], saving.RankShard._empty, train.pin_early
+
+    def pin_as_on_a_gpu(run) -> None:
+        context, ranks = run.context, replace(run.ranks, device=torch.device("cuda"))
+        run.context = replace(context, ranks=ranks)
+        pin_early(run)
+        run.context, run.shard.ranks = context, context.ranks
+
+    def record(shard, name, pinned=False):
+        allocated.append((ACTIVITY.step, name, pinned))
+        return empty(shard, name)
+
+    monkeypatch.setattr(train, "pin_early", pin_as_on_a_gpu)
+    monkeypatch.setattr(saving.RankShard, "_empty", record)
+    run = tiny_run()
+    assert run.train() == 0
+    assert_same_run(run, whole, 6)
+    assert {(step, pinned) for step, _, pinned in allocated if pinned} == {(1, True)}
+    names = [name for _, name, pinned in allocated if pinned]
+    assert len({*names}) == len(names) == 4 * len(load_file(run.checkpoint(6) / "model.safetensors")), "weights, two moments and step"
 
 
 def test_a_thread_returns_its_value_and_warnings_and_ends_when_it_is_cancelled():
