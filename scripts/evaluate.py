@@ -4,6 +4,7 @@
     ./paddock eval runs/first --eval-tasks arc:arc.jsonl
     ./paddock eval owner/Llama --data data/pretrain/0123
     ./paddock eval runs/first --tasks arc_easy,winogrande,piqa
+    ./paddock eval runs/first --tasks core --include-path eval_bundle
     ./paddock eval runs/first runs/chat
 
 Two models, such as the base of a run and the run, are compared in one table by paired tests over the same
@@ -12,7 +13,8 @@ items, with their answers to some prompts. Both use the data and settings of the
 For a run, the newest valid checkpoint is evaluated with the run's data and settings. The results equal those
 the run logged. For other models, choose the data with flags. Flags also change settings, for example
 --validation-rows 1000, --max-seq-len 512, --generation-eval-every 1 or
---validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads their data.
+--validate-every 0. --tasks runs tasks of lm-evaluation-harness, which downloads their data. --tasks core
+computes the CORE metric of DCLM and nanochat from the items in nanochat's eval_bundle.
 """
 
 import json
@@ -39,8 +41,9 @@ def parse_args():
     parser.add_argument("--data", metavar="FOLDER",
                         help="prepared data; its validation split is used (default: the run's)")
     parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag items (default: the run's)")
-    parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
-    parser.add_argument("--include-path", metavar="FOLDER", help="folder with more tasks (YAML files)")
+    parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, or core")
+    parser.add_argument("--include-path", metavar="FOLDER",
+                        help="folder with more tasks (YAML files); for core, nanochat's eval_bundle")
     parser.add_argument("--num-fewshot", type=int, metavar="N",
                         help="examples in the prompt of each --tasks item (default: set by the task)")
     parser.add_argument("--limit", type=int, metavar="N",
@@ -56,6 +59,13 @@ def parse_args():
         raise SettingsError(*flags.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
         parser.error("--include-path, --num-fewshot and --limit require --tasks")
+    if "core" in (args.tasks or "").split(","):
+        if args.tasks != "core" or args.num_fewshot is not None:
+            parser.error("--tasks core runs alone, and its tasks set the examples in a prompt: leave out "
+                         "the other tasks and --num-fewshot")
+        if not args.include_path:
+            parser.error("--tasks core requires --include-path FOLDER, nanochat's eval_bundle: "
+                         "docs/evaluation.md says where to download it")
     if len(args.model) > 2 or args.tasks and len(args.model) > 1:
         parser.error("--tasks evaluates one model" if args.tasks else "at most two models can be compared")
     if args.json and not args.json.absolute().parent.is_dir():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import runpy
 import shutil
 import sys
@@ -134,6 +135,26 @@ def task(prepared, tmp_path) -> tuple[str, ...]:
         "dataset_path": "json", "training_split": None,
         "dataset_kwargs": {"data_files": {"validation": str(file)}, "cache_dir": str(tmp_path / "cache")}}))
     return "--tasks", "own_items", "--include-path", str(folder)
+
+
+@pytest.mark.filterwarnings("default")  # the harness warns of its own ways
+def test_core_needs_its_bundle_and_stands_in_the_table(whole, tmp_path, capsys):
+    """Each item comes twice, with either answer: whatever the model prefers, it is right once."""
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
+    (tmp_path / "core.yaml").write_text("icl_tasks: [{label: twice, dataset_uri: a.jsonl, num_fewshot: [1], icl_task_type: multiple_choice}]")
+    (tmp_path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ntwice,25\n")
+    (tmp_path / "eval_data").mkdir()
+    items = [{"query": f"{number} and", "choices": ["one", "two more"], "gold": gold} for number in range(4) for gold in (0, 1)]
+    (tmp_path / "eval_data" / "a.jsonl").write_text("\n".join(map(json.dumps, items)))
+    core = (whole.checkpoint(6), "--tasks", "core", "--hellaswag-every", 0, "--validate-every", 0)
+    found = evaluate(*core, "--include-path", tmp_path, output=tmp_path / "found.json")["metrics"]
+    assert found["core_twice_acc"] == 0.5 and found["core"] == found["core_twice_centered"] == pytest.approx(1 / 3)
+    assert re.search(r"\nCORE   centered  0.3333  0.25\d\d  0.0000  1\n", capsys.readouterr().out)
+    with pytest.raises(DataError, match="nowhere.*eval_bundle.zip"):
+        call(*core, "--include-path", tmp_path / "nowhere")
+    for wrong in ((), ("--include-path", tmp_path, "--num-fewshot", 0)):
+        with pytest.raises(SystemExit):
+            call(*core, *wrong)
 
 
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways
