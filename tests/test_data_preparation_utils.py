@@ -7,7 +7,6 @@ import io
 import json
 import os
 import random
-import runpy
 import shlex
 import signal
 import subprocess
@@ -115,14 +114,6 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, m
     monkeypatch.setattr(preparation, "CODE_VERSION", preparation.CODE_VERSION + 1)
     names.append(name())
     assert len(set(names)) == len(names)
-
-
-def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
-    texts = stories(4000)
-    held_out = {text for text in texts if split_of(text, 0.05) == "validation"}
-    assert 120 < len(held_out) < 280
-    assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
-    assert not any(split_of(text, 0.0) == "validation" for text in texts)
 
 
 def test_a_text_of_few_documents_gives_its_last_tenth_for_validation(tmp_path, tokenizer_path):
@@ -347,17 +338,6 @@ def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
     assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
-
-
-def test_hellaswag_items_are_written_whole(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    script = runpy.run_path(str(ROOT / "scripts" / "load_hellaswag_dataset.py"))
-    item = {"ind": 1, "activity_label": "A", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": "2"}
-    Path("items.jsonl").write_text((json.dumps(item) + "\n") * 5)
-    script["main"](["--source", "items.jsonl", "--output", "deep/out.jsonl"])
-    assert capsys.readouterr().out.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
-    assert [json.loads(line) for line in Path("deep/out.jsonl").read_text().splitlines()] == [item] * 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]
 
 
 def test_a_file_system_without_locks_is_told_and_the_data_is_prepared(tmp_path, tokenizer_path, monkeypatch, capsys):

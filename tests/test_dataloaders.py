@@ -87,16 +87,6 @@ def token_set(ids, dtype="uint16", cut=()):
     return TokenSet(tuple(shards), "")
 
 
-def test_rows_follow_each_other_and_targets_are_the_next_tokens():
-    rows = TokenRows(token_set(range(50), cut=(11, 13, 30)), 8)
-    assert len(rows) == 6
-    batch = rows(np.array([5, 0, 1]))
-    assert batch.tokens_BT.tolist() == [list(range(i * 8, i * 8 + 8)) for i in (5, 0, 1)]
-    assert (batch.targets_BT == batch.tokens_BT + 1).all() and batch.document_ids_BT is None
-    for tensor in (batch.tokens_BT, batch.targets_BT):
-        assert tensor.dtype == torch.int64 and tensor.is_contiguous()
-
-
 @pytest.mark.parametrize("tokens, rows", [(8, 0), (9, 1), (16, 1), (17, 2)])
 def test_the_last_row_has_a_last_target(tokens, rows):
     assert len(TokenRows(token_set(range(tokens)), 8)) == rows

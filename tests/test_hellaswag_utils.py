@@ -246,14 +246,6 @@ def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, w
     assert len(set(forwards)) == 1 and 0 < one.sum() < 46
 
 
-def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
-    tasks = prepared(items, tokenizer)
-    for budget in (64, 700, 5000):
-        batches = batches_of(tasks, budget)
-        assert sorted(index for batch in batches for index in batch) == list(range(len(tasks)))
-        assert all(len(batch) == 1 or max(len(tasks[index].tokens_T) for index in batch) * len(batch) <= budget for batch in batches)
-
-
 @pytest.fixture(scope="module")
 def harness(model, tokenizer, tmp_path_factory):
     """The harness's own hellaswag task and model on given records: (acc, acc_norm, log-probabilities) of each."""

@@ -23,7 +23,6 @@ from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
 from run.adapters import merge
-from run.overview import describe_adapters
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -282,16 +281,6 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{}, dict(lora_rank=3, lora_target_modules="wk,w2"), dict(lora_train_head=True), ROWS])
-def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tokenizer):
-    config = shape(tie_embeddings=False)
-    trained, whole = in_peft(peft, config, changes).get_nb_trainable_parameters()
-    model = base_model(config)
-    lora.add_adapters(model, settings(**changes), torch.Generator(), ids_of(config, changes))
-    said = describe_adapters(model, tokenizer)
-    assert said.startswith(f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %)")
-
-
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
     """The base as a model folder, and its hash."""
     folder.mkdir()
@@ -433,29 +422,6 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
         theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
         merged = model_from_tensors(huggingface.load_model_weights(tmp_path / "merged"), config, VOCAB)
         assert (merged(tokens(), mode="logits") - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-@pytest.mark.parametrize("changed, problem", [
-    (dict(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
-    (dict(modules_to_save=["k_proj"]), "modules_to_save=.* not k_proj"), (dict(modules_to_save=5), "modules_to_save=5, .* not 5"),
-    (dict(trainable_token_indices=[3]), "trainable_token_indices=.*lacks .*embed_tokens.token_adapter"),
-])
-def test_adapters_whose_tensors_do_not_fit_their_configuration_are_refused(changed, problem, peft, tmp_path):
-    config = shape(tie_embeddings=False)
-    made_by_peft(peft, tmp_path, config)
-    content = {**huggingface.read_model_json(tmp_path / "adapter_config.json"), **changed}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):
-        peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
-
-
-def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
-    tied = shape(tie_embeddings=True)
-    tensors = peft_format.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
-    for change in ({}, {"base_model.model.lm_head.weight": lazy(torch.zeros(VOCAB, 64))}):
-        apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
-        with pytest.raises(CheckpointError, match="the base ties them"):
-            peft_format.from_peft(apart, tied, padded(VOCAB), 4, {})
 
 
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])

@@ -197,11 +197,6 @@ def test_pieces_are_where_the_reference_cuts(text):
         assert list(split_long(text)) == list(reference(text.replace("\ud800", "\ufffd"), 11, 3))
 
 
-def test_pieces_are_as_long_as_metas():
-    assert [len(piece) for piece in split_long("a" * 50_001)] == [25_000, 25_000, 1]
-    assert [len(piece) for piece in split_long("a " * 200_001)] == [400_000, 2]
-
-
 def changed_document(folder, path, change) -> HuggingFaceTokenizer:
     """The tokenizer.json of a folder after a change, with the files beside it."""
     shutil.copytree(folder, path, dirs_exist_ok=True)
@@ -265,21 +260,6 @@ def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformer
     roles = ("bos", "eos", "pad")
     assert [getattr(transformers_tokenizer, f"{role}_token_id") for role in roles] == [
         getattr(ours, f"{role}_id") for role in roles]
-
-
-def test_a_run_has_the_tokenizer_of_its_newest_checkpoint(folder, theirs, tmp_path):
-    shutil.copytree(folder, tmp_path / "checkpoints" / "step-00000010")
-    (tmp_path / "checkpoints" / "step-00000002").mkdir()
-    assert load_tokenizer(str(tmp_path)).sha256 == theirs.sha256
-
-
-def test_folder_is_read_the_same_beside_a_llama_config(folder, ours, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    ours.save_huggingface(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in SENTENCES:
-        assert loaded(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,6 @@ DEPLOY = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
 
 def content(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
-
-
-def test_the_index_names_the_weights_and_not_the_optimizer(whole):
-    folder = whole.checkpoint(6)
-    index, weights = content(folder, "model.safetensors.index.json"), header(folder / "model.safetensors")
-    weights.pop("__metadata__")
-    assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
-    assert index["metadata"]["total_size"] == 4 * sum(math.prod(tensor["shape"]) for tensor in weights.values())
-    assert (folder / "optimizer.safetensors").exists()
 
 
 def header(file: Path) -> dict[str, Any]:

@@ -148,16 +148,6 @@ def test_settings_without_effect_or_spelt_otherwise_can_be_stored(changes):
     huggingface.check_parameters(shapes, config, padded(VOCAB))
 
 
-def test_a_weight_in_the_tables_that_the_config_does_not_describe_is_an_error(monkeypatch):
-    """As if someone had given Llama the norms of heads that Qwen 3 has, but no field in config.json."""
-    shapes = ModelConfig.block_shapes.fget
-    monkeypatch.setattr(ModelConfig, "block_shapes", property(lambda self: shapes(self) | (
-        {"attention.q_norm": (self.head_dim,)} if self.init_copy else {})))
-    config = ModelConfig(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, init_copy=True)
-    with pytest.raises(CheckpointError, match=r"config.json gives attention.q_norm=None instead of \(16,\)"):
-        huggingface.check_parameters(huggingface.parameter_shapes(config, 640), config, 640)
-
-
 def test_old_config_files_are_understood():
     """Files without num_key_value_heads, and with the scaling's type named as in Llama 3.1's first files."""
     old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -261,13 +251,6 @@ def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it
 
 
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
-
-
-def test_metas_weights_that_git_lfs_did_not_download_are_named(tmp_path):
-    (tmp_path / "params.json").write_text("{}")
-    (tmp_path / "consolidated.00.pth").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(CheckpointError, match=f"it is a git-lfs pointer.*run git lfs pull in {tmp_path}"):
-        import_checkpoint(tmp_path, tmp_path / "output")
 
 
 def test_all_ends_of_texts_and_other_generation_settings_are_read_and_kept(tokenizer, tmp_path):

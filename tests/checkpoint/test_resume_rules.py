@@ -104,13 +104,6 @@ def test_recorded_settings_that_are_gone_or_those_of_missing_extensions_are_told
     assert len(warnings) == (words is not None) and (not words or warnings[0].startswith(words))
 
 
-def test_the_feed_forward_is_compared_by_its_width():
-    assert Config().hidden_dim == Config(multiple_of=128).hidden_dim
-    assert changes(Config(), Config(multiple_of=128)).warnings == []
-    with pytest.raises(CheckpointError, match="FFN_DIM was 2048, is 2049. Set FFN_DIM=2048;"):
-        changes(Config(), Config(multiple_of=2049))
-
-
 def test_what_is_refused_can_be_allowed_by_name_and_only_so():
     now = {"seed": 1, "document_mask": False}
     with pytest.raises(CheckpointError, match="ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
@@ -138,13 +131,6 @@ def test_a_setting_that_was_not_recorded_had_its_default():
     with pytest.raises(CheckpointError, match="REPRODUCIBLE was False, is True"):
         del state["settings"]["REPRODUCIBLE"]
         check_changes(state, Config(reproducible=True), state["identity"], CHECKPOINT)
-
-
-def test_a_setting_that_this_version_lacks_is_a_warning_if_it_had_an_effect():
-    state = {"settings": Config().public(), "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
-    for value, warnings in ((0, []), (8, ["DISTILLATION_TOP_K=8 of the checkpoint's run is not a setting of this version, and has no effect"])):
-        recorded = {**state, "settings": {**state["settings"], "DISTILLATION_TOP_K": value}}
-        assert check_changes(recorded, Config(), state["identity"], CHECKPOINT).warnings == warnings
 
 
 def test_another_number_of_ranks_is_a_warning():

@@ -74,14 +74,6 @@ def one_at_a_time(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
     return {name: guarded(tensor) for name, tensor in tensors.items()}
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path):
-    tensors = {name: torch.randn(6, 4) for name in "abc"}
-    with pytest.raises(AssertionError, match="two are in memory"):
-        read_all(one_at_a_time(tensors))
-    write_tensors(tmp_path / "file", one_at_a_time(tensors))
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_all(open_tensors(tmp_path / "file")).items())
-
-
 def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tmp_path):
     """With the padding of the vocabulary, which no file has."""
     config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
@@ -114,24 +106,6 @@ def test_new_rows_are_the_mean_of_the_others_which_do_not_change(dtype, monkeypa
         assert torch.equal(larger.read(*span), rows[slice(*span)])
     assert torch.equal(lazy(whole).resized(9).full(), whole[:9]) and torch.equal(lazy(whole).resized(40).full(), whole)
     assert torch.equal(larger.padded(128).full()[:43], rows) and not larger.padded(128).full()[43:].any()
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_with_more_ids_starts_with_the_old_rows_and_their_mean(tied, tokenizer, tmp_path):
-    config = ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=16, tie_embeddings=tied)
-    old, new = Transformer(config, tokenizer.vocab_size), Transformer(config, tokenizer.vocab_size + 3)
-    old.init_weights(torch.Generator().manual_seed(0))
-    huggingface.save_model_folder(tmp_path, old.state_dict(), config, tokenizer, 64)
-    load_weights(tmp_path, new)
-    ids = tokenizer.vocab_size
-    for name, parameter in new.named_parameters():
-        before = old.get_parameter(name)
-        if name not in huggingface.VOCABULARY:
-            assert torch.equal(parameter, before)
-            continue
-        assert torch.equal(parameter[:ids], before[:ids]) and not parameter[ids + 3:].any()
-        assert torch.equal(parameter[ids:ids + 3], before[:ids].double().mean(dim=0).float().expand(3, 32))
-    assert ("output.weight" in dict(new.named_parameters())) is not tied
 
 
 def test_a_file_that_is_replaced_or_deleted_is_not_read_on(tmp_path):

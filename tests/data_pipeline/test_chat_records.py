@@ -3,7 +3,6 @@
 import datetime
 import decimal
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,12 +52,6 @@ def read(kind, tmp_path, *records, **options):
 def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
     (chat,), _ = read("chats", tmp_path, record)
     assert chat.messages == messages and chat.where == f"{tmp_path}/x.jsonl:1"
-
-
-def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
-    record = {"instruction": "Add.", "instances": [{"input": "1, 2", "output": "3"}, {"input": "", "output": "0"}]}
-    chats, _ = read("chats", tmp_path, record)
-    assert [[message["content"] for message in chat.messages] for chat in chats] == [["Add.\n\n1, 2", "3"], ["Add.", "0"]]
 
 
 @pytest.mark.parametrize("record, reason", [
@@ -354,25 +347,3 @@ def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_p
         parquet.write_table(table.append_column(name, values), tmp_path / "x.parquet")
         with pytest.raises(DataError, match=r"x\.parquet: row 1: .*; correct the table, or drop the column"):
             list(read_examples("prompts", source, Reading()))
-
-
-def test_rows_streamed_by_datasets_lose_invented_nulls_and_keep_those_in_json(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    calls = [[{"name": "f", "arguments": {"x": None}}], [{"name": "g", "arguments": {"y": 1}}]]
-    chats = [{"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": call}], "tools": [tool]}
-             for call, tool in zip(calls, ({"name": "f", "x": {"a": 1}}, {"name": "g", "x": {"b": 2}}))]
-    call_type = {"name": datasets.Value("string"), "arguments": datasets.Json()}
-    message_type = {"role": datasets.Value("string"), "content": datasets.Value("string"), "tool_calls": datasets.List(call_type)}
-    tool_type = {"name": datasets.Value("string"), "x": {"a": datasets.Value("int64"), "b": datasets.Value("int64")}}
-    features = datasets.Features({"messages": datasets.List(message_type), "tools": datasets.List(tool_type)})
-    datasets.disable_progress_bars()
-    (tmp_path / "typed").mkdir()
-    datasets.Dataset.from_list(chats, features=features).to_parquet(tmp_path / "typed" / "train.parquet")
-    source = Source(name=str(tmp_path / "typed"), split="train", revision="0" * 40)
-    found = [*read_examples("chats", source, Reading(), {"tools", "tool_calls"})]
-    assert [example.options["tools"] for example in found] == [chat["tools"] for chat in chats]
-    assert [[each["function"] for each in example.messages[1]["tool_calls"]] for example in found] == calls
-    (tmp_path / "lines").mkdir()
-    write_jsonl(tmp_path / "lines" / "train.jsonl", chats)
-    found = [*read_examples("chats", replace(source, name=str(tmp_path / "lines")), Reading(), {"tools", "tool_calls"})]
-    assert [example.options["tools"] for example in found] == [chat["tools"] for chat in chats], "without types"

@@ -216,14 +216,6 @@ def test_what_templates_are_written_with_works_as_in_transformers(with_template,
     assert "it's" in chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOG[:1]))
 
 
-def test_an_answer_that_ends_in_another_control_token_than_the_others_is_refused(with_template):
-    template = CHATML.replace("'<|im_end|>'", "('</s>' if loop.index > 5 else '<|im_end|>')")
-    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
-    assert chat_format.encode_chat(DIALOG)
-    with pytest.raises(DataError, match="ends this answer in </s>"):
-        chat_format.encode_chat([*DIALOG, *DIALOG[:2]])
-
-
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transformers_does(scheme, with_template, tmp_path):
     def sentencepiece(document):
@@ -267,18 +259,6 @@ def test_a_template_that_training_refuses_still_writes_prompts(with_template, tm
     assert chat_format.stop_ids == {chat_format.tokenizer.eos_id}
     odd = load_chat_format(with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<|im_end|>", "<odd>"))
     assert odd.tokenizer.special_ids["<odd>"] in odd.stop_ids, "an answer stops where the template ends it"
-
-
-def test_a_template_may_accept_only_some_ids_of_calls(with_template):
-    """Such as Mistral's, of nine letters; the check for rewritten words does not change them."""
-    calls = "{% for call in message.tool_calls or [] %}{{ raise_exception('id') if call.id|length != 9 else call.function.name }}{% endfor %}"
-    chat_format = load_chat_format(with_template(CHATML.replace("message['content'] +", "message['content'] }}" + calls + "{{"), "<|im_start|>", "<|im_end|>"))
-    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "a cat"}}}
-    messages = [*DIALOG[:1], {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", **call}]}, {"role": "tool", "content": "It is"}]
-    assert "look" in chat_format.tokenizer.decode(chat_format.encode_prompt(messages))
-    messages[1]["tool_calls"][0]["id"] = "abc"
-    with pytest.raises(DataError, match="rejects this chat: id"):
-        chat_format.encode_prompt(messages)
 
 
 def test_a_template_may_require_a_system_message(with_template, tmp_path):

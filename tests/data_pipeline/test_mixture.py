@@ -1,7 +1,6 @@
 """Mixtures: which row is where, what a batch holds, and the sets that --mix prepares."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
 from data_pipeline.mixture import Mixture, Phase, read_mixture, weight_units
-from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
+from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
 from data_preparation_utils import prepare_mixture, read_mix
 from dataloaders import Mixing, RowOrder, open_rows
@@ -128,14 +127,6 @@ def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
     hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
         [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
     assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
-
-
-def test_the_key_of_a_set_stays_as_it_is():
-    """The same command finds what an older version prepared."""
-    options = PreparationOptions("tokenizer.model", "auto", 1000, 0.1)
-    identity = {"files": [["text", None, 3, "abc"]], "column": "text", "documents": "whole"}
-    plan = PreparationPlan(DOCUMENTS, [Source(path="x")], [identity], SimpleNamespace(sha256="0" * 64), options)
-    assert plan.key == "782369df4dc5b4a2"
 
 
 @pytest.fixture(scope="module")

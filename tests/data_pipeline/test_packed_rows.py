@@ -15,10 +15,8 @@ from config import ModelConfig
 from data_pipeline.chats import describe_lengths
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import LENGTH_SHIFT, Batch, ExampleRows, open_example_set
-from extensions.evaluate import first_prompts
+from dataloaders import Batch, ExampleRows, open_example_set
 from fused.head import IGNORE_INDEX
-from learn.objectives import pair_logprobs
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
 VOCABULARY = 100
@@ -147,21 +145,6 @@ def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_pat
     assert float(packed[0]) == pytest.approx(float(expected[0]), rel=1e-5) and furthest(packed[1], expected[1]) < 1e-5
 
 
-@pytest.mark.parametrize("kind", DRAW)
-def test_the_prompts_of_samples_are_the_first_ones_of_rows_also_of_rows_with_stored_outputs(kind, tmp_path):
-    rows = ExampleRows(opened(write(tmp_path, kind, DRAW[kind](9)), kind), 64)
-
-    class Wrapped:  # as `ReferencedRows`, it has nothing but batches and a length
-        __call__, __len__ = (lambda self, indices: rows(indices)), (lambda self: len(rows))
-
-    prompts = first_prompts(Wrapped(), 2)
-    assert len(prompts) == min(2, len(rows))
-    for row, prompt in enumerate(prompts):
-        ids, segments = rows.example_set.read(int(rows.examples_in(row)[0]))
-        assert prompt == ids[:(segments >> LENGTH_SHIFT)[0]].tolist()
-    assert len(first_prompts(rows, 1000)) == len(rows)
-
-
 def test_without_document_mask_chats_are_not_numbered_but_pairs_are(tmp_path):
     chats = opened(write(tmp_path / "chats", "chats", draw_chats(5)), "chats")
     pairs = opened(write(tmp_path / "pairs", "pairs", draw_pairs(5)), "pairs")
@@ -257,16 +240,6 @@ def test_pairs_are_cut_like_those_of_trl(mode, tmp_path):
         for ours, ids, mask, is_answer in zip(documents, theirs["input_ids"], theirs["attention_mask"], theirs["completion_mask"]):
             ids, is_answer = ids[mask.bool()], is_answer[mask.bool()].bool()
             assert ours == (ids[:-1].tolist(), torch.where(is_answer, ids, IGNORE_INDEX)[1:].tolist())
-
-
-def test_long_rows_give_the_log_probabilities_of_each_answer_alone(tmp_path):
-    model = new_model(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
-    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs_of((3, 2, 3), (4, 6, 6), (50, 1, 3), (9, 30, 20), (2, 1, 1))), "pairs"), 9)
-    found = pair_logprobs(model, rows(np.arange(len(rows))))
-    for row in range(len(rows)):
-        for place, example in enumerate(rows.examples_in(row).tolist()):
-            alone = [model(*(torch.tensor([each]) for each in document)).sum() for document in documents_of(rows)[example]]
-            torch.testing.assert_close(found[row, place], torch.stack(alone), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind, mode, needed", [("chats", "keep_end", 6), ("pairs", "keep_start", 6), ("pairs", "drop", 13)])

@@ -165,11 +165,6 @@ def test_the_bins_follow_from_the_lengths_alone(problem, random):
     assert len(shuffled) == len(packing)
 
 
-def test_neighbours_of_one_length_come_into_different_bins():
-    assert sorted(np.sort(bin).tolist() for bin in np.split(pack(np.full(12, 3), 10).items, 4)) == [
-        [0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
-
-
 def test_ids_beyond_16_bits_are_sorted_as_well():
     packing = pack(np.array([70_000, 3, 65_537, 30_000]), 100_000)
     assert sorted(map(len, np.split(packing.items, packing.offsets[1:-1]))) == [2, 2]

@@ -48,11 +48,6 @@ def prepared(tmp_path):
     return prepare(tmp_path / "set", train=[train[:30], train[30:35], train[35:]], validation=[np.arange(100, 140)])
 
 
-@pytest.mark.parametrize("vocab_size, dtype", [(1, "uint16"), (65536, "uint16"), (65537, "uint32"), (128256, "uint32")])
-def test_dtype_is_the_narrowest_that_holds_every_id(vocab_size, dtype):
-    assert shard_reader.dtype_for(vocab_size) == dtype and vocab_size - 1 <= np.iinfo(dtype).max
-
-
 def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
     unfinished = prepared.parent / "tmp-other"
     unfinished.mkdir()

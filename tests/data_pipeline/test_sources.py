@@ -10,18 +10,20 @@ import shutil
 import subprocess
 from dataclasses import fields, replace
 
-import datasets
 import huggingface_hub
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from factories import lazy_module
 
 from common.errors import DataError, SettingsError
 from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
+
+datasets = lazy_module("datasets")
 
 
 def texts_of(path, skip_bad=False, **fields):
@@ -74,16 +76,6 @@ def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp
         path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
         with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
             texts_of(path)
-
-
-def test_a_name_that_is_not_utf_8_and_a_record_of_many_columns_are_told(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({f"k{number}": 1 for number in range(100_000)}) + "\n")
-    with pytest.raises(DataError, match="has no column 'text'; it has 'k0', .*'k19' and 99,980 more"):
-        texts_of(path)
-    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("one")
-    with pytest.raises(DataError, match=r"\\udcff.txt: the file's name is not UTF-8"):
-        texts_of(tmp_path)
 
 
 @pytest.mark.parametrize("documents, expected", [
@@ -419,15 +411,6 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
         texts_of(tmp_path)
 
 
-def test_one_file_named_test_is_the_only_split_as_for_datasets_and_a_glob_reads_all(tmp_path):
-    for name in ("one.txt", "two.txt", "test.txt"):
-        (tmp_path / name).write_text(name)
-    with pytest.raises(DataError, match="has no split 'train', only test; choose .* glob: ") as refused:
-        texts_of(tmp_path)
-    assert texts_of(tmp_path, split="test")[0] == ["test.txt"]
-    assert texts_of(str(refused.value).rpartition(": ")[2].strip("'"))[0] == ["one.txt", "test.txt", "two.txt"]
-
-
 def test_evaluation_items_of_all_splits_are_compared(tmp_path):
     for split in ("train", "test"):
         words = " ".join(f"{split}{number}" for number in range(13))
@@ -490,25 +473,6 @@ def test_every_field_of_a_source_is_in_the_table():
     for documents in ("whole", "line"):
         with pytest.raises(SettingsError, match=f"--documents {documents} has no effect .*each row is a document"):
             sources.check_flags(Source(path="x", documents=documents), {"records"})
-
-
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
-def test_text_in_another_encoding_is_named_with_a_command_that_converts_it(tmp_path, suffix, encoding):
-    path = tmp_path / f"my texts.{suffix}"
-    path.write_bytes(jsonl("one", "two").encode(encoding))
-    with pytest.raises(DataError, match="UTF-(16|32).* text; .*: iconv -f .* && mv ") as refused:
-        texts_of(path)
-    command = str(refused.value).rpartition("with: ")[2]
-    if shutil.which("iconv"):
-        subprocess.run(["bash", "-c", command], check=True)
-        assert len(texts_of(path)[0]) == (1 if suffix == "txt" else 2)
-
-
-def test_a_table_that_git_lfs_did_not_fetch_is_named(tmp_path):
-    (tmp_path / "x.parquet").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(DataError, match="x.parquet: it is a git-lfs pointer.* git lfs pull"):
-        texts_of(tmp_path / "x.parquet")
 
 
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):

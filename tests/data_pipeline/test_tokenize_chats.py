@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import python
 from factories import prepare_under_fire, write_jsonl
 
 import data_preparation_utils
@@ -18,7 +17,7 @@ from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.templates import load_chat_format
-from data_pipeline.workers import TOKENIZERS, WorkerSpec, split_of
+from data_pipeline.workers import WorkerSpec, split_of
 from data_preparation_utils import PreparationOptions, describe, prepare_set
 from tokenizer import load_tokenizer
 
@@ -63,9 +62,6 @@ def texts(count):
 
 def prompts(count):
     return [{"question": f"{number}?", "answer": {"é": [number]}} for number in range(count)]
-
-
-RECORDS = {"documents": texts, "chats": chats, "pairs": pairs, "prompts": prompts}
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
@@ -271,24 +267,6 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
     assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("d51fc1b1b66f02352007c26691f0d4bf")
 
 
-@pytest.mark.parametrize("script, kind, setting, output, flags", [
-    ("load_pretrain_dataset.py", "documents", "PRETRAIN_DATA_PATH", "data/pretrain", ["--max-documents", "30"]),
-    ("load_instruct_dataset.py", "chats", "SFT_DATA_PATH", "data/sft", ["--max-examples", "30", "--system-prompt", "Be kind."]),
-    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo", ["--max-examples", "30", "--system-prompt", "Be kind."]),
-    ("load_prompts_dataset.py", "prompts", "GRPO_DATA_PATH", "data/prompts", ["--max-examples", "30", "--system-prompt", "Be kind."])])
-def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output, flags):
-    write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](40))
-    flags += ["--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1", "--preparation-workers", "1"]
-    done = python(f"scripts/{script}", *flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    name, path = next(line for line in done.stdout.splitlines() if line.startswith(f"{setting}=")).split("=")
-    manifest = files_of(tmp_path / path)[MANIFEST]
-    assert name == setting and Path(path).parent == Path(output)
-    assert manifest["settings"].get("system_prompt", "Be kind.") == "Be kind."
-    assert sum(split["documents"] for split in manifest["splits"].values()) == 30
-    assert done.stdout.count("Example ") == 3 and ("⟧" in done.stdout) == (kind in ("chats", "pairs"))
-
-
 def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
     tokenizer_file, source = real_data / "llama3_tokenizer.model", real_data / "alpaca_seed_tasks.jsonl"
     if not tokenizer_file.is_file() or not source.is_file():
@@ -312,14 +290,6 @@ def example(*words, system="", answers=(), **fields):
     return tokenize_chats.Example("x:1", chat(*words, system=system), **fields)
 
 
-def test_the_key_of_the_split_is_all_before_the_first_answer():
-    first = example("Ｈello\n you", "Hi").split_key
-    assert first == "hello you" == example("hello YOU", "a", "b", "c").split_key == example("Hello you", answers=("a", "b")).split_key
-    assert example("Hello", "a", system="Be brief.").split_key == "be brief. hello" != example("Hello", "a", system="Sing.").split_key
-    assert example("Hello", "a", system="X").whole_key != example("Hello", "b", system="X").whole_key
-    assert example("Hi", record='{"n": 1}').whole_key != example("Hi", record='{"n": 2}').whole_key
-
-
 def plan(examples, asked=0.05):
     return preparation.plan_split(SimpleNamespace(name="chats"), examples, asked)
 
@@ -336,25 +306,6 @@ def test_openings_that_too_many_examples_share_do_not_decide_the_split(openings,
     planned, target = plan(examples, asked), (asked or 0.05) * len(examples)
     assert target / 2 <= len(held_out(examples, planned)) <= 2 * target
     assert planned == plan(examples[:], asked), "which does not depend on anything else"
-
-
-@pytest.mark.parametrize("answers", [4, 8, 16])
-def test_several_answers_to_one_prompt_stay_together(answers):
-    examples = [example(f"Prompt {prompt}", answers=(f"{prompt} {number}", "no")) for prompt in range(300) for number in range(answers)]
-    planned, target = plan(examples), 0.05 * len(examples)
-    prompts = {one.messages[0]["content"] for one in held_out(examples, planned)}
-    assert not planned.common and len(held_out(examples, planned)) == answers * len(prompts)
-    assert target / 2 <= answers * len(prompts) <= 2 * target
-
-
-def test_unpaired_answers_to_one_prompt_are_compared_with_one_another(tokenizer):
-    for count in (5, 200):
-        examples = [example("Say a number.", answers=(f"{number}",), label=number % 2 == 0) for number in range(count)]
-        spec = WorkerSpec(SimpleNamespace(system_prompt="", tokenizer_path="", tokenizer_backend=""), tokenizer.sha256, "uint32", 0.0,
-                          frozenset(plan(examples).common))
-        TOKENIZERS[tokenizer.sha256] = tokenizer
-        done = tokenize_chats.tokenize_examples(spec, examples)
-        assert done.splits["train"].documents == count and not done.refused
 
 
 def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_the_template(tmp_path, tokenizer_path, folder_path):
@@ -405,7 +356,6 @@ def test_small_sets_hold_out_at_least_one(prompts, answers, asked):
     assert 0 < len(held_out(examples, plan(examples, asked))) < len(examples)
 
 
-
 def test_raw_text_does_not_become_a_token_of_the_chat_format_that_is_not_marked_special(tmp_path, folder_path):
     """The tokenizer's files do not name it; only its chat template writes it."""
     document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
@@ -430,14 +380,3 @@ def test_settings_without_effect_on_a_preparation_are_refused_as_flags(kind, fla
     parser = data_preparation_utils.flag_parser(kind, "")
     with pytest.raises(SettingsError, match=refused) if refused else nullcontext():
         parser.refuse_unused(["--source", "x", *flags], *data_preparation_utils.used_settings(kind))
-
-
-def test_what_the_reader_and_the_workers_refuse_is_reported_together(tmp_path, folder_path):
-    records = [{"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "a"}]} for number in range(9)]
-    records[2]["messages"].insert(0, {"role": "system", "content": "refused by the template"})
-    records[4] = {"messages": []}
-    source = write_jsonl(tmp_path / "x.jsonl", [*records, {"text": "no chat"}])
-    with pytest.raises(DataError) as refused:
-        prepare("chats", source, folder_path, tmp_path / "out")
-    first, *places = str(refused.value).split("\n")
-    assert first.startswith("3 bad records; ") and {place.split(": ")[0] for place in places} == {f"{source}:{line}" for line in (3, 5, 10)}

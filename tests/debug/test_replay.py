@@ -10,7 +10,6 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from commands import python
 from factories import MODES, UNMEASURED, Prepared, TinyRun, at_step, contents, sentence
 
 import model_utils
@@ -273,10 +272,3 @@ def test_other_folders_flags_and_data_are_refused(finished, poisoned, tmp_path):
     assert "unknown flag --mx-steps" in refused(SettingsError, finished, 2, "--mx-steps", "3")
     assert "must be a multiple" in refused(SettingsError, finished, 2, "--micro-batch-size", "3")
     assert "PRETRAIN_DATA_PATH was" in refused(CheckpointError, finished, 4, "--pretrain-data-path", str(poisoned.shards))
-
-
-def test_the_command_tells_it_on_120_columns(finished):
-    done = python("scripts/replay_step.py", finished.folder, "--step", "4", "--rows", "2")
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.count("  document:") == 2 and NOTHING in done.stdout
-    assert all(len(line) <= 120 for line in done.stdout.splitlines() if str(finished.folder.parent.parent) not in line)

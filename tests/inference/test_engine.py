@@ -150,18 +150,6 @@ def test_a_graph_that_fails_is_told_once_and_done_without(model, monkeypatch, ca
     assert capsys.readouterr().err == "generating without CUDA graphs (no capture here)\n"
 
 
-def test_a_request_can_come_while_others_are_written(model):
-    engine = Engine(model, 3, 60, prefill_tokens=8)
-    requests = [Request(prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
-    for request in requests:
-        engine.add(request)
-        for _ in range(4):
-            engine.step()
-    run(engine)
-    assert [request.output_ids for request in requests] == [
-        alone(model, prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
-
-
 def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
     engine, short, long = Engine(model, 2, 60, prefill_tokens=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
     engine.add(short)
@@ -200,31 +188,6 @@ def test_what_a_row_has_read_is_not_read_again(model):
         assert read == [2, 1, 2, 2, 2]
     assert (second, third) == (alone(model, turn, 5), alone(model, edited, 2))
     assert both == [alone(model, [*PROMPTS[4], *other, 8], 4), second[:4]]
-
-
-def test_of_the_free_rows_the_one_that_was_freed_first_is_overwritten(model):
-    engine = Engine(model, 2, 60)
-    for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[0]):
-        run(engine, Request(prompt, 1))
-    assert sorted(row.cached for row in engine._rows) == sorted((PROMPTS[4], PROMPTS[0]))
-
-
-def test_each_request_has_as_many_alternatives_as_it_asks_for(model):
-    requests = [Request(prompt, 2, top_logprobs=count) for prompt, count in zip(PROMPTS, (0, 3, None, 1))]
-    run(Engine(model, 4, 60), *requests)
-    assert [[len(score.likeliest) for score in request.scores] for request in requests] == [[0, 0], [3, 3], [], [1, 1]]
-
-
-@pytest.mark.parametrize("presence, frequency", [(0.3, 0.0), (0.0, 0.2), (0.2, 0.1)])
-def test_presence_counts_once_and_frequency_each_time(model, presence, frequency):
-    """In the completion, not in the prompt. Source: OpenAI's API reference."""
-    sampling, tokens, counts_V = Sampling(presence_penalty=presence, frequency_penalty=frequency), [1, 2], torch.zeros(VOCAB)
-    for token in run(Engine(model, 1, 60), Request([1, 2], 30, sampling))[0]:
-        logits_V = model(torch.tensor([tokens]), mode="logits")[0, -1] - frequency * counts_V - presence * (counts_V > 0)
-        assert token == logits_V[:VOCAB].argmax()
-        counts_V[token] += 1
-        tokens.append(token)
-    assert counts_V.max() > 1, "a text without repetitions would prove nothing"
 
 
 def test_a_cancelled_request_ends_and_leaves_no_trace(model):

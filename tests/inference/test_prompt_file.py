@@ -35,13 +35,6 @@ def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
     assert contents("-") == expected
 
 
-def test_the_template_decides_which_turns_it_accepts(tmp_path):
-    """Training's rule that user and assistant take turns is not one of generation."""
-    chats = [[*CHAT, *CHAT], [{"role": "assistant", "content": "Ask me."}, *CHAT]]
-    name = write(tmp_path / "p.jsonl", *({"messages": chat} for chat in chats))
-    assert [prompt.content for prompt in read_prompts(name)] == chats
-
-
 @pytest.mark.parametrize("line, reason", [
     ("{", "not valid JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
     ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is a number, expected text"),

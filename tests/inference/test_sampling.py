@@ -58,19 +58,6 @@ def test_distributions_are_those_of_transformers(way, looked_at_first, monkeypat
     torch.testing.assert_close(drawn_shares(logits_V, sampling), by_transformers(logits_V, sampling), atol=1.5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("way", [{}, {"top_p": 0.9}, {"top_k": 900, "top_p": 0.9}, {"min_p": 0.001}], ids=str)
-def test_a_large_vocabulary_is_ordered_as_far_as_needed(way):
-    """In 5,000 ids of even probability, what is drawn does not depend on how many are looked at first."""
-    logits_BV = (logits_of(5000, 0.5).expand(300, -1)).clone()
-    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), SamplingTensors([Sampling(1.0, **way)] * 300)
-    found = choose(logits_BV, draws_B, samplings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "TOP_CANDIDATES", 5000)
-        whole = choose(logits_BV, draws_B, samplings)
-    assert (found == whole).float().mean() > 0.98, "but for sums that are rounded otherwise"
-    assert len({*found.tolist()}) > 200
-
-
 def test_each_row_is_sampled_in_its_own_way():
     logits_V = logits_of(61)
     samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(0.5, top_k=3), Sampling(2.0, top_p=0.5, min_p=0.1)]

@@ -79,18 +79,6 @@ def test_any_tokens_give_the_text_of_all_tokens_up_to_the_stop_string(tokenizers
     assert stream.stopped == any(word in whole for word in stop)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@given(st.lists(st.sampled_from([0xE7, 0x8C, 0xAB, 0xF0, 0x9F, 0x91, 0xA9, 0xFF, 0x41]), max_size=5 * WINDOW))
-def test_bytes_that_are_or_are_not_utf8_give_the_text_of_all(tokenizers, kind, values):
-    tokenizer = tokenizers[kind]
-    if kind in ("tiktoken", "byte-level"):
-        ranks = tokenizers["tiktoken"].ranks
-        ids = [ranks[bytes([value])] for value in values]
-    else:
-        ids = [tokenizer._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
-    assert "".join(pieces(TextStream(tokenizer), ids)) == tokenizer.decode(ids)
-
-
 def decoded(tokenizer, monkeypatch, ids: list[int]) -> list[int]:
     """How many tokens are decoded in each call while all of them are told."""
     counts, original = [], tokenizer.decode
@@ -120,14 +108,6 @@ def test_certain_text_is_told_at_once(tokenizers):
     stream = TextStream(tokenizers["tiktoken"], ["User:", "Us"])
     told = [stream.add(token) for character in "a U-User: b" for token in tokenizers["tiktoken"].encode(character)]
     assert told == ["a", " ", "", "U-", "", "", "", "", "", "", ""] and stream.stopped and stream.finish() == ""
-
-
-@given(st.lists(st.sampled_from(("a", *AB)), max_size=12), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-@example(["babb"], ["babb", "ab"])
-def test_the_first_complete_stop_string_ends_the_text_however_it_is_cut_into_tokens(tokenizers, words, stop):
-    vocab = tokenizers["gemma"]._tokenizer.get_vocab()
-    told = pieces(TextStream(tokenizers["gemma"], stop), [vocab[word] for word in words])
-    assert "".join(told) == cut("".join(words), stop)
 
 
 @pytest.mark.parametrize("kind", KINDS)

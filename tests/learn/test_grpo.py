@@ -16,9 +16,9 @@ from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
 from extensions import online as rollouts
-from extensions.cost import as_trained, estimate_memory, generation_bytes
+from extensions.cost import estimate_memory, generation_bytes
 from extensions.inference.engine import Engine
-from extensions.online import GRPO, STD_EPSILON, Answer, Rollouts, advantages, all_equal, training_batch
+from extensions.online import GRPO, STD_EPSILON, Answer, Rollouts, advantages, training_batch
 from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
 from fused.head import IGNORE_INDEX
 from learn.objectives import OnPolicyDistillation, frozen_logprobs, token_logprobs
@@ -161,15 +161,6 @@ def test_advantages_are_those_of_trl_and_sum_to_zero(scaled):
     assert found.sum(1).abs().max() < 1e-12 and STD_EPSILON == 1e-4
 
 
-def test_an_answer_without_reward_counts_for_nothing_and_equal_rewards_teach_nothing():
-    nan = torch.nan
-    rewards_PG = torch.tensor([[1.0, nan, 0.0, 0.5], [0.1, 0.1, 0.1, nan], [nan, 3.0, nan, nan], [nan] * 4]).double()
-    found = advantages(rewards_PG, True)
-    assert found[0, 1] == 0 and found[0, [0, 2, 3]].tolist() == pytest.approx(
-        advantages(torch.tensor([[1.0, 0.0, 0.5]]).double(), True)[0].tolist())
-    assert not found[1:].any() and all_equal(rewards_PG).tolist() == [False, True, True, True]
-
-
 @losses
 def test_the_ratio_of_the_first_update_is_exactly_one(loss):
     batch, objective, model = answers(), objective_of(loss), model_of(0)
@@ -250,16 +241,6 @@ def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together, monkeypatc
     assert len(shapes) <= 3 < len(lengths) and all(shape[1] in (128, 256, 384, longest) for shape in shapes)
 
 
-@losses
-def test_the_divergence_is_positive_and_zero_from_itself(loss):
-    batch = answers()
-    assert float(gradients(objective_of(loss, grpo_beta=0.1), batch)[1]["kl"]) > 0
-    itself = objective_of(loss, grpo_beta=0.1)
-    itself.reference = partial(frozen_logprobs, model_of(0), compute=token_logprobs)
-    total, metrics, _ = gradients(itself, answers())
-    assert float(metrics["kl"]) == 0
-
-
 def test_the_forecast_has_room_for_the_cache():
     config = Config(**CONFIG.model_dump(), training_stage="grpo", max_seq_len=T, micro_batch_size=16)
     cache = Engine(model_of(0), 16, T + 1).cache
@@ -267,17 +248,6 @@ def test_the_forecast_has_room_for_the_cache():
     small = config.model_copy(update={"n_layers": 1, "dim": 8, "ffn_dim": 8})  # the cache is the most of a step
     more = small.model_copy(update={"n_kv_heads": 4, "grpo_max_tokens": None})
     assert estimate_memory(more, VOCAB, 4, "cpu").total >= generation_bytes(more, VOCAB, 4)
-
-
-@pytest.mark.parametrize("group, expected", [(2, (2, T + LONGEST)), (4, (8, T))])
-def test_the_forecast_has_the_longest_rows_that_a_step_can_train_on(group, expected):
-    config = Config(training_stage="grpo", max_seq_len=T, grpo_max_tokens=LONGEST, grpo_group=group,
-                    micro_batch_size=2 * group, total_batch_size=6 * group * T)
-    trained, lengths = as_trained(config), torch.full((2, 1), T - LONGEST)
-    assert (trained.micro_batch_size, trained.max_seq_len, trained.accumulation_steps) == (*expected, 3)
-    prompts = Batch(torch.ones(2, T, dtype=torch.int64), None, stored={"prompt_B1": lengths})
-    batch = training_batch(prompts, [[1] * LONGEST] * 2 * group, torch.zeros(2, group), config.answers_per_row, 1, 99)
-    assert batch.tokens_BT.shape == (expected[0], expected[1] - 1), "the last token is only a target"
 
 
 VALUES = {  # what answers are worth, by their text; None: it is not understood

@@ -21,7 +21,6 @@ from learn.objectives import (
     KTO,
     ORPO,
     NextToken,
-    PairwiseObjective,
     SimPO,
     frozen_logprobs,
     log1mexp,
@@ -195,32 +194,6 @@ def test_next_token_is_the_cross_entropy_of_each_document_alone():
     assert float(NextToken().loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
-@pytest.mark.parametrize("normalised", [False, True])
-def test_dpo_equals_a_naive_loop(loss, normalised):
-    settings = PreferenceConfig(dpo_loss=loss, dpo_length_normalised=normalised, dpo_beta=0.3, dpo_sft_weight=0.5,
-                                dpo_label_smoothing=0.1 if loss == "sigmoid" else 0)
-    batch, model, reference = pair_rows(8), model_of(0), model_of(99)
-    expected, accuracy, pairs, rewards = 0.0, 0, 0, torch.zeros(2)
-    for ours, theirs in zip(naive_logprobs(model, batch), naive_logprobs(reference, batch)):
-        for chosen, rejected, ref_chosen, ref_rejected in zip(ours[::2], ours[1::2], theirs[::2], theirs[1::2]):
-            by_token = normalised or loss == "ipo"
-            good = (chosen[0] - ref_chosen[0]) / (chosen[1] if by_token else 1)
-            bad = (rejected[0] - ref_rejected[0]) / (rejected[1] if by_token else 1)
-            margin = torch.tensor(good - bad)
-            expected += float({"sigmoid": -0.9 * F.logsigmoid(0.3 * margin) - 0.1 * F.logsigmoid(-0.3 * margin),
-                               "ipo": (margin - 1 / 0.6) ** 2, "hinge": (1 - 0.3 * margin).clamp(min=0)}[loss])
-            expected -= 0.5 * chosen[0] / chosen[1]
-            accuracy, pairs = accuracy + float(margin > 0), pairs + 1
-            rewards += 0.3 * torch.tensor([chosen[0] - ref_chosen[0], rejected[0] - ref_rejected[0]])
-    objective = DPO(settings, partial(frozen_logprobs, reference))
-    found = objective.loss_sum(model, batch)
-    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
-    assert float(found.metrics["reward_accuracy"]) == accuracy and int(objective.count(batch)) == pairs == 4
-    measured = torch.stack([found.metrics[f"reward_{name}"] for name in ("chosen", "rejected", "margin")])
-    torch.testing.assert_close(measured, torch.tensor([*rewards, rewards[0] - rewards[1]]), rtol=1e-4, atol=1e-5)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("mode", MODES)
 def test_the_sums_by_item_add_up_to_the_loss(mode):
@@ -238,27 +211,6 @@ def test_the_sums_by_item_add_up_to_the_loss(mode):
         for number, total in enumerate(of_row.tolist()):
             only = single.targets_BT.where(single.document_ids_BT == number, IGNORE_INDEX)
             assert total == pytest.approx(float(objective.loss_sum(model, replace(single, targets_BT=only)).total), rel=1e-4, abs=1e-5)
-
-
-@torch.no_grad()
-def test_the_text_loss_of_kto_is_that_of_the_own_answers():
-    batch, model = unpaired_rows(8), model_of(0)
-    labels = [label for label in batch.stored["label_BP"].flatten().tolist() if label]
-    pairs = [pair for row in naive_logprobs(model, batch) for pair in zip(row[::2], row[1::2])]
-    own = [pair[label < 0] for pair, label in zip(pairs, labels)]
-    targets_BT, nats = kto().text_loss(batch, kto().loss_sum(model, batch))
-    assert float(nats) == pytest.approx(-sum(value for value, _ in own), rel=1e-5)
-    assert int((targets_BT != IGNORE_INDEX).sum()) == sum(length for _, length in own)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("objective", [dpo(), ORPO(PreferenceConfig()), SimPO(PreferenceConfig())], ids=lambda it: type(it).__name__)
-def test_the_text_loss_of_preferences_is_that_of_the_chosen_answers(objective):
-    batch, model = pair_rows(8), model_of(0)
-    chosen = [answer for row in naive_logprobs(model, batch) for answer in row[::2]]
-    targets_BT, nats = objective.text_loss(batch, objective.loss_sum(model, batch))
-    assert float(nats) == pytest.approx(-sum(value for value, _ in chosen), rel=1e-5)
-    assert int((targets_BT != IGNORE_INDEX).sum()) == sum(length for _, length in chosen)
 
 
 def padded_pairs(batch: Batch):
@@ -454,25 +406,6 @@ def test_simpo_equals_trl_on_each_pair(beta, gamma):
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
     assert float(found.metrics["reward_margin"]) == pytest.approx(margins, rel=1e-4)
     assert float(found.metrics["reward_accuracy"]) == wins
-
-
-class MostLikely(PairwiseObjective):
-    """The smallest objective of the recipe: the chosen answer should be the more likely one."""
-
-    def pair_loss(self, logprob_BP2, length_BP2, reference_BP2):
-        assert reference_BP2 is None and (length_BP2 >= 1).all() and (logprob_BP2 < 0).all()
-        margin_BP = logprob_BP2[..., 0] - logprob_BP2[..., 1]
-        return -margin_BP, {"margin": margin_BP, "chosen": logprob_BP2[..., 0]}
-
-
-def test_a_pairwise_objective_needs_a_loss_for_each_pair_only():
-    batch, model = pair_rows(13), model_of(0)
-    pairs = [pair for documents in naive_logprobs(model, batch) for pair in zip(documents[::2], documents[1::2])]
-    expected = sum(chosen[0] - rejected[0] for chosen, rejected in pairs)
-    found = MostLikely(PreferenceConfig()).loss_sum(model, batch)
-    assert float(found.metrics["margin"]) == pytest.approx(expected, rel=1e-4) == -float(found.total.detach())
-    assert float(found.metrics["chosen"]) == pytest.approx(sum(chosen[0] for chosen, _ in pairs), rel=1e-4)
-    assert not found.metrics["margin"].requires_grad and int(MostLikely(PreferenceConfig()).count(batch)) == 4
 
 
 def test_log1mexp_is_exact_at_both_ends():

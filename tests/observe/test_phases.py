@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from factories import UNMEASURED
-from hypothesis import given
-from hypothesis import strategies as st
 
 import train
 from common.activity import ACTIVITY, phase, waiting
 from extensions import phases
-from extensions.phases import Phases, SlowRanks, percentages
+from extensions.phases import Phases, SlowRanks
 from extensions.profile import Measurements
 from learn.objectives import NextToken
 from run import life
@@ -132,13 +130,6 @@ def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
         assert [step.total() for step in measured.to_compare] == [153, 51]
 
 
-@given(st.dictionaries(st.text(), st.floats(0, 1e6), min_size=1).filter(lambda values: sum(values.values()) > 1e-3))
-def test_percentages_are_within_a_tenth_and_add_up(values):
-    found = percentages(values)
-    assert sum(round(10 * each) for each in found.values()) == 1000
-    assert all(abs(found[name] - 100 * value / sum(values.values())) <= 0.1 + 1e-9 for name, value in values.items())
-
-
 def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):
     run = fake_run(world_size=2)
     with marking(Phases(run)) as measured:
@@ -163,15 +154,6 @@ def compare(slow: SlowRanks, forward=(1, 1, 1, 1), data=(0, 0, 0, 0), save=(0, 0
     """A comparison of four ranks whose steps take 3 s."""
     own_RP = np.array([data, forward, evaluation, save], float).T
     return slow.compare(own_RP, error**2 * np.array([[1, 1, 0, 0]] * 4), np.array([3, 3, 30, 30]))
-
-
-def test_a_slow_rank_is_named_once_when_it_begins_and_once_when_it_is_over():
-    slow = SlowRanks()
-    assert compare(slow, (1, 1, 1.25, 1)) == []
-    assert compare(slow, (1, 1, 1.25, 1)) == [(2, "forward", 1.25)]
-    assert compare(slow, (1, 1, 1.25, 1)) == compare(slow) == compare(slow, (1, 1, 1.25, 1)) == compare(slow) == []
-    assert compare(slow) == [(2, "forward", 0)]
-    assert compare(slow) == []
 
 
 @pytest.mark.parametrize(("kind", "values"), [

@@ -181,28 +181,6 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
 
 
-def test_a_bad_output_of_an_evaluation_is_not_in_the_report_of_a_later_step():
-    model, guard = torch.nn.Sequential(torch.nn.Linear(2, 2)), guards.Guards()
-    guard.first_bad = guards.FirstBad(model)
-    model(torch.tensor([[1.0, math.nan]]))
-    assert [*guard.first_bad.outputs] == ["0", "the head"]
-    assert guard.first_bad.outputs["0"] == {"tensor": "0", "kind": "output", "shape": [1, 2], "non_finite": 2, "nan": 2,
-                                            "infinite": 0, "first_at": [0, 0], "first_values": ["nan", "nan"]}
-    guard.step_begin(None)
-    assert guard.first_bad.module is None
-
-
-def test_the_tensor_with_the_smallest_share_of_bad_values_comes_first():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
-    with torch.no_grad():
-        model[0].bias.fill_(math.inf)
-        model[1].weight[1, 0] = math.nan
-    found = guards.describe_tensors(model)
-    assert [(entry["tensor"], entry["nan"], entry["infinite"], entry["first_at"]) for entry in found] == [
-        ("1.weight", 1, 0, [1, 0]), ("0.bias", 0, 2, [0])]
-    assert found[1]["first_values"] == ["inf", "inf"]
-
-
 REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
           "tensors": [{"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2}]}
 

@@ -29,22 +29,6 @@ def test_a_point_is_the_mean_and_the_range_of_the_values_it_stands_for(values, m
         assert (low, high) == (y[start:end].min(), y[start:end].max())
 
 
-def test_a_long_curve_is_not_biased_and_keeps_its_extremes():
-    values = np.random.default_rng(0).gamma(2, 0.2, 400_000)
-    values[12_345], values[7_777] = 50, -50
-    steps = range(len(values))
-    curve = curve_of(steps, values)
-    assert curve.newest == (values[-1], len(values) - 1) and curve.best() == (-50, 7_777)
-    assert curve.recent.tolist() == values[-21:].tolist()
-    for most in (100, 1000):
-        points = curve.points(most)
-        assert len(points.x) <= most and points.high.max() == 50 and points.low.min() == -50
-        assert np.average(points.y, weights=points.count) == pytest.approx(values.mean(), rel=1e-12)
-        assert np.average(points.x, weights=points.count) == pytest.approx(np.mean(steps), rel=1e-12)
-        assert points.y[0] == values[0] and points.y[-1] == values[-1]
-        assert points.y[1:-1].mean() == pytest.approx(0.4, abs=0.02)
-
-
 def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
     curve = curve_of([1, 2, 3, 4], [1.0, np.inf, None, 2 / 3])
     assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.666667]} and curve.newest == (2 / 3, 4)
@@ -55,11 +39,3 @@ def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
                                                    ([10, 900, 5000, 5000], 3010, 1050), ([5000] * 100, 1000, 50)])
 def test_short_curves_are_whole_and_long_ones_share_what_is_left(lengths, budget, most):
     assert points_per_curve(lengths, budget) == most
-
-
-def test_a_long_curve_has_its_last_tenth_in_more_detail():
-    made = curve_of(range(1, 100_001), np.arange(100_000) % 10.0).as_json(1000)
-    fine = made["fine"]
-    assert len(made["x"]) <= 500 and len(fine["x"]) <= 500 and fine["x"][0] > 89_000 and fine["x"][-1] == 100_000
-    assert np.diff(fine["x"]).max() < np.diff(made["x"]).max() / 3
-    assert "fine" not in curve_of(range(10), np.zeros(10)).as_json(1000)

@@ -100,12 +100,6 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
     assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.10 → 0.90")
 
 
-@pytest.mark.parametrize("last, error, has_risen", [(0.81, 0.0, False), (0.82, 0.0, True), (0.85, 0.02, False), (0.87, 0.02, True)])
-def test_a_loss_has_risen_by_two_percent_and_three_errors(last, error, has_risen):
-    verdicts = [*learning(curves(val_loss=[7.0, 0.8, last], val_loss_stderr=[error] * 3), "finished", (), "")]
-    assert [is_good for is_good, _ in verdicts] == [True, False][:1 + has_risen]
-
-
 def test_without_validation_the_training_loss_decides_by_its_recent_median():
     noise = np.random.default_rng(0).normal(size=100)
     (is_good, text), = learning(curves(train_loss=[5.0, *(2 + 0.1 * noise)]), "finished", (), "")

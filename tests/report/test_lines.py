@@ -1,13 +1,10 @@
 """A log is read as it grows, and again from its beginning when a resumed run has shortened it."""
 
 import json
-import os
 
 import pytest
 
 from checkpoint.schema import LogFile, read_lines
-from common.errors import CheckpointError
-from extensions.report.data import RunReader
 
 
 @pytest.fixture
@@ -46,18 +43,3 @@ def test_a_last_line_that_lacks_only_its_end_is_read_when_nothing_is_appended_an
     assert [(line, entry.step) for line, entry in read_lines(log.path)] == [(lines(1), 1), (lines(2), 2)]
     log.path.write_bytes(lines(1, 2)[:-2])
     assert [line for line, _ in read_lines(log.path)] == [lines(1)]
-
-
-def test_what_cannot_be_read_is_told(tmp_path):
-    (tmp_path / "config.json").write_text('{"TRAINING_STAGE": "sft"}')
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match="metrics.jsonl cannot be read"):
-        RunReader(tmp_path, "run").read()
-
-
-@pytest.mark.parametrize("line", [b"", b"{}", b'{"step": true}', b"[" * 100_000, b"\xff\xfe"])
-def test_a_line_that_is_not_valid_is_set_aside_and_counted(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_bytes(lines(1) + line + b"\n" + lines(2))
-    run = RunReader(tmp_path, "run")
-    run.read()
-    assert run.curves["time"].known()[0].tolist() == [1, 2] and run.set_aside() == ["1 line of metrics.jsonl"]

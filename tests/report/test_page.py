@@ -154,21 +154,6 @@ def spoken(page, chart: str) -> str:
     return page.locator(f"#chart-{chart} .plot").get_attribute("aria-valuetext")
 
 
-@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
-def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
-    page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    assert page.locator("section:visible h2").all_inner_texts() == [
-        "Overview", "Comparison", "Charts", "Samples", "Time and interruptions", "Alarms", "Data", "Settings"]
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
-    assert dark == (scheme == "dark")
-    assert page.locator("#display").is_visible() == (width == 390) != page.locator("#theme").is_visible()
-    if width == 390:
-        page.locator("#display").click()
-    page.locator("#theme").select_option("light")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 245, 247)"
-
-
 def test_everything_of_the_data_is_said(show):
     page = show(report(run(), run("second")))
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
@@ -177,14 +162,6 @@ def test_everything_of_the_data_is_said(show):
                   "± 2.0", "chance 25 %", "45.0 % ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GiB"):
         assert words in text, words
-
-
-def test_a_run_that_has_not_begun_has_a_page(show):
-    nothing = {"curves": {}, "samples": [], "settings": [], "sources": [], "segments": [], "alarms": [], "facts": [], "goodput": None,
-               "recent": {}, "best": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
-    page = show(report(run() | nothing))
-    assert page.locator("section:visible h2").all_inner_texts() == ["Overview"]
-    assert "? unknown" in page.inner_text("header") and "has not begun" in page.inner_text("#overview")
 
 
 def test_a_failed_run_begins_with_its_failure(show):
@@ -310,11 +287,3 @@ def test_a_lost_connection_is_told_and_taken_up_again(show):
     assert page.evaluate("connections") == 2
     page.evaluate("fake.emit('open')")
     assert state.inner_text() == "▶ running · live"
-
-
-def test_without_javascript_the_last_values_are_there(browser, tmp_path):
-    (tmp_path / "report.html").write_text(render(report(run(), run("second"))), encoding="utf-8")
-    page = browser.new_page(java_script_enabled=False)
-    page.goto((tmp_path / "report.html").as_uri())
-    assert [cell.strip() for cell in page.locator("tr", has_text="Loss: validation").locator("td").all_inner_texts()] == [
-        "Loss: validation", "2.006", "2.006"]

@@ -18,7 +18,7 @@ import train
 from checkpoint import store
 from checkpoint.manifest import block_rows
 from checkpoint.tensors import TensorFile
-from common.activity import ACTIVITY, Background, Cancelled, tick
+from common.activity import ACTIVITY, tick
 from extensions import guards
 from learn.optim import Reducer
 from parallel.ranks import start_ranks, stop_ranks
@@ -250,18 +250,3 @@ def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_
     assert {(step, pinned) for step, _, pinned in allocated if pinned} == {(1, True)}
     names = [name for _, name, pinned in allocated if pinned]
     assert len({*names}) == len(names) == 4 * len(load_file(run.checkpoint(6) / "model.safetensors")), "weights, two moments and step"
-
-
-def test_a_thread_returns_its_value_and_warnings_and_ends_when_it_is_cancelled():
-    told = []
-    assert Background(lambda warn: warn("slow") or "done").result(told.append) == "done" and told == ["slow"]
-
-    def endless(warn) -> None:
-        while True:
-            tick()
-            time.sleep(0.001)
-
-    thread = Background(endless)
-    thread.cancel()
-    with pytest.raises(Cancelled):
-        thread.result(told.append)

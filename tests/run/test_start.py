@@ -74,16 +74,6 @@ def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_ou
         assert list(copy.column("train_loss")) == [1, 2] or "another" in settings_of(way).values()
 
 
-def test_a_run_is_not_begun_anew_over_itself(prepared, tmp_path, capsys):
-    change = {"RESET_OPTIMIZER": "true"}
-    run = TinyRun(prepared, tmp_path, **UNMEASURED, MAX_STEPS=2)
-    assert run.train() == 0
-    assert run.train(PRETRAIN_CHECKPOINT="step-00000002", **change) == 5
-    go_on, other = ways_out(capsys.readouterr().err)
-    assert "remove PRETRAIN_CHECKPOINT" in go_on and run.train(MAX_STEPS=3, **change) == 0
-    assert run.train(**settings_of(other), **change) == 0
-
-
 @pytest.mark.parametrize(("mode", "before", "changes", "ways"), [
     ("lora-sft", {}, {"LORA_RANK": 8}, 2), ("sft", {"RUN_NAME": "base"}, {}, 2), ("pretrain", None, {"SEED": 7}, 3)])
 def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes, ways, stages, tmp_path, capsys):
@@ -341,17 +331,6 @@ def test_every_file_has_the_permissions_that_the_user_asks_for(tmp_path):
     assert {"optimizer.safetensors", "adapter_model.safetensors", "rank-0.safetensors"} <= {
         path.name for path in files}
     assert [str(path) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask] == []
-
-
-def test_one_env_names_the_checkpoints_of_all_stages(stages, tmp_path, capsys):
-    """The first stage is the start of the second, and does not exist yet when it is trained."""
-    runs = tmp_path / "runs"
-    named = {"PRETRAIN_CHECKPOINT": runs / "base", "INSTRUCT_CHECKPOINT": "chat", "DPO_CHECKPOINT": "preferred"}
-    base = stages.run("distilled", runs, **UNMEASURED | named, DISTILLATION_ENABLED=False, RUN_NAME="base")
-    assert base.train(DIM=30) == 2 and base.train(MAX_STEPS=1) == 0 and base.train(MAX_STEPS=2) == 0
-    for mode, name, start in (("sft", "chat", base.checkpoint(2)), ("orpo", "preferred", runs / "chat" / "checkpoints")):
-        run = stages.run(mode, runs, **UNMEASURED | named, MAX_STEPS=1, RUN_NAME=name)
-        assert run.train() == 0 and f"weights from {start}" in capsys.readouterr().out
 
 
 def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch):

@@ -14,9 +14,7 @@ from factories import TINY, argv_of
 
 from common import text
 from common.text import (
-    DIM,
     WIDTH,
-    paint,
     print_safely,
 )
 from run.log import step_columns
@@ -80,18 +78,6 @@ def test_a_status_line_follows_and_makes_room_for_other_text(screen, monkeypatch
 
 
 # Sentences
-
-
-@pytest.mark.parametrize("environ, colored", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "0"}, False)])
-def test_colors_are_for_terminals_whose_user_wants_them(environ, colored, screen, monkeypatch):
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert paint("a", DIM, screen) == ("\x1b[2ma\x1b[0m" if colored else "a") and paint("a", DIM, io.StringIO()) == "a"
-    print_safely("warning: w\x1b[31m\nerror: e\n  FAIL  data: d\nan error: none", screen)
-    expected = "\x1b[33mwarning:\x1b[0m w\\x1b[31m\n\x1b[31merror:\x1b[0m e\n\x1b[31m  FAIL \x1b[0m data: d\nan error: none\n"
-    assert screen.getvalue() == (expected if colored else COLOR.sub("", expected))
 
 
 # A run

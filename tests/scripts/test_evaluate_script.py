@@ -137,6 +137,7 @@ def task(prepared, tmp_path) -> tuple[str, ...]:
     return "--tasks", "own_items", "--include-path", str(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways
 def test_core_needs_its_bundle_and_stands_in_the_table(whole, tmp_path, capsys):
     """Each item comes twice, with either answer: whatever the model prefers, it is right once."""

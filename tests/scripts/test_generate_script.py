@@ -10,15 +10,12 @@ from factories import by_transformers, save_adapter_folder, tiny_model_folder
 
 import lora
 from checkpoint import huggingface, peft, store
-from config import Config, LoraConfig, ModelConfig
+from config import Config, LoraConfig
 from extensions.inference import weights
-from extensions.inference.engine import RowCache, Sampling
+from extensions.inference.engine import Sampling
 from extensions.inference.generate import TextGenerator
 from extensions.inference.text import text_prompt
-from fused import matmul
-from model import Transformer
 from model_utils import find_model
-from run import adapters
 from run.adapters import load_model
 from scripts import generate as script
 
@@ -86,51 +83,6 @@ def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adap
         ours = continued(*load(name), PROMPTS, 24, Sampling())
         assert ours == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
-
-
-@pytest.mark.parametrize("dtype, multiplies_bf16", [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)], ids=str)
-@pytest.mark.parametrize("kind", ["tied", "untied", "adapters", "trained rows", "int8"])
-def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_bf16, folder, adapter, tokenizer, tmp_path,
-                                                       monkeypatch):
-    """Norms and scales stay float32; a model that holds float32 and casts for each use gives the same logits."""
-    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", multiplies_bf16)
-    if kind == "untied":
-        config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, tie_embeddings=False)
-        model = Transformer(config, tokenizer.vocab_size)
-        model.init_weights(torch.Generator().manual_seed(2))
-        for name, parameter in model.named_parameters():  # as on the hub: norms and matrices in bf16
-            parameter.data = (parameter.data + 0.01 * len(name)).bfloat16()
-        (tmp_path / "untied").mkdir()
-        huggingface.save_model_folder(tmp_path / "untied", model.state_dict(), config, tokenizer, 256)
-    if kind in ("tied", "untied"):
-        place = folder if kind == "tied" else tmp_path / "untied"
-        expected = load_model(place, None, dtype)[0].float()
-    else:
-        if kind == "int8":
-            pytest.importorskip("bitsandbytes")
-        place, quantization = adapter, "int8" if kind == "int8" else "none"
-        original = load_model
-
-        def loaded(*args):
-            model, tokenizer = original(*args[:5], quantization)
-            if kind == "trained rows":
-                model.tok_embeddings = lora.TrainableTokens(model.tok_embeddings, [3, 70])
-                model.tok_embeddings.rows.data += 0.3
-            return model, tokenizer
-
-        monkeypatch.setattr(adapters, "load_model", loaded)
-        expected = loaded(adapter, torch.device("cpu"), dtype, None, folder)[0].float()
-    model, _ = adapters.load_for_use(place, str(folder) if place == adapter else None, torch.device("cpu"), dtype)
-    assert {parameter.dtype for parameter in model.parameters() if parameter.ndim >= 2} <= {dtype, torch.int8}
-    assert {parameter.dtype for parameter in model.parameters() if parameter.ndim < 2} <= {torch.float32, torch.int64}
-    assert model.head_matrix.as_head().values_VD.dtype == dtype and not any(each.requires_grad for each in model.parameters())
-    tokens_BT = torch.tensor([[1, 3, 70, 5], [2, 3, 4, 70]])
-    with torch.inference_mode():
-        caches = [RowCache(each.config, 2, 8, torch.device("cpu"), dtype) for each in (model, expected)]
-        for part_BT in (tokens_BT, tokens_BT[:, :1]):
-            found, wanted = (each(part_BT, cache=cache, mode="logits") for each, cache in zip((model, expected), caches))
-            assert torch.equal(found, wanted)
-        assert torch.equal(model(tokens_BT, tokens_BT), expected(tokens_BT, tokens_BT))
 
 
 def test_the_command_prints_prompt_and_continuation(folder):

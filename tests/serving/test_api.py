@@ -1,13 +1,12 @@
 """The API as OpenAI's own client uses it: chats, completions, streams, usage, errors, and what is cancelled."""
 
-import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
-from factories import wait_until
+from factories import lazy_module, wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from checkpoint.huggingface import save_model_folder
@@ -16,7 +15,7 @@ from extensions.inference.text import LanguageModel
 from extensions.serving.app import ServeOptions
 from tokenizer import load_tokenizer
 
-openai = pytest.importorskip("openai")
+openai = lazy_module("openai")
 httpx = pytest.importorskip("httpx")
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -262,16 +261,6 @@ EXTREMES = [{"temperature": 1e-320}, {"temperature": 100}, *({"temperature": 1, 
 @pytest.mark.parametrize("changes", EXTREMES, ids=json.dumps)
 def test_no_parameter_that_is_accepted_makes_the_model_fail(client, changes):
     assert chat(client, **changes).usage.completion_tokens == 12
-
-
-def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
-    model = tiny_model(prepared.tokenizer)
-    model.tokenizer.special_ids = {}
-    with serving([dataclasses.replace(model)]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
-        assert not client.models.list().data[0].chat
-        with pytest.raises(openai.BadRequestError, match="tiny cannot chat: .*; use /v1/completions"):
-            chat(client)
-        assert complete(client).choices[0].text
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.errors import SettingsError
 from config import Config
 from settings.derived import settings_of_data, settings_of_depth
-from settings.load import PRESETS_DIR, load_config
+from settings.load import load_config
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 DEPTHS = range(1, 65)
@@ -39,31 +39,6 @@ def test_every_depth_is_valid_on_all_usual_numbers_of_ranks_which_read_the_same_
         assert config.model_copy(update=safe) == alone
 
 
-def sizes_to_try(told: str) -> list[str]:
-    return re.search("try ([0-9]+(?: or [0-9]+)?)", told)[1].split(" or ")
-
-
-@pytest.mark.parametrize("world", [7, 32, 64, 128, 256])
-def test_where_ranks_cannot_share_the_batch_the_message_names_what_works(world):
-    """The batch does not depend on the ranks, so a run can go on with another number of them."""
-    refused = 0
-    for depth in DEPTHS:
-        alone, ranks = sized(depth), ("--check", "--world-size", str(world))
-        try:
-            assert sized(depth, *ranks).total_batch_size == alone.total_batch_size
-            continue
-        except SettingsError as error:
-            told, refused = str(error), refused + 1
-        assert told.startswith(f"TOTAL_BATCH_SIZE={alone.total_batch_size} ")
-        assert "\n" not in told
-        sizes = sizes_to_try(told)
-        assert 1 <= len(sizes) <= 2
-        for size in sizes:
-            config = sized(depth, *ranks, "--total-batch-size", size)
-            assert config.accumulation_steps * config.micro_batch_size * world == config.rows_per_step
-    assert refused
-
-
 def test_the_shape_has_the_proportions_of_llama_3():
     for depth in DEPTHS:
         config = sized(depth)
@@ -71,31 +46,6 @@ def test_the_shape_has_the_proportions_of_llama_3():
         assert config.n_heads % config.n_kv_heads == 0 and config.n_heads <= 4 * config.n_kv_heads
         assert config.hidden_dim % 64 == 0 and 0 <= config.hidden_dim - 8 / 3 * config.dim < 64
     assert [sized(depth).n_kv_heads for depth in (1, 2, 4, 6, 7, 12, 16, 32)] == [1, 1, 1, 2, 7, 3, 4, 8]
-
-
-def test_a_larger_depth_is_more_of_everything_and_slower():
-    rising = [(c.matrix_count, c.total_batch_size, c.max_seq_len, c.max_steps * c.total_batch_size, -c.learning_rate, -c.init_std)
-              for c in map(sized, DEPTHS)]
-    # An odd depth may have few heads that can share keys, and more parameters than the next one.
-    for even in zip(*rising[1::2]):
-        assert list(even) == sorted(even)
-    for column in zip(*rising[:22]):
-        assert list(column) == sorted(column)
-    for depth in DEPTHS:
-        config = sized(depth)
-        tokens = config.max_steps * config.total_batch_size
-        assert 0 <= tokens - 20 * config.matrix_count < config.total_batch_size  # Hoffmann et al. 2022
-        assert depth < 6 or 0.9 < config.learning_rate * config.max_steps * config.weight_decay < 2.1
-        assert config.warmup_steps <= 2000 and config.warmup_steps <= config.max_steps / 10
-
-
-def test_the_presets_lie_near_the_depth_of_their_width():
-    """A factor of two, in what somebody else chose: GPT-3's and Llama's rates, and batches of half a million tokens."""
-    for preset in ("1.3b", "3b"):
-        theirs = load("--preset", preset).config
-        ours = sized(theirs.dim // 64)
-        assert 0.5 < ours.learning_rate / theirs.learning_rate < 2
-        assert 0.5 < ours.total_batch_size / theirs.total_batch_size < 3
 
 
 def test_a_run_of_yesterday_resumes():
@@ -122,11 +72,6 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
     theirs = load("--preset", "1.3b").config
     assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
         name: getattr(theirs, name) for name in ("dim", "hidden_dim", "learning_rate")}
-
-
-def test_without_depth_nothing_is_different():
-    assert load("--depth", "none").config == load().config and load("--depth", "none").notes == load().notes
-    assert not any("DEPTH" in preset.read_text() for preset in PRESETS_DIR.glob("*.env"))
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
@@ -191,8 +136,3 @@ def test_what_reproducible_does_not_cover_is_refused(flags, words):
     with pytest.raises(SettingsError, match=re.escape(words)) as caught:
         load(*batch, *flags)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_the_data_decides_the_warm_up_of_epochs():
-    loaded = load("--depth", "2", "--epochs", "4", "--total-batch-size", "4096")
-    assert settings_of_data(loaded.config, 1088, {*loaded.deferred}).items() >= {"max_steps": 272, "warmup_steps": 27}.items()

@@ -106,16 +106,6 @@ def test_a_record_beats_an_env_of_another_run_and_one_line_lists_what_is_ignored
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 
 
-def test_what_was_moved_is_named_by_env():
-    save_state(3, **SFT_RECORD)
-    for place in ("now", "t", "tokenizer"):
-        Path(place).touch()
-    Path(".env").write_text("SFT_DATA_PATH=now\nPRETRAIN_CHECKPOINT=now\nTOKENIZER_PATH=tokenizer")
-    loaded = load("--run-name", "first")
-    assert (loaded.config.sft_data_path, loaded.config.pretrain_checkpoint, loaded.config.tokenizer_path) == ("now", "now", "t")
-    assert any(note.endswith(": TOKENIZER_PATH=tokenizer") for note in loaded.notes)
-
-
 def test_an_env_for_another_stage_than_that_of_a_flag_does_not_break_a_new_run():
     """As in a command that `prepare` prints."""
     Path(".env").write_text("TRAINING_STAGE=sft\nGENERATION_EVAL_EVERY=5\nEPOCHS=2\nLOG_EVERY=3")
@@ -142,12 +132,6 @@ def test_a_run_that_a_flag_names_is_resumed_whatever_checkpoint_env_names(resume
     assert load("--run-name", "first", "--training-stage", "sft").config.resume == "never"
 
 
-def test_a_start_from_a_checkpoint_that_env_names_is_of_envs_stage():
-    save_state(3, **SFT_RECORD)
-    Path(".env").write_text("TRAINING_STAGE=dpo\nDPO_DATA_PATH=pairs\nTOKENIZER_PATH=t\nRESUME=runs/first")
-    assert load().config.training_stage == "dpo"
-
-
 @pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"settings": 1}', '{"settings": {"LEARNING_RATE": "x", "MAX_STEPS": -1}}'])
 def test_a_damaged_state_gives_nothing(state):
     save_state(3)
@@ -164,12 +148,6 @@ def test_the_stage_decides_what_is_not_given(flags, rate, epochs):
     assert (loaded.config.learning_rate, loaded.config.epochs) == (rate, epochs)
     assert {"total_batch_size", "warmup_steps", "compile"} <= {*loaded.deferred}
     assert ("max_steps" in loaded.deferred) == (epochs is not None)
-
-
-def test_pretraining_keeps_its_defaults():
-    loaded = load("--pretrain-data-path", "set", "--tokenizer-path", "t")
-    assert loaded.config == Config(pretrain_data_path="set", tokenizer_path="t", **settings_of_length(1000, Config.model_fields))
-    assert "max_steps" not in loaded.deferred
 
 
 @pytest.mark.parametrize("stage, rows, ranks, batch_rows", [
@@ -223,12 +201,6 @@ def test_what_is_kept_is_recorded_again_without_a_change():
         assert json.dumps(load("--run-name", "first").config.public()) == json.dumps(recorded)
 
 
-def test_epochs_of_a_resumed_run_decide_its_steps_again():
-    save_state(3, TRAINING_STAGE="sft", SFT_DATA_PATH="set", TOKENIZER_PATH="t", PRETRAIN_CHECKPOINT="base", MAX_STEPS=7)
-    longer = load("--run-name", "first", "--epochs", 6)
-    assert longer.deferred == ("max_steps",) and not any("MAX_STEPS" in note for note in longer.notes)
-
-
 PRETRAIN = ["--pretrain-data-path", "set", "--tokenizer-path", "t"]
 EVERY = ("validate_every", "sample_every", "save_every", "log_every")
 
@@ -266,13 +238,6 @@ def test_what_is_given_takes_precedence_over_the_length_of_the_run():
 def test_the_intervals_of_a_resumed_run_change_only_with_its_steps(saved, flags, expected):
     save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", MAX_STEPS=300, **dict(zip(map(str.upper, EVERY), saved)))
     assert every(load("--run-name", "first", *flags).config) == expected
-
-
-def test_epochs_decide_the_intervals_once_the_data_is_read():
-    loaded = load(*SFT, "--sample-every", 7)
-    config = loaded.config.model_copy(update=settings_of_data(loaded.config, 6400, {*loaded.deferred}))
-    assert config.max_steps == 300 and every(config) == (20, 7, 100, 10)
-    assert not any("VALIDATE_EVERY" in note for note in loaded.notes)
 
 
 @pytest.mark.parametrize("trained, flags, length", [

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from common.errors import SettingsError, local_path, run_script
+from common.errors import SettingsError, run_script
 from config import (
     CORE_SECTIONS,
     SECRETS,
@@ -150,39 +150,12 @@ def test_where_each_setting_came_from_is_known():
                        "tokenizer_path": "environment"}
 
 
-def test_of_several_presets_or_json_files_the_last_wins_and_another_env_file_replaces_the_default_one():
-    config = load("--preset", "stable, debug").config
-    assert (config.precision, config.warmup_steps, config.n_layers) == ("fp32", 2, 2)
-    Path("second.json").write_text('{"seed": 2}')
-    config = load("--config", "second.json", config={"seed": 1, "dim": 1536}).config
-    assert (config.seed, config.dim) == (2, 1536)
-    Path("other.env").write_text("SEED=7\n")
-    config = load("--env-file=other.env", env="DIM=1536\n").config
-    assert (config.seed, config.dim) == (7, 768)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_once_the_data_is_named(name):
     presets = f"sample,{name}" if name.startswith("sample-") else name  # these stand on top of it
     config = load("--preset", presets, "--pretrain-checkpoint", "x").config
     assert config.preset == presets and config.accumulation_steps >= 1
     assert "preset" not in read_env_file(PRESETS_DIR / f"{name}.env").values
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("sample")])
-def test_the_sample_trains_on_up_to_eight_gpus(name, ranks):
-    """run.sh uses all GPUs."""
-    presets = "sample" if name == "sample" else f"sample,{name}"
-    config = load("--preset", presets, "--pretrain-checkpoint", "x", "--world-size", str(ranks), "--check").config
-    assert config.accumulation_steps == 1
-
-
-def test_sections_of_json_may_have_any_name_and_the_file_a_byte_order_mark():
-    content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512,
-               "lr": {"learning_rate": "1e-3"}}
-    config = load(config="\ufeff" + json.dumps(content)).config
-    assert (config.dim, config.max_steps, config.max_seq_len, config.learning_rate) == (1536, 3, 512, 1e-3)
 
 
 def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_gone_had_no_effect():
@@ -310,22 +283,6 @@ def test_memory_is_configured_unless_the_user_does_it(environ, env, expected, mo
     assert os.environ == ON_A_CPU | expected
 
 
-@pytest.mark.parametrize("vocabulary, flags, expected", [
-    (128_256, [], "1"), (49_152, ["--dim", "512"], "1"), (49_152, [], None), (4096, [], None),  # 48 and 4 MiB
-    (49_152, ["--dim", "576", "--n-layers", "30"], None),  # most weights are in the blocks
-    (128_256, ["--pretrain-checkpoint", "x"], None), (128_256, ["--pretrain-checkpoint", "x", "--lora-enabled", "true"], None), (None, [], None)])
-def test_a_cpu_gets_huge_pages_where_new_memory_for_the_vocabulary_is_much_of_a_step(vocabulary, flags, expected, monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "environ", {})
-    manifest = {"tokenizer": "moved"} | ({"vocab_size": vocabulary} if vocabulary else {})
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    flags = ["--pretrain-data-path", str(tmp_path), "--tokenizer-path", "t", "--n-heads", "4", "--dim", "256", "--n-layers", "6", *flags]
-    export(load_config(flags, {}))
-    assert os.environ.get("THP_MEM_ALLOC_ENABLE") == expected
-    monkeypatch.setattr(os, "environ", {"THP_MEM_ALLOC_ENABLE": "0"})
-    export(load_config(flags, {}))
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0", "as the user set it"
-
-
 def test_variables_in_env_are_expanded():
     env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
            "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
@@ -388,12 +345,6 @@ def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an
     assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]
     core = {name for section in CORE_SECTIONS for name in section.model_fields}
     assert not [name for name in Config.model_fields if name not in core and "did you mean" in advice(name, core)]
-
-
-def test_a_name_that_resembles_nothing_points_to_the_help():
-    assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
-        f"{what}; there is no such setting (see --help, or docs/coming-from.md for names of other trainers)"
-        for what in (".env:1: unknown setting QUUX_VISIBLE_THINGS", "command line: unknown flag --xyzzy")]
 
 
 # Flags of transformers' Trainer, TRL, axolotl, LLaMA-Factory, nanochat, litgpt, torchtitan, nanoGPT and Megatron, and typos:
@@ -472,13 +423,6 @@ def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
     assert problems(*flags)[0].endswith(words)
 
 
-def test_a_typo_in_any_setting_leads_to_it():
-    for name in (name for name in Config.model_fields if len(name) > 4):
-        middle = len(name) // 2
-        for typo in {name[:middle] + name[middle + 1:], name[:middle] + "x" + name[middle:]} - ALIASES.keys() - OTHER_WAYS.keys():
-            assert advice(typo) == f"did you mean {name.upper()}?"
-
-
 def test_an_unknown_preset_gets_its_nearest_neighbour():
     assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? known: 1.3b, 3b")
     for outside in ("../presets/debug", "x" * 5000, "\0"):
@@ -537,11 +481,6 @@ def test_flags_that_cannot_be_used(flags, expected):
     assert line.startswith(f"command line: {expected}")
 
 
-def test_a_misspelt_flag_of_a_script_gets_its_neighbour_too():
-    with pytest.raises(SettingsError, match="did you mean --on-bad-record?"):
-        load("--on-bad-recrod", "x", own_flags=("source", "on_bad_record"))
-
-
 def test_a_script_can_do_without_what_training_needs():
     assert load_config([], {}, complete=False).config.tokenizer_path is None
     with pytest.raises(SettingsError, match="PRETRAIN_DATA_PATH is not set"):
@@ -572,13 +511,6 @@ def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, told):
         assert ["TEACHER_MODEL=x has no effect" in line for line in problems(*layers.pop("flags", ()), **layers)] == [True]
     else:
         load(*layers.pop("flags", ()), **layers)
-
-
-def test_layers_for_adapters_have_one_spelling():
-    for spelling in ("wq,w2", " w2 ,q_proj", "down_proj,wq,q_proj"):
-        assert load("--lora-target-modules", spelling).config.lora_target_modules == "wq,w2"
-    assert load(config={"lora_target_modules": ["all-linear"]}).config.lora_target_modules == Config().lora_target_modules
-    assert "must be some of wq, " in problems("--lora-target-modules", "q_proj,query", "--lora-enabled", "--pretrain-checkpoint", "a")[0]
 
 
 def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
@@ -645,14 +577,6 @@ def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
     monkeypatch.setenv("HOME", "/of/mine")
     config = load_config(["--output-dir=~/runs", "--resume=~/x"], {**DATA, "TOKENIZER_PATH": "~"}).config
     assert (config.output_dir, config.resume, config.tokenizer_path) == ("/of/mine/runs", "/of/mine/x", "/of/mine")
-
-
-def test_an_output_is_a_path_on_this_machine():
-    assert local_path("runs/a:b") == Path("runs/a:b")
-    for url in ("s3://bucket/x", "s3:/bucket/x", "file:///x", "hdfs://user:canary@x"):
-        with pytest.raises(SettingsError, match="is a URL") as caught:
-            local_path(url)
-        assert "canary" not in str(caught.value)
 
 
 def test_world_size_comes_from_the_launcher():

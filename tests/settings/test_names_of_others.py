@@ -71,12 +71,6 @@ def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, s
     assert any(second in problem and "second time" in problem for problem in problems(*flags, env=env, config=config))
 
 
-def test_across_layers_the_ordinary_precedence_holds():
-    loaded = load("--max_iters", "5", env="MAX_STEPS=3\nLR=1e-3\n", config={"learning_rate": 2e-3, "steps": 4})
-    assert (loaded.config.max_steps, loaded.config.learning_rate) == (5, 2e-3)
-    assert [note for note in loaded.notes if " is our " in note] == ["max_iters is our MAX_STEPS: 5"]
-
-
 def test_what_goes_with_a_name_may_be_said_too():
     base = ("--training-stage", "sft", "--sft-data-path", "x", "--pretrain-checkpoint", "x")
     for flags in (("--adapter", "qlora", "--load_in_4bit", "true"), ("--load_in_4bit", "--adapter", "lora"), ("--load_in_4bit", "--use_peft")):
@@ -111,11 +105,6 @@ def test_the_process_environment_is_not_read():
     assert loaded.config == load().config and not [note for note in loaded.notes if " is our " in note]
 
 
-def test_text_in_json_may_contain_slashes():
-    config = load(config='// first\n{"hellaswag_name": "a // b \\" // c", // "seed": 1,\n "seed": 2}').config
-    assert (config.hellaswag_name, config.seed) == ('a // b " // c', 2)
-
-
 def test_names_in_sections_mean_what_they_mean_there():
     config = load(config={"training": {"local_batch_size": 4, "steps": 7}, "optimizer": {"init_args": {"lr": 1e-3}}, "eval": {"interval": 9},
                           "compile": {"enable": False}, "metrics": {"enable_wandb": True}}).config
@@ -144,17 +133,6 @@ def test_debug_alone_is_the_preset_on_the_sample_if_there_is_no_data():
         assert "DEBUG=true alone, for a new run, is --preset debug" in loaded.notes
     config = load("--debug", environ=dict.fromkeys(("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "")).config
     assert (config.preset, config.n_layers, config.pretrain_data_path) == ("sample,debug", 2, "data/sample/pretrain")
-
-
-@pytest.mark.parametrize("flags", [
-    ("--preset", "1.3b"), ("--depth", "4"), ("--dim", "96"), ("--max-steps", "20"), ("--pretrain-checkpoint", "x"),
-    ("--training-stage", "sft", "--sft-data-path", "x", "--random-init"), ("--run-name", "mine"), ("--resume", "runs/mine")])
-def test_debug_with_a_size_a_start_or_a_run_is_only_debug(flags):
-    folder = Path("runs/mine/checkpoints/step-00000001")
-    folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text(json.dumps({"settings": {"DIM": 128, "N_LAYERS": 5, "TRAINING_STAGE": "pretrain"}}))
-    config = load("--debug", *flags).config
-    assert config.debug and "debug" not in config.preset and config.n_layers != 2
 
 
 def test_production_alone_has_a_size_and_steps_and_beside_a_size_it_has_that():

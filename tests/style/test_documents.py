@@ -76,18 +76,3 @@ def test_lists_are_those_of_the_site_too(page):
         elif line and not line.startswith(" ") and not before:
             kind = ""
         before = line
-
-
-def test_the_time_of_the_demo_is_one_figure_everywhere():
-    """That of docs/benchmarks.md, as what the user waits."""
-    assert "| `./paddock demo`, 300 steps, two cores | 0:34 |" in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    for place in ("README.md", "scripts/main.py", "docs/index.md", "scripts/run.py", "settings/presets/sample.env"):
-        text = (ROOT / place).read_text(encoding="utf-8")
-        assert text.count("34 s on two CPU cores") == 1 and not re.search(r"80 seconds|\(2 min\)|a minute of CPU", text), place
-
-
-def test_plurals_are_made_in_one_place():
-    """By `common.text.counted`: a number and a noun are never put together by hand."""
-    for path in [*ROOT.glob("*.py"), *(path for folder in ROOT.glob("*/__init__.py") for path in folder.parent.rglob("*.py"))]:
-        if "tests" not in path.parts and path.name != "text.py":
-            assert not re.search(r"""'e?s' (\*|if)""", path.read_text(encoding="utf-8")), path

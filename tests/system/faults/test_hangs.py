@@ -23,7 +23,7 @@ from common.errors import DataError
 from learn import objectives
 from parallel import hang
 from parallel import ranks as collectives
-from parallel.hang import HangWatchdog, describe_ranks
+from parallel.hang import HangWatchdog
 
 TIMEOUT = 2  # seconds
 
@@ -238,12 +238,6 @@ def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
     text = tiny_run().ends([6, 1], leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert "error: hang: rank 0 waited in forward (step 3) for another" in text
     assert "rank 1 stops, because another rank has exited" in text
-
-
-def test_ranks_are_named_in_ranges():
-    assert describe_ranks([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
-    assert describe_ranks([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 do not respond"
-    assert describe_ranks([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
 
 
 @pytest.mark.parametrize("broken", [False, True])
