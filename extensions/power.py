@@ -1,4 +1,4 @@
-"""Power, utilization, clocks and temperature of this rank's GPU, from NVML; the power of a CPU, from RAPL.
+"""Power, utilization, clocks and temperature of this rank's GPU, from NVML.
 
 A daemon thread does all queries, because a driver may answer late or never.
 """
@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
@@ -22,8 +22,6 @@ from parallel.process import number_of
 from run.life import Run
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
-RAPL = Path("/sys/class/powercap")
-NO_COUNTER = f"no RAPL counter can be read ({RAPL}; most systems allow it only for root)"
 STOP_SECONDS = 2  # time for the thread to end before it is abandoned
 WRITE_SECONDS = 1  # between writes, and between readings of slowly changing values
 PAUSE_SHARE = 0.1  # an interval with a larger share of pauses does not count as training
@@ -106,42 +104,6 @@ class GpuMeter:
     def close(self) -> None:
         with suppress(self.nvml.NVMLError):
             self.nvml.nvmlShutdown()
-
-
-class CpuMeter:
-    """Reads all CPU packages of a machine through RAPL. Raises UnreadableError if no counter is readable."""
-
-    def __init__(self) -> None:
-        self.counters = [*packages()]
-        if not self.counters:
-            raise UnreadableError(NO_COUNTER)
-        self.last, self.total, self.time = None, 0, 0.0
-
-    def read(self) -> Sample:
-        """Return the energy since the first reading and the power since the previous one."""
-        now, before, earlier = time.monotonic(), self.total, self.time
-        try:
-            values = [int(file.read_text()) for file, _ in self.counters]
-        except (OSError, ValueError):
-            return Sample()
-        for value, last, (_, wraps_at) in zip(values, self.last or values, self.counters):
-            self.total += value - last + (wraps_at if value < last else 0)
-        watts = (self.total - before) / 1e6 / (now - earlier) if self.last and now > earlier else None
-        self.last, self.time = values, now
-        return Sample(watts, self.total / 1e6)
-
-    def close(self) -> None:
-        pass
-
-
-def packages() -> Iterator[tuple[Path, int]]:
-    """Yield each readable package counter of RAPL, and the microjoules at which it wraps around."""
-    for folder in sorted(RAPL.glob("intel-rapl:*")):
-        with suppress(OSError, ValueError):
-            # Exclude the counter of the whole system (psys), which includes the packages.
-            if (folder / "name").read_text().startswith("package"):
-                int((folder / "energy_uj").read_text())
-                yield folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
 
 
 class Reading(NamedTuple):
@@ -305,19 +267,13 @@ class PowerSampler:
 
 
 def start_sampler(run: Run) -> Optional[PowerSampler]:
-    """Start sampling this rank's GPU or, on the first rank of a CPU machine, all its CPUs if readable."""
+    """Start sampling this rank's GPU, if it has one and POWER_HZ is not 0."""
     config, ranks = run.config, run.ranks
-    on_gpu = ranks.device.type == "cuda"
-    if not config.power_hz or not (on_gpu or ranks.local_rank == 0):
+    if not config.power_hz or ranks.device.type != "cuda":
+        if config.power_hz and "power_hz" in config.model_fields_set:  # who did not ask needs no answer
+            run.log.warn(f"POWER_HZ={config.power_hz:g}: power is measured on NVIDIA GPUs only")
         return None
-    if not on_gpu and not any(packages()):
-        if "power_hz" in config.model_fields_set:  # those who did not ask need no answer
-            run.log.warn(f"POWER_HZ={config.power_hz:g}: power is not measured, because {NO_COUNTER}")
-        return None
-    open_meter, name = CpuMeter, "cpu"
-    if on_gpu:
-        uuid, name = str(torch.cuda.get_device_properties(ranks.device).uuid), str(number_of(ranks.rank))
-        open_meter = lambda: GpuMeter(uuid)
+    uuid = str(torch.cuda.get_device_properties(ranks.device).uuid)
     file = f"power-rank-{ranks.rank}.csv" if ranks.rank else "power.csv"
-    return PowerSampler(open_meter, name, config.power_hz, lambda: run.folder / file, run.log.info,
-                        run.log.warn)
+    return PowerSampler(lambda: GpuMeter(uuid), str(number_of(ranks.rank)), config.power_hz,
+                        lambda: run.folder / file, run.log.info, run.log.warn)

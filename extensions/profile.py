@@ -6,7 +6,7 @@ Rank 0 writes torch.profiler's trace (PROFILE_STEPS) and the CUDA allocator's hi
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Optional
@@ -16,15 +16,11 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 
 from common.activity import foreign_call
 from common.errors import SettingsError
-from common.text import counted, last_line
-from config import Config
 from dataloaders import Batch
 from extensions.cost import StepFlops, Work
 from extensions.phases import Phases
 from extensions.power import SLOWDOWNS, Reading, power_metrics, start_sampler
 from extensions.settings import step_window
-from model_utils import forced_eager
-from parallel.fsdp import is_sharded
 from parallel.process import number_of
 from parallel.ranks import collective
 from run.extensions import Extension
@@ -38,7 +34,6 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800":
                "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
                "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
                "RTX 5090": 210, "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100": 125}
-MATMULS = ("aten.mm", "aten.addmm", "aten.addmm_")  # all matmuls outside attention
 
 
 def peak_flops(device: torch.device, override_tflops: Optional[float] = None) -> Optional[float]:
@@ -75,7 +70,8 @@ class Measurements(Extension):
             raise SettingsError(f"MEMORY_SNAPSHOT={run.config.memory_snapshot} records CUDA allocations, but "
                                 "torch sees no GPU here; remove it")
         self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
-        self.flops = step_flops(run, run.config)
+        self.flops = StepFlops(run.config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
+                               run.ranks.device.type)
         self.work, self.warned_of = Work(), 0
         self.sampler = start_sampler(run)
         self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # true if any rank samples
@@ -117,7 +113,7 @@ class Measurements(Extension):
         self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
         if self.sampler:
             self.sampler.end()
-        self.profiling.end(run.progress.step + 1, batches)
+        self.profiling.end(run.progress.step + 1)
 
     @collective
     def metrics(self, run: Run) -> dict[str, float]:
@@ -174,7 +170,7 @@ class Profiling:
         config, self.run = run.config, run
         self.window = step_window(config.profile_steps) or range(0)
         self.snapshot, self.profiler, self.recorded = config.memory_snapshot, None, []
-        self.phase, self.batches = None, []
+        self.phase = None
         left = range(run.progress.step + 1, config.max_steps + 1)
         for name, steps in (("PROFILE_STEPS", self.window),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
@@ -185,8 +181,6 @@ class Profiling:
             self.window, self.snapshot = range(0), None
 
     def begin(self, step: int) -> None:
-        if self.profiler and step > self.window[-1]:
-            self._finish()
         if step == self.snapshot:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         if self.window and self.window[0] - 1 <= step <= self.window[-1]:
@@ -207,14 +201,13 @@ class Profiling:
         if self.profiler and phase:
             self.phase = record_function(phase).__enter__()
 
-    def end(self, step: int, batches: Sequence[Batch]) -> None:
+    def end(self, step: int) -> None:
         if step == self.snapshot:
             self._write(f"memory-step-{step}.pickle", torch.cuda.memory._dump_snapshot,
                         "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profiler and step == self.window[-1]:
-            self._stop()
-            self.batches = batches  # FLOPs are counted when the next step begins, after a save
+            self.close(failed=False)
 
     def _start(self, step: int) -> None:
         """Start the profiler, if possible one step early to warm up."""
@@ -229,14 +222,14 @@ class Profiling:
         self.profiler.step_num = step  # our step numbers in the trace
         self.profiler.start()
 
-    def _stop(self) -> None:
+    def close(self, failed: bool) -> None:
+        """Write trace and tables of the recorded steps, unless the run `failed`."""
         self.mark("")
-        self.profiler.stop()
-
-    def _finish(self) -> None:
-        """Write trace and tables of the recorded steps."""
-        (profiler, self.profiler), (batches, self.batches) = (self.profiler, None), (self.batches, [])
-        if not self.recorded:
+        profiler, self.profiler = self.profiler, None
+        if not (profiler and self.recorded):  # torch 2.11 crashes if stopped in a warm-up
+            return
+        profiler.stop()
+        if failed:
             return
         name = f"rank-{self.run.ranks.rank}-steps-{self.recorded[0]}-{self.recorded[-1]}"
         self._write(f"{name}.trace.json.gz", profiler.export_chrome_trace,
@@ -245,9 +238,8 @@ class Profiling:
         tables = [f"Top {ROWS} by {order}\n{averages.table(sort_by=column, row_limit=ROWS)}"
                   for order, column in (("time", f"self_{kind}_time_total"),
                                         ("memory", f"self_{kind}_memory_usage"))]
-        tables += [compare_flops(self.run, batches[0])] if batches else []
         self._write(f"{name}.txt", lambda path: Path(path).write_text("\n".join(tables)),
-                    f"the top {ROWS} by time and by memory, and the FLOPs")
+                    f"the top {ROWS} by time and by memory")
 
     def _write(self, name: str, write: Callable[[str], object], hint: str) -> None:
         path = self.run.folder / "profile" / name
@@ -259,57 +251,3 @@ class Profiling:
             self.run.log.warn(f"{path} cannot be written: {error}; the run continues")
         else:
             self.run.log.info(f"Wrote {path}; {hint}")
-
-    def close(self, failed: bool) -> None:
-        if self.recorded and self.profiler and not self.batches:  # torch 2.11 crashes if stopped in a warm-up
-            self._stop()
-        if self.profiler and not failed:
-            self._finish()
-
-
-def step_flops(run: Run, config: Config) -> StepFlops:
-    return StepFlops(config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
-                     run.ranks.device.type)
-
-
-def count_flops(compute: Callable[[], object]) -> dict[str, int]:
-    """Return the FLOPs of a computation by operator, such as aten.mm, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode, mm_flop  # slow to import
-
-    # torch's formula knows neither addmm_ nor the dtype and the output that `fused.head` gives to addmm.
-    known = dict.fromkeys((torch.ops.aten.addmm, torch.ops.aten.addmm_),
-                          lambda added, one, other, *_, out_shape=None, **__: mm_flop(one, other))
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
-        compute()
-    return {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
-
-
-def compare_flops(run: Run, batch: Batch) -> str:
-    """Return a table of a micro-batch's FLOPs by formula and as torch counts them; it leaves gradients."""
-    # Selective recomputation needs the compiler.
-    recompute = run.config.activation_checkpointing
-    eager = {"compile": False, "activation_checkpointing": "none" if recompute == "selective" else recompute}
-    flops = step_flops(run, run.config.model_copy(update=eager))
-    work = flops.read([batch])
-    needed, computed = flops.of(work)
-    lines = [f"FLOPs of one micro-batch: {work.tokens:,} tokens, {work.padding:,} of them padding, "
-             f"{counted(work.targets, 'target')}", f"{'':36}{'matmuls':>12}{'attention':>12}"]
-    lines += [f"{name:36}{count.matmuls + count.head:12.4e}{count.attention:12.4e}" for name, count in
-              (("needed, by formula (MFU)", needed), ("computed eagerly, by formula (HFU)", computed))]
-    if is_sharded(run.model):
-        return "\n".join([*lines, "Not counted by torch, because the model is sharded."])
-    device = run.ranks.device
-    try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), forced_eager():
-            counts = count_flops(lambda: run.objective.loss_sum(run.model, batch).total.backward())
-    except torch.OutOfMemoryError:
-        return "\n".join([*lines, "Not counted by torch, because an eager step needs more memory."])
-    except Exception as error:  # the counter has failed on operators of new versions; the run must go on
-        return "\n".join([*lines, f"Not counted by torch: {type(error).__name__}: {last_line(str(error))}"])
-    matmuls = sum(counts.get(name, 0) for name in MATMULS)
-    attention = sum(counts.values()) - matmuls
-    lines += [f"{'counted by FlopCounterMode':36}{matmuls:12.4e}{attention:12.4e}",
-              f"Of the computed matmuls {matmuls / (computed.matmuls + computed.head):.2%} are counted.",
-              "The formula counts attention in full. The counter follows the kernel: it counts nothing on a",
-              "CPU, only positions within documents (varlen), or also scores recomputed in the backward.", ""]
-    return "\n".join(lines)

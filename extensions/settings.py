@@ -159,8 +159,7 @@ class ProfileConfig(Section):
 
     peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
     power_hz: float = safe(
-        1.0, "samples of power, clock and temperature per second (NVML, or RAPL on a CPU); 0 = none", ge=0,
-        le=1000)
+        1.0, "samples of a GPU's power, clock and temperature per second (NVML); 0 = none", ge=0, le=1000)
     profile_steps: Optional[str] = safe(
         None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
     memory_snapshot: Optional[int] = safe(

@@ -222,9 +222,6 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", m
     task.figure("watts", [*(line["power_watts"] for line in lines if "power_watts" in line), "no counter"][0])
     task.figure("recompilations", output.count("Recompiling function"))
     task.figure("graph breaks", output.count("Graph break"))
-    for text in (task.runs / name).glob("profile/*.txt"):
-        share = float(re.search(r"([\d.]+)% are counted", text.read_text())[1])
-        task.check("counted FLOPs, percent of the formula's", 98 < share < 102, share)
     if task.cuda:  # each step's line comes after its waits; the first steps compile, and some evaluate
         waits = sorted(step.count("called a synchronizing") for step in output.split("Step [")[5:-1])
         median = waits[len(waits) // 2] if waits else math.inf

@@ -8,7 +8,6 @@ import math
 import sys
 import threading
 import time
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,16 +17,7 @@ from nvml_stub import GIB, Pynvml
 
 from common.activity import ACTIVITY
 from extensions import power
-from extensions.power import (
-    HEADER,
-    CpuMeter,
-    GpuMeter,
-    Moment,
-    PowerSampler,
-    Sample,
-    UnreadableError,
-    packages,
-)
+from extensions.power import HEADER, GpuMeter, Moment, PowerSampler, Sample, UnreadableError
 
 # NVML
 
@@ -84,42 +74,6 @@ def test_without_driver_gpu_or_package_there_is_one_reason(fails, uuid, reason, 
         monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(UnreadableError, match=reason):
         GpuMeter(uuid)
-
-
-@pytest.fixture
-def rapl(tmp_path, monkeypatch):
-    """A function that makes a domain of RAPL, or changes its energy."""
-    def domain(folder: str, energy: int, name: str = "") -> None:
-        path = tmp_path / folder
-        path.mkdir(exist_ok=True)
-        (path / "energy_uj").write_text(f"{energy}\n")
-        (path / "max_energy_range_uj").write_text("1000000\n")
-        if name:
-            (path / "name").write_text(f"{name}\n")
-
-    monkeypatch.setattr(power, "RAPL", tmp_path)
-    return domain
-
-
-def test_all_packages_are_counted_once_also_when_their_counters_wrap(rapl, tmp_path, monkeypatch):
-    seconds = count(step=0.25)
-    monkeypatch.setattr(power, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-    rapl("intel-rapl:0", 900_000, "package-0")
-    rapl("intel-rapl:0:0", 500, "core")  # a part of the package
-    rapl("intel-rapl:1", 100_000, "package-1")
-    rapl("intel-rapl:2", 100_000, "psys")  # which has the packages in it
-    rapl("intel-rapl-mmio:0", 900_000, "package-0")  # the same counter again
-    assert [path.parent.name for path, _ in packages()] == ["intel-rapl:0", "intel-rapl:1"]
-    meter = CpuMeter()
-    assert meter.read() == Sample(None, 0)
-    rapl("intel-rapl:0", 200_000)
-    rapl("intel-rapl:1", 400_000)
-    sample = meter.read()
-    assert sample.joules == 0.3 + 0.3 and sample.watts == pytest.approx(0.6 / 0.25)
-    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("broken")
-    assert meter.read() == Sample()
-    rapl("intel-rapl:1", 400_001)
-    assert meter.read().joules == pytest.approx(0.600001)
 
 
 class Meter:

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +22,9 @@ MEASURED = {"PROFILE_STEPS": "3:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
 def measured(prepared, tmp_path_factory):
     """A run of which everything is measured, and what it printed."""
     run, patch = TinyRun(prepared, tmp_path_factory.mktemp("measured"), **MEASURED), pytest.MonkeyPatch()
-    patch.setattr(power, "packages", lambda: ["a counter"])
-    patch.setattr(power, "CpuMeter", lambda: SimpleNamespace(read=lambda: Sample(50.0), close=lambda: None))  # 50 W
+    meter = SimpleNamespace(read=lambda: Sample(50.0), close=lambda: None)  # 50 W
+    patch.setattr(profile, "start_sampler", lambda run: power.PowerSampler(
+        lambda: meter, "0", run.config.power_hz, lambda: run.folder / "power.csv", run.log.info, run.log.warn))
     try:
         assert run.train() == 0
     finally:
@@ -46,8 +46,6 @@ def test_the_trace_and_the_tables_are_of_these_steps(measured):
     assert names.count("backward") == 8 <= names.count("forward") and names.count("optimizer") >= 2
     text = (measured.folder / "profile" / files[1]).read_text()
     assert text.count("Self CPU %") == 2 and "Top 25 by time" in text and "Top 25 by memory" in text
-    assert re.search(r"FLOPs of one micro-batch: 64 tokens, 0 of them padding, 64 targets", text)
-    assert "Of the computed matmuls 100.00% are counted." in text
     log = (measured.folder / "log" / "rank-0.txt").read_text()
     assert all(f"Wrote {measured.folder / 'profile' / name}" in log for name in files)
 
@@ -61,7 +59,7 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
     assert "gpu_utilization" not in last
     with open(measured.folder / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert {row["gpu"] for row in rows} == {"cpu"} and {"2", "3", "4"} & {row["step"] for row in rows}
+    assert {row["gpu"] for row in rows} == {"0"} and {"2", "3", "4"} & {row["step"] for row in rows}
     assert {row["phase"] for row in rows} & {"data", "forward", "backward", "optimizer"}
 
 
@@ -80,7 +78,7 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
     looked = Profiling(run)
     for step in range(1, 4):
         looked.begin(step)
-        looked.end(step, [])
+        looked.end(step)
     path = tmp_path / "profile" / "memory-step-2.pickle"
     assert calls == [("record", {"max_entries": profile.SNAPSHOT_EVENTS}), ("dump", str(path)), ("record", {"enabled": None})]
     assert run.said == [f"Wrote {path}; open it at pytorch.org/memory_viz"]
@@ -89,7 +87,7 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
-    looked.end(2, [])
+    looked.end(2)
     assert "cannot be written" in run.said[-1] and "the run continues" in run.said[-1]
 
 
@@ -117,12 +115,3 @@ def test_the_peak_is_known_or_set_or_unknown(monkeypatch):
         assert peak_flops(torch.device("cuda")) == tflops * 1e12
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L400")
     assert peak_flops(torch.device("cuda")) is None
-
-
-def test_flops_of_matmuls_with_an_output_or_in_place_are_counted():
-    """As the head's on a GPU: bf16 factors, float32 output."""
-    added, one, other = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (
-        ((4, 5), torch.float32), ((4, 3), torch.bfloat16), ((3, 5), torch.bfloat16)))
-    flops = profile.count_flops(lambda: torch.addmm(added, one, other, out_dtype=torch.float32, out=added))
-    assert flops == {"aten.addmm": 2 * 4 * 3 * 5}
-    assert profile.count_flops(lambda: added.addmm_(one.float(), other.float())) == {"aten.addmm_": 2 * 4 * 3 * 5}
