@@ -3,7 +3,7 @@
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -222,12 +222,12 @@ class Phases:
         return dict(sums)
 
     def describe(self) -> str:
-        """Return the time spent in each phase since the start, in percent that add up to 100.0."""
+        """Return the time spent in each phase since the start, in percent."""
         self.mark("other", waits=False)
         self._read_marks(wait=True)
         seconds = {phase: self.totals[phase] for phase in (*STEP_PHASES, *PAUSES[:-1])}
         seconds["other"] = max(0.0, time.perf_counter() - self.started - sum(seconds.values()))
-        percent = percentages(seconds)
+        percent = {phase: 100 * value / sum(seconds.values()) for phase, value in seconds.items()}
         in_steps = [f"{phase} {percent[phase]:.1f}" for phase in STEP_PHASES if seconds[phase]]
         steps = sum(percent[phase] for phase in STEP_PHASES)
         pauses = [f"{phase} {percent[phase]:.1f} %" for phase in PAUSES if seconds[phase]]
@@ -241,14 +241,6 @@ def fastest_and_slowest(seconds_R: np.ndarray) -> dict[str, float]:
     fastest, slowest = int(seconds_R.argmin()), int(seconds_R.argmax())
     return {"fastest_rank": fastest, "fastest_rank_seconds": float(seconds_R[fastest]),
             "slowest_rank": slowest, "slowest_rank_seconds": float(seconds_R[slowest])}
-
-
-def percentages(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of a sum, in tenths of a percent that add up to 100: largest remainders round up."""
-    tenths = {name: 1000 * value / sum(values.values()) for name, value in values.items()}
-    missing = 1000 - sum(map(int, tenths.values()))
-    rounded_up = sorted(tenths, key=lambda name: int(tenths[name]) - tenths[name])[:missing]
-    return {name: (int(value) + (name in rounded_up)) / 10 for name, value in tenths.items()}
 
 
 def table_of(steps: Sequence[Counter[str]], phases: Sequence[str]) -> np.ndarray:
