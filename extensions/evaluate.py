@@ -24,8 +24,7 @@ from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core, read_bundle
-from extensions.inference.engine import Sampling
-from extensions.inference.generate import generate
+from extensions.inference.engine import Sampling, generate
 from extensions.inference.weights import packed_weights
 from extensions.online import Rewards
 from extensions.settings import EvaluateConfig

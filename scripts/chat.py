@@ -26,18 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import interrupts
-from common.command_line import (
-    SEED,
-    TEMPERATURE,
-    CommandParser,
-    add_loading_flags,
-    add_sampling_flags,
-    number,
-)
+from common.command_line import CommandParser, number
 from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.files import disk_errors
 from common.http_server import KEY_VARIABLE
 from common.text import DIM, counted, obeys_escapes, paint, print_safely, printable, show_part
+from extensions.inference import SEED, TEMPERATURE, add_loading_flags, add_sampling_flags
 
 ANSWER_SHARE = 4  # a quarter of the context is reserved for an answer
 SEEDS = 2**32
@@ -325,7 +319,7 @@ def main() -> None:
     names = list(filter(None, (args.model, args.second)))
     if sys.stderr.isatty():
         note(f"Loading {' and '.join(names)} ...")
-    from extensions.serving.models import open_model  # imports torch, which takes seconds
+    from extensions.inference.weights import open_model  # imports torch, which takes seconds
 
     models = (open_model(name, args.base, args.weights) for name in names)
     if not args.serve:

@@ -22,14 +22,22 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from tqdm import tqdm
 
-from common.command_line import SEED, CommandParser, add_loading_flags, add_sampling_flags
+from common.command_line import CommandParser
 from common.errors import DataError, local_path, run_script
 from common.files import disk_errors, plain
 from common.text import print_safely, show_part
 from data_pipeline.templates import load_chat_format
+from extensions.inference import SEED, add_loading_flags, add_sampling_flags
 from extensions.inference.engine import Sampling
-from extensions.inference.generate import TextChunk, TextGenerator
-from extensions.inference.text import FilePrompt, Prompt, note_of_controls, read_prompts, text_prompt
+from extensions.inference.text import (
+    FilePrompt,
+    Prompt,
+    TextChunk,
+    TextGenerator,
+    note_of_controls,
+    read_prompts,
+    text_prompt,
+)
 from extensions.inference.weights import load_to_generate
 from model_utils import find_model
 

@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from common.activity import tick
 from common.text import print_safely
 from config import ModelConfig
 from fused.rotary import precompute_freqs
@@ -388,6 +389,17 @@ class Engine:
             request.draws = torch.rand(request.max_new_tokens, generator=generator)
         self._waiting.append(request)
 
+    def add_all(self, prompts: Iterable[tuple[Sequence[int], Collection[int]]], max_new_tokens: int,
+                sampling: Sampling) -> list[Request]:
+        """Queue a request for each prompt and its stop tokens; return the requests."""
+        # Draw on the CPU and in advance, so that the numbers do not depend on the device or on stop tokens.
+        generator = torch.Generator().manual_seed(sampling.seed)
+        requests = [Request(ids, max_new_tokens, sampling, stop_ids,
+                            torch.rand(max_new_tokens, generator=generator)) for ids, stop_ids in prompts]
+        for request in requests:
+            self.add(request)
+        return requests
+
     def cancel(self, request: Request) -> None:
         if request.finish_reason is None:
             request.finish_reason = "cancelled"
@@ -456,3 +468,24 @@ class Engine:
             for block in (self.cache.keys, self.cache.values):
                 block[:, row.index, :shared] = block[:, source.index, :shared]
         row.cached, row.pending, row.request = prompt[:shared], prompt[shared:], request
+
+
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+             sampling: Sampling = Sampling(), stop_ids: Collection[int] = ()) -> list[list[int]]:
+    """Return the completion of each prompt (at least one token id), without its stop token.
+
+    A completion does not depend on the other prompts, apart from the index that selects its random numbers.
+    If the model is sharded, every rank must call this.
+    """
+    if not prompts or max_new_tokens == 0:
+        return [[] for _ in prompts]
+    longest, was_training = max(map(len, prompts)), model.training
+    try:
+        engine = Engine(model, len(prompts), longest + max_new_tokens, len(prompts) * longest)
+        requests = engine.add_all([(ids, stop_ids) for ids in prompts], max_new_tokens, sampling)
+        while not engine.idle:
+            tick()
+            engine.step()
+    finally:
+        model.train(was_training)
+    return [request.output_ids for request in requests]

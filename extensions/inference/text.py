@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -12,6 +12,7 @@ from common.files import advice_on_encoding, check_start, plain
 from data_pipeline.chats import messages_in, text_in, with_system
 from data_pipeline.sources import flaw_of
 from data_pipeline.templates import ChatFormat, Messages, Options, load_chat_format
+from extensions.inference.engine import Engine, Request, Sampling, Score
 from model import Transformer
 from tokenizer import CHAT_TEMPLATE
 
@@ -118,6 +119,56 @@ def note_of_controls(tokenizer: Any, texts: Iterable[str], advice: str) -> str:
         return ""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} in the prompt is encoded as text, not as a control token{advice}"
+
+
+class TextChunk(NamedTuple):
+    """A piece of a streamed completion."""
+
+    index: int  # position of the prompt
+    text: str
+    tokens: int  # length of the completion so far
+    finish_reason: str | None  # "stop" or "length" in the last chunk, else None
+    scores: Sequence[Score] = ()  # log-probabilities of its tokens, if requested
+
+
+def next_chunk(index: int, request: Request, stream: TextStream) -> TextChunk:
+    """Return what the engine's last step added to a request, as text."""
+    is_token = request.finish_reason != "stop"
+    text = stream.add(request.output_ids[-1]) if is_token else ""
+    if request.finish_reason:
+        text += stream.finish()
+    reason = "stop" if stream.stopped else request.finish_reason
+    return TextChunk(index, text, len(request.output_ids), reason, request.scores[-1:] if is_token else ())
+
+
+@dataclass
+class TextGenerator:
+    """Streams completions as text."""
+
+    model: Transformer
+    tokenizer: Any
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: Sequence[str] = ()  # stop strings
+    batch_size: int = 8  # prompts that run concurrently
+
+    def stream(self, prompts: Sequence[Prompt]) -> Iterator[TextChunk]:
+        """Yield the chunks of all completions. The last chunk of each has a finish reason."""
+        if not prompts or self.max_new_tokens == 0:
+            yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
+            return
+        length = max(len(prompt.ids) for prompt in prompts) + self.max_new_tokens
+        engine = Engine(self.model, min(self.batch_size, len(prompts)), length)
+        requests = engine.add_all([prompt[:2] for prompt in prompts], self.max_new_tokens, self.sampling)
+        streams = {request: (index, TextStream(self.tokenizer, self.stop, prompts[index].prefix))
+                   for index, request in enumerate(requests)}
+        while not engine.idle:
+            for request in engine.step():
+                index, stream = streams[request]
+                chunk = next_chunk(index, request, stream)
+                if chunk.finish_reason:
+                    engine.cancel(request)
+                yield chunk
 
 
 @dataclass

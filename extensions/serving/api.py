@@ -21,8 +21,7 @@ from starlette.types import Receive, Scope, Send
 from common.errors import DataError
 from data_pipeline.chats import messages_in, options_in, with_system
 from extensions.inference.engine import Request, Sampling
-from extensions.inference.generate import TextChunk
-from extensions.inference.text import UNKNOWN, Prompt, TextStream, note_of_controls
+from extensions.inference.text import UNKNOWN, Prompt, TextChunk, TextStream, note_of_controls
 from extensions.serving.batcher import Answer, Batcher, Job
 from extensions.serving.guard import ApiError
 

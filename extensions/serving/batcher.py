@@ -16,8 +16,7 @@ import torch
 
 from common.text import counted, print_safely, print_traceback
 from extensions.inference.engine import Engine, Request
-from extensions.inference.generate import TextChunk, next_chunk
-from extensions.inference.text import LanguageModel, TextStream
+from extensions.inference.text import LanguageModel, TextChunk, TextStream, next_chunk
 from extensions.serving.guard import ApiError
 
 RETRY_SECONDS = 2

@@ -374,8 +374,7 @@ def random_model(task):
 
 def decode(task) -> None:
     """Generate as a run does: weights rounded for each token, once, with CUDA graphs; the same tokens."""
-    from extensions.inference.engine import Batch
-    from extensions.inference.generate import generate
+    from extensions.inference.engine import Batch, generate
     from extensions.inference.weights import packed_weights
 
     model, _, vocab, _ = random_model(task)

@@ -13,7 +13,7 @@ from data_pipeline.templates import load_chat_format
 from dataloaders import open_rows, read_held_out
 from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
-from extensions.inference.generate import generate
+from extensions.inference.engine import generate
 from parallel.ranks import RunContext, StopSignals, joined_ranks
 from run.adapters import load_model
 from settings.load import load_config, read_flags

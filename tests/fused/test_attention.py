@@ -16,7 +16,7 @@ import model as model_module
 from common.errors import SettingsError
 from config import Config
 from extensions import cpu_kernels as blocks
-from extensions.inference.generate import generate
+from extensions.inference.engine import generate
 from fused import attention
 from fused.attention import (
     KERNELS,

@@ -18,9 +18,9 @@ from extensions.inference.engine import (
     Sampling,
     SamplingTensors,
     choose,
+    generate,
     penalize,
 )
-from extensions.inference.generate import generate
 from model import Transformer
 from model_utils import model_on_meta
 from tokenizer import load_tokenizer

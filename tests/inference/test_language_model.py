@@ -9,7 +9,7 @@ from factories import tiny_model_folder
 
 from checkpoint import store
 from common.errors import DataError
-from extensions.serving.models import open_model
+from extensions.inference.weights import open_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import LoraConfig, ModelConfig
 from extensions.inference import weights
-from extensions.inference.generate import generate
+from extensions.inference.engine import generate
 from extensions.inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
 from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
 from lora import add_adapters, cast_base

@@ -13,8 +13,7 @@ from checkpoint import huggingface, peft, store
 from config import Config, LoraConfig
 from extensions.inference import weights
 from extensions.inference.engine import Sampling
-from extensions.inference.generate import TextGenerator
-from extensions.inference.text import text_prompt
+from extensions.inference.text import TextGenerator, text_prompt
 from model_utils import find_model
 from run.adapters import load_model
 from scripts import generate as script

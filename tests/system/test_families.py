@@ -8,7 +8,7 @@ from factories import LORA, UNMEASURED, TinyRun, assert_same_run, in_transformer
 from torch.nn import functional as F
 
 from config import Config
-from extensions.inference.generate import generate
+from extensions.inference.engine import generate
 from extensions.inference.weights import load_to_generate
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken

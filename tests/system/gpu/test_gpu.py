@@ -22,8 +22,7 @@ from torch.nn import functional as F
 import model_utils
 import train
 from common.errors import SettingsError
-from extensions.inference.engine import RowCache
-from extensions.inference.generate import generate
+from extensions.inference.engine import RowCache, generate
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
 from learn.optim import in_ddp
