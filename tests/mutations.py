@@ -458,7 +458,8 @@ def failing_tests(copy: Path, tests: list[str], *flags: str) -> list[str]:
         process.wait()
         raise RuntimeError(f"the tests take more than {TIMEOUT} s") from None
     if process.returncode not in (0, 1):
-        raise RuntimeError(f"pytest ended with {process.returncode}: {output.strip().splitlines()[-1]}")
+        last = (output.strip() or "no output").splitlines()[-1]  # nothing if a signal killed it
+        raise RuntimeError(f"pytest ended with {process.returncode}: {last}")
     return [*json.loads((copy / FAILED_TESTS).read_text())] if process.returncode else []
 
 
