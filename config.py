@@ -54,7 +54,7 @@ class RunConfig(Section):
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     extensions: str = safe(
-        "forecast,cpu_kernels,online,report,card,trackers,reproducible,guards,evaluate,profile",
+        "forecast,cpu_kernels,exclude,online,report,card,trackers,reproducible,guards,evaluate,profile",
         "comma-separated modules of extensions/ that the run calls; others follow these", separator=",")
     debug: bool = safe(
         False, "report the first module whose output is not finite (slow); alone: --preset debug")

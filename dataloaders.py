@@ -457,6 +457,9 @@ class PromptRows:
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return f"{counted(len(self), 'prompt')}{left_out}"
 
+    def examples_in(self, row: int) -> np.ndarray:
+        return self._examples[row:row + 1]
+
     def __call__(self, indices: np.ndarray) -> Batch:
         tokens_BT = torch.zeros(len(indices), self.row_tokens, dtype=torch.int64)
         lengths, records = [], []

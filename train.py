@@ -212,11 +212,12 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     config, ranks, scaler = run.config, run.ranks, run.scaler
     with phase("forward"):
         units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
-        reducer.begin(units, run.progress)
+        divisor = units.clamp(min=1)  # without units, the gradients are 0 and the loss is NaN
+        reducer.begin(divisor, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
     # The last backward has averaged the gradients over the ranks; `reduce` adds those that FSDP leaves out.
     # `fits` is false only with REPRODUCIBLE, if its sums have the wrong scale: then the step is tried again.
-    fits, largest = reducer.reduce(units)
+    fits, largest = reducer.reduce(divisor)
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)
@@ -246,12 +247,12 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     halves = weight_checksums(run.model) if has_checksums else values[:0]
     numbers = ranks.tolist(torch.cat([values, halves]))
     *means, norms, stops, written, norm, skipped, units, fits, largest = numbers[:len(values)]
-    assert units > 0, "the step has no targets"
     if not fits:
         reducer.adjust(run.progress, largest)
         return train_step(run, reducer, batches, count, lr)
     loss, *others = means
-    finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
+    finite = units == 0 or math.isfinite(loss) and (
+        math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # if the run stops here, its checkpoint keeps the current scale
         scaler.update()
     spike = (loss - middle) / deviation if loss > limit else 0.0

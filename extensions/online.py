@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from select import select
 from typing import NamedTuple, Optional
 
@@ -190,7 +190,8 @@ class Rollouts:
                 trained = training_batch(batch, ids, advantages_PG, self.together, *self.row_size)
                 batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
-            for answer, advantage in zip(found, advantages_PG.flatten().tolist()):
+            is_kept = kept(batch).repeat_interleave(config.grpo_group).tolist()
+            for answer, advantage in compress(zip(found, advantages_PG.flatten().tolist()), is_kept):
                 answers.append(answer._replace(advantage=advantage) if is_logged else answer._replace(
                     prompt="", text="", record=answer.record if answer.failure else ""))
         every = [Answer(*each) for rank in ranks.all_gather_json(answers) for each in rank]
@@ -200,7 +201,7 @@ class Rollouts:
                     "step": step + 1, "group": number // config.grpo_group, "prompt": each.prompt,
                     "answer": each.text, "reward": each.reward, "advantage": each.advantage,
                     "tokens": each.tokens, "rewards": dict(zip(self.rewards.names, each.rewards))})
-        return Prepared(batches, units, self.measure(every, step))
+        return Prepared(batches, units, self.measure(every, step) if every else {})
 
     def generate(self, prompts: Batch, group: int, key: Optional[Sequence[int]] = None) -> list[list[int]]:
         """Return `group` answers to each prompt, with the stop token if they end in one.
@@ -334,6 +335,11 @@ class Rollouts:
             raise error
 
 
+def kept(prompts: Batch) -> torch.Tensor:
+    """Return (P,): whether a prompt counts. One that EXCLUDE_DATA leaves out is answered all the same."""
+    return prompts.stored.get("kept_BP", torch.ones(len(prompts.tokens_BT), 1)).flatten() > 0
+
+
 def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torch.Tensor, together: int,
                    multiple: int, most: int) -> Batch:
     """Return rows of a prompt, `together` of its answers as targets, and padding.
@@ -344,15 +350,16 @@ def training_batch(prompts: Batch, answers: list[list[int]], advantages_PG: torc
     Args:
         multiple: of which the rows' length is one, but at most `most`.
     """
-    rows, group = [], advantages_PG.shape[1]
+    rows, group, is_kept = [], advantages_PG.shape[1], kept(prompts).tolist()
     for first in range(0, len(answers), together):
         prompt = first // group
         *prefix, last = prompts.tokens_BT[prompt, :int(prompts.stored["prompt_B1"][prompt])].tolist()
         rows.append([(token, IGNORE_INDEX, SHARED_PREFIX, 0.0, 1) for token in prefix])
         for number, ids in enumerate(answers[first:first + together]):
             advantage = float(advantages_PG.view(-1)[first + number])
+            targets = ids if is_kept[prompt] else [IGNORE_INDEX] * len(ids)
             rows[-1] += [(token, target, number + 1, advantage, len(ids))
-                         for token, target in zip([last, *ids[:-1]], ids)]
+                         for token, target in zip([last, *ids[:-1]], targets)]
     length, real = min(-(-max(map(len, rows)) // multiple) * multiple, most), sum(map(len, rows))
     padded = [row + [(0, IGNORE_INDEX, together + 1, 0.0, 1)] * (length - len(row)) for row in rows]
     tokens_BT, targets_BT, document_ids_BT, advantage_BT, length_BT = (

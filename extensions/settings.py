@@ -2,9 +2,63 @@
 
 import re
 from collections.abc import Iterator
-from typing import Literal, Optional
+from pathlib import Path
+from typing import Literal, NamedTuple, Optional
 
+from common.errors import PaddockError, SettingsError, unreadable
+from common.files import read_plain
 from common.section import Section, curve, fixed, interval, safe
+
+
+class ExcludeConfig(Section):
+    """Data that is left out."""
+
+    exclude_data: Optional[str] = fixed(
+        None, "file of documents, chats, pairs or prompts to leave out, with all else unchanged; see "
+        "./paddock inspect DATA --find")
+
+    def rules(self) -> Iterator[str]:
+        """Check the file, and that other documents of a row do not attend to those that are left out."""
+        if not self.exclude_data:
+            return
+        if "exclude" not in self.extensions.split(","):
+            yield f"EXCLUDE_DATA={self.exclude_data} needs exclude in EXTENSIONS; add it"
+        if not self.document_mask and self.training_stage in ("pretrain", "sft"):
+            yield (f"EXCLUDE_DATA={self.exclude_data} needs DOCUMENT_MASK=true; without it, documents attend "
+                   "to earlier ones of their row")
+        try:
+            read_selectors(self.exclude_data)
+        except PaddockError as error:
+            yield f"EXCLUDE_DATA: {error}"
+
+
+class Selector(NamedTuple):
+    """A line of a file of EXCLUDE_DATA, such as "find dragons?"."""
+
+    kind: Literal["find", "hash", "line", "source"]
+    value: str
+
+
+def read_selectors(path: str) -> list[Selector]:
+    """Return the selectors in a file of EXCLUDE_DATA. A line that begins with # is a comment."""
+    try:
+        lines = read_plain(Path(path).expanduser()).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {unreadable(error, 'check the path')}") from error
+    selectors = []
+    for number, line in enumerate(lines, 1):
+        selector = Selector(*line.strip().partition(" ")[::2])
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            if selector.kind not in ("find", "hash", "line", "source") or not selector.value:
+                raise ValueError("expected find PATTERN, hash HASH, line FILE:LINE or source NAME")
+            if selector.kind == "find":
+                re.compile(selector.value)
+        except (ValueError, re.error) as error:
+            raise SettingsError(f"{path}:{number}: {line[:80]!r}: {error}") from error
+        selectors.append(selector)
+    return [*dict.fromkeys(selectors)]
 
 
 class OnlineConfig(Section):
@@ -189,5 +243,6 @@ def step_window(text: Optional[str]) -> Optional[range]:
 
 
 # By extension, in the order of the documents.
-SECTIONS = {"online": OnlineConfig, "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
-            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
+SECTIONS = {"exclude": ExcludeConfig, "online": OnlineConfig, "evaluate": EvaluateConfig,
+            "report": ReportConfig, "card": CardConfig, "trackers": TrackersConfig, "guards": GuardsConfig,
+            "profile": ProfileConfig}

@@ -165,8 +165,10 @@ def stored_reference(batch) -> Tensor:
 
 
 def answer_lengths(batch) -> Tensor:
-    """Return the (B, P, 2) number of targets of each pair's answers; 0 for padding."""
-    return sums_by_pair(batch.targets_BT != IGNORE_INDEX, batch.document_ids_BT)
+    """Return the (B, P, 2) number of targets of each pair's answers; 0 for padding, and what is left out."""
+    lengths_BP2 = sums_by_pair(batch.targets_BT != IGNORE_INDEX, batch.document_ids_BT)
+    kept_BP = batch.stored.get("kept_BP")
+    return lengths_BP2 if kept_BP is None else lengths_BP2 * kept_BP[:, :lengths_BP2.shape[1], None]
 
 
 def is_pair(length_BP2: Tensor) -> Tensor:
@@ -312,7 +314,7 @@ class KTO(PairwiseObjective):
         # Summed exactly, so that the point does not depend on the ranks.
         total, count = map(math.fsum, zip(*(each for rank in self.gather(sums) for each in rank)))
         for batch in batches:
-            point = max(total / count, 0.0)  # NaN stays
+            point = max(total / max(count, 1), 0.0)  # NaN stays
             batch.stored["point_B1"] = torch.full_like(batch.stored["reference_BP2"][:, :1, 0], point)
         own = [self.only(batch, 1) for batch in batches]
         return Prepared(own, round(sum(pairs for _, pairs in sums)), {})

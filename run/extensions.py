@@ -17,6 +17,7 @@ ORDER = Config.model_fields["extensions"].default.split(",")
 class Extension:
     """What a run calls on every rank, of each extension in ORDER; `run_end` in the reverse order."""
 
+    def inputs(self, config: Config, inputs, ranks): return inputs  # at the start; perhaps with other rows
     def run_start(self, run) -> None: ...  # the run's folder is open
     def step_begin(self, run) -> None: ...  # before the batches of step `run.progress.step` + 1 are read
     def phase(self, name: str) -> AbstractContextManager: return nullcontext()  # or "communication" in it

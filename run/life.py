@@ -248,7 +248,7 @@ class Run:
         """Count a finished step."""
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
-        self.progress.skipped_steps += not result.updated
+        self.progress.skipped_steps += not result.updated and result.count > 0
         if math.isfinite(result.loss) and self.config.has_loss_curve:
             losses = [*self.progress.recent_losses, result.loss]
             self.progress.recent_losses = losses[-self.config.loss_spike_window:]

@@ -458,6 +458,8 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     """Build a run in memory. A run for a replay is never saved, and its weights may be non-finite."""
     config, ranks = start.config, context.ranks
     extensions = load_extensions(config, context.log.warn)
+    for each in extensions:
+        inputs = each.inputs(config, inputs, ranks)
     dtype = model_utils.choose_dtype(config, ranks.device.type)
     if config.lora_enabled:  # new adapters, or those of the start
         generator = torch.Generator().manual_seed(config.seed)

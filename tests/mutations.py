@@ -231,7 +231,7 @@ FAULTS = [
           "for block in (self.cache.keys,): block[:, [one, other]]", "tests/inference/test_engine.py"),
     fault("sampling by id: from temperature 1", "extensions/inference/engine.py", "scaled_RV.exp_()",
           "(logits_RV - logits_RV.amax(dim=-1, keepdim=True)).exp_()", "tests/inference/test_sampling.py"),
-    fault("KTO: the reference point is below 0", "learn/objectives.py", "max(total / count, 0.0)", "total / count", OBJECTIVES),
+    fault("KTO: the reference point is below 0", "learn/objectives.py", "max(total / max(count, 1), 0.0)", "total / max(count, 1)", OBJECTIVES),
     fault("KTO: each rank has its own reference point", "learn/objectives.py", "for rank in self.gather(sums) for each in rank",
           "for each in sums", OBJECTIVES),
     fault("KTO: the loss is that of the other answers", "learn/objectives.py", "self.only(batch, 1) for", "self.only(batch, -1) for", OBJECTIVES),

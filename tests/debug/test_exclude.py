@@ -1,0 +1,289 @@
+"""EXCLUDE_DATA leaves out exactly what it names, and nothing else changes."""
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from factories import UNMEASURED, Stages, TinyRun, assert_same_run, sentence, write_jsonl
+from torch.nn import functional as F
+
+from data_preparation_utils import PreparationOptions, prepare_mixture
+from dataloaders import RowOrder, open_rows
+from extensions.exclude import Examples, digest_of, exclude
+from extensions.online import training_batch
+from extensions.settings import Selector
+from fused.head import IGNORE_INDEX
+from learn.objectives import PREFERENCE_OBJECTIVES, NextToken
+from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
+from model_utils import build_model
+from parallel.ranks import Ranks
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+WIDE = {"MAX_SEQ_LEN": 256, "TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 4}  # several pairs in a row
+
+
+def opened(stages: Stages, mode: str, **changes):
+    """The settings, rows and tokenizer of a run of this mode."""
+    settings = stages.settings(mode) if mode != "pretrain" else stages.prepared.settings()
+    run = TinyRun(stages.prepared, stages.prepared.shards.parent, **settings | changes)
+    config = load_config(run.argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path, "auto")
+    return config, open_rows(config, "train", tokenizer, "never"), tokenizer
+
+
+def excluded_file(folder: Path, *lines: str) -> Path:
+    path = folder / "excluded.txt"
+    path.write_text("# what is left out\n\n" + "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def hit(rows, tokenizer, *lines: str) -> list[bool]:
+    (source,) = exclude(rows, tokenizer, [Selector(*line.split(" ", 1)) for line in lines]).sources
+    return source.out_E.tolist()
+
+
+WORDS = {"pretrain": "^The cow", "sft": "bird dog", "simpo": r"(?m)^[a-h]\?", "kto": "cat", "grpo": "[aeiou]at"}
+
+
+@pytest.mark.parametrize("mode", WORDS)
+def test_examples_are_named_by_pattern_hash_and_line(mode, stages):
+    _, rows, tokenizer = opened(stages, mode)
+    examples = Examples(rows, "", tokenizer)
+    texts = [examples.text(number) for number in range(len(examples))]
+    expected = [re.search(WORDS[mode], text) is not None for text in texts]
+    assert 0 < sum(expected) < len(texts) and hit(rows, tokenizer, f"find {WORDS[mode]}") == expected
+    digest = digest_of(examples.ids(3))
+    assert hit(rows, tokenizer, f"hash {digest}") == [digest_of(examples.ids(number)) == digest for number in range(len(examples))]
+    assert hit(rows, tokenizer, "find nothing like it", "hash 0123456789abcdef") == [False] * len(texts)
+
+
+@pytest.mark.parametrize(("mode", "name"), [("pretrain", "text"), ("sft", "chats"), ("simpo", "pairs"), ("grpo", "prompts")])
+def test_a_line_of_the_source_names_the_example_that_it_became(mode, name, stages):
+    _, rows, tokenizer = opened(stages, mode)
+    path = (stages.prepared.shards if mode == "pretrain" else stages.chats).parents[1] / f"{name}.jsonl"
+    examples, records = Examples(rows, "", tokenizer), [json.loads(line) for line in path.read_text().splitlines()]
+    texts, found = [examples.text(number) for number in range(len(examples))], 0
+
+    def words(record) -> str:
+        parts = [message["content"] for message in record["messages"]] if "messages" in record else [*record.values()][:1 if mode == "grpo" else None]
+        return "".join(parts)
+
+    for number in range(0, len(records), 17):
+        out = hit(rows, tokenizer, f"line {path}:{number + 1}")
+        found += any(out)
+        for text, is_out in zip(texts, out):
+            said = re.sub(r"(?m)^(user|assistant)$|\n", "", text)
+            assert not is_out or said == words(records[number]).replace("\n", "")
+    assert found >= 3, "most records are in the training split"
+    assert hit(rows, tokenizer, f"source {path}") == [True] * len(texts)
+
+
+# --------------------------------------------------------------------------------------------- in a batch
+
+
+def masked_by_hand(rows, tokenizer, pattern: str, row: int) -> tuple[list[int], list[int]]:
+    """A row's tokens and targets, where each token of an excluded document is neither a target nor has one."""
+    flat, is_out, document = rows.token_set.read(0, rows.token_set.tokens).tolist(), [], []
+    for token in [*flat, rows.document_start_id]:
+        if token == rows.document_start_id and document:
+            is_out += [re.search(pattern, tokenizer.decode(document)) is not None] * len(document)
+            document = []
+        document.append(token)
+    first = row * rows.row_tokens
+    return flat[first:first + rows.row_tokens], [
+        IGNORE_INDEX if is_out[place] or is_out[place + 1] else flat[place + 1] for place in range(first, first + rows.row_tokens)]
+
+
+def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_path):
+    """Losses and weights of an own loop over cross-entropies of all logits."""
+    settings = {**UNMEASURED, "MAX_STEPS": 4, "KEEP_LAST": 1}
+    run = TinyRun(stages.prepared, tmp_path, **settings, EXCLUDE_DATA=excluded_file(tmp_path, "find cow met", "find fed the dog"))
+    assert run.train() == 0
+    config, rows, tokenizer = opened(stages, "pretrain", **settings)
+    order = RowOrder(len(rows), config.rows_read, config.rows_read, config.row_seed)
+    model = build_model(config, tokenizer.vocab_size, Ranks(), torch.float32)
+    optimizer, masked = Optimizer(model, config), 0
+    for step, line in enumerate(run.lines("ledger")):
+        losses, units = 0, 0
+        for row in order.all_rows(step).tolist():
+            tokens, targets = masked_by_hand(rows, tokenizer, "cow met|fed the dog", row)
+            documents = np.cumsum([place == 0 or token == rows.document_start_id for place, token in enumerate(tokens)])
+            logits_BTV = model(torch.tensor([tokens]), None, torch.from_numpy(documents[None].astype(np.int32)), mode="logits")
+            losses = losses + F.cross_entropy(logits_BTV[0].float(), torch.tensor(targets), ignore_index=IGNORE_INDEX, reduction="sum")
+            units, masked = units + sum(target != IGNORE_INDEX for target in targets), masked + targets.count(IGNORE_INDEX)
+        optimizer.zero_grad()
+        (losses / units).backward()
+        norm = gradient_norm(model)
+        optimizer.step(learning_rate(step, config), clip_scale(norm, config.max_grad_norm), torch.zeros(()))
+        assert float(losses.detach()) / units == pytest.approx(line["loss"], rel=2e-6) and float(norm) == pytest.approx(line["grad_norm"], rel=1e-4)
+    assert masked > 100
+
+
+def zeros(batch) -> torch.Tensor:
+    return torch.zeros(len(batch.tokens_BT), int(batch.document_ids_BT.max()) // 2, 2)
+
+
+def gradients(objective, model, batches) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Of the sum over units: the gradients of the weights, and of each batch's embedded tokens."""
+    model.zero_grad()
+    embedded, count = [], 0
+    for batch in batches:
+        def keep(module, inputs, output):
+            output.retain_grad()
+            embedded.append(output)
+        handle = model.tok_embeddings.register_forward_hook(keep)
+        objective.loss_sum(model, batch).total.backward()
+        handle.remove()
+        count += int(objective.count(batch))
+    return [p.grad.clone() for p in model.parameters()], [output.grad for output in embedded], count
+
+
+@pytest.mark.parametrize("mode", ["sft", "simpo", "dpo-live", "orpo"])
+def test_what_is_left_out_has_no_gradient_and_the_rest_has_that_of_the_rest_alone(mode, stages, monkeypatch):
+    """Compared with each of the other examples in a row of its own."""
+    config, rows, tokenizer = opened(stages, mode, **WIDE)
+    model = build_model(config, tokenizer.vocab_size, Ranks(), torch.float32)
+    objective = NextToken() if mode == "sft" else PREFERENCE_OBJECTIVES[config.preference_objective](config, zeros)
+    word = "bird" if mode == "sft" else r"(?m)^[a-h]\?"
+    excluded = exclude(rows, tokenizer, [Selector("find", word)])
+    (source,), indices = excluded.sources, np.arange(3)
+    batch, examples = excluded.rows(indices), [each.tolist() for each in source.source.in_rows(indices)]
+    monkeypatch.setattr("learn.objectives.share_prompts", lambda batch: batch)  # which moves the tokens
+    weights, (embedded_BTD,), count = gradients(objective, model, [batch])
+
+    # The gradients of the tokens, by document
+    per_example = 1 if mode == "sft" else 2
+    for row, numbers in enumerate(examples):
+        for place, example in enumerate(numbers):
+            for document in range(per_example * place + 1, per_example * (place + 1) + 1):
+                inside = embedded_BTD[row][batch.document_ids_BT[row] == document]
+                assert len(inside) and bool((inside == 0).all()) == bool(source.out_E[example])
+
+    # Each of the other examples alone, in a row that has no other
+    alone, places = [], [(row, place) for row, numbers in enumerate(examples) for place, example in enumerate(numbers)
+                         if not source.out_E[example]]
+    for row, place in places:
+        whole, first, last = rows(np.array([row])), per_example * place + 1, per_example * (place + 1)
+        inside = (whole.document_ids_BT[0] >= first) & (whole.document_ids_BT[0] <= last)
+        ids = whole.document_ids_BT[:, inside] - first + 1
+        targets_BT = whole.targets_BT[:, inside]
+        alone.append(type(whole)(whole.tokens_BT[:, inside], targets_BT, ids,
+                                 (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()))
+    others, _, other_count = gradients(objective, model, alone)
+    monkeypatch.undo()
+    shared, _, _ = gradients(objective, model, [batch])
+    assert 3 < len(places) < sum(map(len, examples)) and count == other_count == len(places) if mode != "sft" else count == other_count
+    for one, other in (*zip(weights, others), *zip(shared, others)):
+        assert float((one - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
+def test_left_out_prompts_have_no_targets_and_the_others_keep_their_answers(stages):
+    _, rows, tokenizer = opened(stages, "grpo")
+    excluded = exclude(rows, tokenizer, [Selector("find", "[a-m]at")])
+    indices = np.arange(8)
+    prompts, kept = rows(indices), excluded.rows(indices)
+    is_out = [bool(excluded.sources[0].out_E[each[0]]) for each in excluded.sources[0].source.in_rows(indices)]
+    answers, advantages_PG = [[5, 6, 7], [8, 9]] * 8, torch.ones(8, 2)
+    one, other = (training_batch(each, answers, advantages_PG, 2, 1, 200) for each in (prompts, kept))
+    for field in ("tokens_BT", "document_ids_BT"):
+        assert torch.equal(getattr(one, field), getattr(other, field))
+    assert 0 < sum(is_out) < 8
+    for row, left_out in enumerate(is_out):
+        targets_T = other.targets_BT[row]
+        assert bool((targets_T == IGNORE_INDEX).all()) if left_out else torch.equal(targets_T, one.targets_BT[row])
+
+
+# ------------------------------------------------------------------------------------------------ in a run
+
+MODES = ["pretrain", "sft", "dpo-stored", "kto", "distilled", "lora-sft", "grpo", "gkd"]
+
+
+def run_of(mode: str, stages: Stages, folder: Path, **changes) -> TinyRun:
+    settings = stages.settings(mode) if mode != "pretrain" else {}
+    return TinyRun(stages.prepared, folder, **settings | {"SAVE_EVERY": 1, "KEEP_LAST": 9, "MAX_STEPS": 3, "REPORT": "false"} | changes)
+
+
+@pytest.mark.parametrize("mode", ["pretrain", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
+def test_a_run_that_leaves_out_nothing_is_the_run(mode, stages, tmp_path):
+    runs = [run_of(mode, stages, tmp_path / str(number), **changes) for number, changes in
+            enumerate(({}, {"EXCLUDE_DATA": excluded_file(tmp_path)}))]
+    assert [run.train() for run in runs] == [0, 0]
+    assert_same_run(*runs, 3)
+
+
+@pytest.mark.parametrize("mode", ["pretrain", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
+def test_a_step_without_targets_counts_and_changes_no_weight(mode, stages, tmp_path):
+    run = run_of(mode, stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find ."), VALIDATE_EVERY=0)
+    assert run.train() == 0
+    weights = [{name: digest for name, digest in run.hashes(step).items() if name != "optimizer.safetensors"} for step in (1, 3)]
+    assert weights[0] == weights[1]
+    assert [(line["loss"], line["updated"]) for line in run.lines("ledger")] == [(None, False)] * 3
+    assert [line["counted"] for line in run.metrics() if "counted" in line] == [0] * 3
+    rates = [line["learning_rate"] for line in run.metrics() if "learning_rate" in line]
+    assert rates[0] < rates[1], "the schedule goes on"
+
+
+def test_a_resumed_run_leaves_out_the_same_and_other_examples_are_an_error(stages, tmp_path, capsys):
+    path = excluded_file(tmp_path, "find cow")
+    whole, run = (run_of("pretrain", stages, tmp_path / name, EXCLUDE_DATA=path) for name in ("whole", "stopped"))
+    assert whole.train() == run.train(STOP_STEP=2) == run.train() == 0
+    assert_same_run(whole, run, 3, ["ledger"])
+    excluded_file(tmp_path, "find hen")
+    assert run.train(MAX_STEPS=4) != 0
+    assert "EXCLUDE_DATA now names other examples than when the checkpoint was saved; restore its file" in capsys.readouterr().err
+    assert run_of("pretrain", stages, tmp_path / "stopped", MAX_STEPS=4, EXCLUDE_DATA="none").train() != 0
+    assert f"EXCLUDE_DATA was {path}, is None" in capsys.readouterr().err
+    assert run.lines("ledger") == whole.lines("ledger")
+
+
+MISTAKES = {"no file": (None, {}, "excluded.txt: cannot be read: No such file or directory; check the path"),
+            "no kind": (["text cow"], {}, "excluded.txt:3: 'text cow': expected find PATTERN, hash HASH, line FILE:LINE or source NAME"),
+            "no value": (["find"], {}, "excluded.txt:3: 'find': expected find PATTERN"),
+            "no pattern": (["find cow("], {}, "excluded.txt:3: 'find cow(': missing ), unterminated subpattern at position 3"),
+            "nothing": (["find whale", "find cow", "hash 0123"], {}, "'find whale' and 1 other line names nothing in the training split"),
+            "no mask": (["find cow"], {"DOCUMENT_MASK": "false"}, "needs DOCUMENT_MASK=true; without it, documents attend to earlier ones"),
+            "no extension": (["find cow"], {"EXTENSIONS": "guards"}, "needs exclude in EXTENSIONS; add it")}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_an_error_before_the_run_has_a_folder(mistake, stages, tmp_path, capsys):
+    lines, changes, words = MISTAKES[mistake]
+    path = tmp_path / "excluded.txt" if lines is None else excluded_file(tmp_path, *lines)
+    run = run_of("pretrain", stages, tmp_path / "run", EXCLUDE_DATA=path, **changes)
+    assert run.train() != 0 and words in capsys.readouterr().err
+    assert not run.lines("ledger") and not (run.folder / "config.json").exists()
+
+
+def test_a_source_of_a_mixture_is_left_out_and_rows_keep_their_places(stages, tmp_path):
+    parts = [write_jsonl(tmp_path / f"{name}.jsonl", ({"text": sentence(Random(seed + 9 * number))} for number in range(90)))
+             for seed, name in enumerate(("web", "math"))]
+    mix = write_jsonl(tmp_path / "mix.json", [{"sources": [{"path": part, "label": Path(part).stem} for part in parts]}])
+    options = PreparationOptions(str(stages.prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
+    folder = prepare_mixture("documents", mix, tmp_path / "data", options)
+    _, rows, tokenizer = opened(stages, "pretrain", PRETRAIN_DATA_PATH=folder)
+    excluded, indices = exclude(rows, tokenizer, [Selector("source", "web")]), np.arange(len(rows))
+    sources, _ = rows.locate(indices)
+    before, after = rows(indices), excluded.rows(indices)
+    assert torch.equal(before.tokens_BT, after.tokens_BT) and {*sources.tolist()} == {0, 1}
+    assert bool((after.targets_BT[sources == 0] == IGNORE_INDEX).all())
+    assert torch.equal(after.targets_BT[sources == 1], before.targets_BT[sources == 1])
+    assert [each.out_E.mean() for each in excluded.sources] == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"REPRODUCIBLE": "true"}, {"REPRODUCIBLE": "true", "SHARDING": "full"}])
+def test_ranks_leave_out_the_same(changes, stages, tmp_path):
+    path = excluded_file(tmp_path, "find cow")
+    one, two = (run_of("pretrain", stages, tmp_path / name, EXCLUDE_DATA=path, **settings) for name, settings in
+                (("one", {name: value for name, value in changes.items() if name != "SHARDING"}), ("two", changes)))
+    one.ends([0])
+    two.ends([0, 0])
+    if changes:
+        assert one.lines("ledger") == two.lines("ledger") and one.hashes(3) == two.hashes(3)
+    losses = [[line["loss"] for line in run.lines("ledger")] for run in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
