@@ -1,7 +1,6 @@
 """Power is read, counted in the steps only, written beside the phases, and never stands in a run's way."""
 
 import contextlib
-import csv
 import errno
 import inspect
 import math
@@ -12,10 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from factories import PATIENCE, wait_until
+from factories import PATIENCE
 from nvml_stub import GIB, Pynvml
 
-from common.activity import ACTIVITY
 from extensions import power
 from extensions.power import HEADER, GpuMeter, Moment, PowerSampler, Sample, UnreadableError
 
@@ -125,32 +123,6 @@ def test_a_file_continues_after_its_last_whole_line_and_what_a_full_disk_refuses
         sampler._write()
     assert path.read_text() == f"{HEADER}\nfirst\nsecond\nfifth\n"
     assert len(notes) == 2 and "power.csv cannot be written" in notes[1] and "measurements are lost" in notes[1]
-
-
-def test_each_sample_has_the_phase_and_the_step_of_its_time(tmp_path, monkeypatch):
-    meter, notes = Meter(), []
-    monkeypatch.setattr(ACTIVITY, "phase", "data")
-    sampler = sampler_of(meter, tmp_path, 500, notes)
-    for step in (1, 2):
-        monkeypatch.setattr(ACTIVITY, "step", step)
-        sampler.begin()
-        wait_until(lambda least=len(sampler.samples) + 20: len(sampler.samples) >= least)
-        sampler.end()
-    reading = sampler.read()
-    assert sampler.read() == reading  # no news
-    sampler.stop()
-    assert not sampler.thread.is_alive() and meter.closed and notes == []
-    assert reading[1:] == (80, 0, 0, 2**30, 60, 1000)
-    assert reading.watts > 0
-    with open(tmp_path / "power.csv", newline="") as file:
-        rows = [*csv.DictReader(file)]
-    assert [*rows[0]] == HEADER.split(",") and len(rows) >= 40
-    expected = dict(gpu="3", watts="200.000", utilization="80", memory_bytes=str(2**30), temperature="60", sm_clock_mhz="1000",
-                    throttle_reasons="0x0", phase="data")
-    assert all({name: row[name] for name in expected} == expected for row in rows[1:])
-    assert {row["step"] for row in rows} >= {"1", "2"}
-    times = [float(row["time"]) for row in rows]
-    assert times == sorted(times)
 
 
 def test_energy_is_the_counters_and_pauses_are_left_out(tmp_path):

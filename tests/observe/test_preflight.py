@@ -195,18 +195,6 @@ def test_memory_that_is_not_there_ends_with_2_and_a_way_out(prepared, tmp_path, 
     assert Checked(run, capsys, DEVICE_MEMORY=1e-6, DEVICE="cuda").code == 2, "as on a planned GPU"
 
 
-def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp_path, capsys):
-    run = TinyRun(prepared, tmp_path)
-    checked = Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, COMPILE="true", SHARDING="full", DEVICE="cuda",
-                      PRECISION="auto")
-    assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
-    told = dict((name, text) for _, name, text in checked.lines)
-    assert "GiB of host memory on the first machine" in told["memory"], "whose ranks divide the copy for ASYNC_SAVE"
-    assert "2 GPUs of 80 GB" in told["hardware"] and "bfloat16" in told["hardware"] and told["hardware"].endswith("compiled")
-    assert "GiB of host memory per rank" in Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, SHARDING="full", CPU_OFFLOAD="true",
-                                                    DEVICE="cuda").text("ok")
-
-
 def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))

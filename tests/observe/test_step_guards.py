@@ -5,7 +5,6 @@ import math
 import statistics
 import zlib
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,15 +15,13 @@ from hypothesis import strategies as st
 import train
 from checkpoint import store
 from common.activity import ACTIVITY
-from common.errors import NonFiniteError
-from config import Config, OptimConfig
+from config import OptimConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
-from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
-from run import life, step_log
+from run import step_log
 from run.log import Divergence
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -179,25 +176,3 @@ def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_bes
     data = RunReader(run.folder, "run")
     data.read()
     assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
-
-
-REPORT = {"step": 7, "rank": 1, "finite": False, "loss": "nan", "grad_norm": "nan", "rows": [[3, 5], [8, 1]],
-          "tensors": [{"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 2}]}
-
-
-def test_the_error_names_the_rank_and_a_line_the_place(tmp_path, monkeypatch):
-    healthy, lines = {**REPORT, "rank": 0, "finite": True, "tensors": []}, []
-    run = SimpleNamespace(config=Config(), folder=tmp_path, progress=life.Progress(step=6), log=SimpleNamespace(info=lines.append))
-    # A transient fault is finite on every rank when computed again.
-    again = {**REPORT, "finite": True, "tensors": REPORT["tensors"] * 50}
-    output = {"tensor": "layers.0.feed_forward.w2", "kind": "output", "shape": [2, 32, 64], "non_finite": 4096}
-    own = {**REPORT, "tensors": [output, *REPORT["tensors"]]}
-    for reports, place, end in (
-            ([healthy, own], "output layers.0.feed_forward.w2 (4096 of 4096) and 1 more", "rank 1; .*To continue, try a lower LEARNING_RATE.*"),
-            ([again, {**again, "rank": 1}], "gradient norm.weight (2 of 64) and 49 more", "transient fault.*resume with the same command.*"),
-            ([healthy], "no remaining tensor", "transient fault.*")):
-        monkeypatch.setattr(guards, "dump_step", lambda *_, reports=reports: (tmp_path, reports, "the state before it is saved"))
-        with pytest.raises(NonFiniteError, match=f"^step 7 was not finite.*{end}"):
-            guards.stop_non_finite(run, [], None, None, None)
-        source = "from rank 1" if "rank 1" in end else "but finite when recomputed"
-        assert lines[-1] == f"NON-FINITE in step 7, {source}: loss nan, |g| nan, in {place}."

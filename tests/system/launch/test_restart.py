@@ -127,13 +127,16 @@ def fail() -> None:
     do_in_step(2, lambda: 1 / 0, optim)
 
 
-def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(whole_on_two_ranks, tiny_run):
-    run = tiny_run(ASYNC_SAVE="false")
-    with launch(run, "--max-restarts=3", plant="test_restart:die_once") as command:
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_identical(world, request, tiny_run):
+    run, rank = tiny_run(ASYNC_SAVE="false"), world - 1
+    with Command(run, "scripts/launch.py", f"--nproc-per-node={world}", "--max-restarts=3", *run.argv(), plant="test_restart:die_once",
+                 planted_in=rank) as command:
         assert command.wait() == 0, command.text()
-    assert_same_run(run, whole_on_two_ranks, 6)
-    cause = "rank 1 was killed by SIGKILL (out of memory? see dmesg)"
-    assert f"warning: {cause}. Each rank's output is in " in command.text() and ". Restart 1 of 3 from step 2\n" in command.text()
+    assert_same_run(run, request.getfixturevalue("whole" if world == 1 else "whole_on_two_ranks"), 6)
+    cause = f"rank {rank} was killed by SIGKILL (out of memory? see dmesg)"
+    where = ". Each rank's output is in " * (world > 1)
+    assert f"warning: {cause}{where}" in command.text() and ". Restart 1 of 3 from step 2\n" in command.text()
     assert command.last_line() == "Finished; restarted 1 time"
     first, second = [line for line in run.lines("events") if line["event"] == "start"]
     assert "restart" not in first and (second["restart"], second["cause"], second["step"]) == (1, cause, 2)
