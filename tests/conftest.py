@@ -192,15 +192,15 @@ def tiny_run(prepared, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def folder(ours, tmp_path_factory):
-    """A folder with the Hugging Face files of `ours`, a tokenizer fixture of the test file."""
+def folder(native, tmp_path_factory):
+    """A folder with the Hugging Face files of `native`, a tokenizer fixture of the test file."""
     folder = tmp_path_factory.mktemp("huggingface")
-    ours.save_huggingface(folder)
+    native.save_huggingface(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def theirs(folder):
+def hf_tokenizer(folder):
     """The tokenizer in `folder`, loaded with the tokenizers library."""
     from tokenizer import load_tokenizer
 

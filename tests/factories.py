@@ -65,8 +65,8 @@ class Prepared(NamedTuple):
         return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
 
 
-def sentence(dice: Random) -> str:
-    noun, verb, other = (words[int(dice.random() * len(words))] for words in (NOUNS, VERBS, NOUNS))
+def sentence(rng: Random) -> str:
+    noun, verb, other = (words[int(rng.random() * len(words))] for words in (NOUNS, VERBS, NOUNS))
     return f"The {noun} {verb} the {other}."
 
 
@@ -82,12 +82,12 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     A run of six steps reads about half of the documents.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dice = Random(seed)
-    texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(documents)]
+    rng = Random(seed)
+    texts = [" ".join(sentence(rng) for _ in range(1 + int(rng.random() * 4))) for _ in range(documents)]
     write_jsonl(folder / "text.jsonl", ({"text": text} for text in texts))
     write_tiktoken(train_bpe(texts, vocab_size), folder / "tokenizer.model")
-    items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(dice), "endings": [sentence(dice)[4:] for _ in range(4)],
-              "label": int(dice.random() * 4)} for number in range(10)]
+    items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(rng), "endings": [sentence(rng)[4:] for _ in range(4)],
+              "label": int(rng.random() * 4)} for number in range(10)]
     write_jsonl(folder / "items.jsonl", items)
     options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
     shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
@@ -112,13 +112,13 @@ def start_preparation(kind: str, source: str, tokenizer: str, output: Path, chun
 
 def prepare_under_fire(kills: int, seconds: float, *arguments, **options) -> None:
     """Prepare in a process that is killed as often, at random moments after its first new journal, and then let it end."""
-    output, dice = arguments[3], Random()
+    output, rng = arguments[3], Random()
     for _ in range(kills):
         before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
         process = start_preparation(*arguments, **options)
         while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
             time.sleep(0.005)
-        time.sleep(dice.uniform(0, seconds))
+        time.sleep(rng.uniform(0, seconds))
         process.kill()
         _, error = process.communicate()
         assert process.returncode in (0, -signal.SIGKILL), error
@@ -173,10 +173,10 @@ class Stages(NamedTuple):
 
 def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
     """Prepare chats of one to three turns and pairs with answers of 2 to 37 tokens, and train a base and a teacher."""
-    dice = Random(1)
+    rng = Random(1)
 
     def up_to(limit: int) -> int:
-        return 1 + int(dice.random() * limit)
+        return 1 + int(rng.random() * limit)
 
     def nouns(count: int) -> str:
         return " ".join(NOUNS[up_to(len(NOUNS)) - 1] for _ in range(count))
@@ -197,7 +197,7 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
         return {"question": f"{letter()}at?", "answer": letter()}
 
     def unpaired() -> dict:
-        return {"prompt": f"{letter()}?", "completion": nouns(up_to(3)), "label": dice.random() < 0.8}
+        return {"prompt": f"{letter()}?", "completion": nouns(up_to(3)), "label": rng.random() < 0.8}
 
     for name, record, count in (("chats", chat, 120), ("pairs", pair, 120), ("prompts", prompt, 60), ("unpaired", unpaired, 120)):
         file = write_jsonl(folder / f"{name}.jsonl", (record() for _ in range(count)))

@@ -50,7 +50,7 @@ PROPERTIES = "tests/data_pipeline/test_properties.py"
 EXACT = "tests/parallel/test_exact_sums.py::"
 SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
-HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
+HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_finished_parts_of_a_preparation_are_synced_to_disk"
 LAUNCH = "tests/system/launch/test_launch.py"
 FAMILIES, FAMILY_CHATS, API = "tests/system/test_families.py", "tests/data_pipeline/test_family_chats.py", "tests/serving/test_api.py"
 GGUF = "tests/scripts/test_convert_to_gguf.py"
@@ -86,7 +86,7 @@ FAULTS = [
     fault("document mask: earlier documents visible", "model.py", "(key_S >= start_BT1)", "(key_S >= 0)",
           MODEL),
     fault("RMSNorm: computed in bf16", "fused/norm.py", "x32 = x.float() normed", "x32 = x\n        normed",
-          f"{HF}::test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers"),
+          f"{HF}::test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers"),
 
     fault("RMSNorm: computed in bf16 when compiled", "model.py", "x32 = x.float() return (x32", "x32 = x\n        return (x32", MODEL),
     fault("families: another layer without RoPE", "config.py", "(layer + 1) % self.no_rope_every != 0",
@@ -303,11 +303,11 @@ FAULTS = [
           "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
     fault("Hugging Face: the context of the run's rows", "checkpoint/huggingface.py",
           "max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))", "pass",
-          f"{HF}::test_folder_gives_our_logits_in_transformers"),
+          f"{HF}::test_a_saved_folder_gives_the_same_logits_in_transformers"),
     fault("Hugging Face: heads not permuted", "checkpoint/huggingface.py", "if to_huggingface else",
           "if not to_huggingface else", HF),
     fault("PEFT: other names", "checkpoint/peft.py", "base_model.model.{huggingface", "base_model.{huggingface",
-          "tests/test_lora.py::test_peft_loads_our_folder_and_we_load_it_back_to_the_bit"),
+          "tests/test_lora.py::test_adapters_load_in_peft_and_here_to_the_bit"),
     fault("resume: a step is skipped", "train.py", "run.objective, progress.step)",
           "run.objective, progress.step + (progress.step > 0))", RESUMED),
     fault("resume: optimizer state not loaded", "run/start.py", "optimizer.load_state_tensors(", "dict(",
@@ -342,7 +342,7 @@ FAULTS = [
     fault("launcher: the newest folders are deleted", "scripts/launch.py", "[:-KEPT_FOLDERS]", "[KEPT_FOLDERS:]",
           f"{LAUNCH}::test_the_folders_of_the_newest_launches_are_kept"),
     fault("launcher: killed before it saved counts as preempted", "scripts/launch.py", "or was_signalled and not joined:",
-          "or was_signalled:", f"{LAUNCH}::test_a_rank_that_was_killed_is_told_with_what_may_have_done_it"),
+          "or was_signalled:", f"{LAUNCH}::test_a_killed_rank_is_reported_with_its_likely_cause"),
     fault("files: a new name is not synced", "common/files.py", "temporary.unlink(missing_ok=True) sync_folder(path.parent)",
           "temporary.unlink(missing_ok=True)",
           f"{MACHINE}::test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then"),
@@ -367,11 +367,11 @@ FAULTS = [
     fault("replicas: the order of numbers does not matter", "run/step_log.py", "(sums_R * rows_R[start:end])", "sums_R",
           "tests/observe/test_step_guards.py::test_a_checksum_knows_the_order_of_values_of_every_type"),
     fault("at-step: the step log is not compared", "extensions/debug/history.py", "compare_step_logs(step_log, repeated)", "None, []",
-          "tests/debug/test_history.py::test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written"),
+          "tests/debug/test_history.py::test_a_step_that_differs_from_the_record_is_an_error_and_nothing_is_written"),
     fault("weights' checksum: every shard begins at row 0", "run/step_log.py", "rows_R[start:end]",
           "rows_R[:len(rows)]", "tests/observe/test_weight_checksums.py"),
     fault("weights' checksum: columns have the factors of rows", "run/step_log.py", "for seed in (0, 1))", "for seed in (0, 0))",
-          "tests/observe/test_weight_checksums.py::test_what_is_swapped_is_noticed"),
+          "tests/observe/test_weight_checksums.py::test_swapped_values_change_the_checksum"),
     fault("TensorBoard: the last saved step is dropped", "extensions/trackers.py", "purge_step=step + 1", "purge_step=step",
           "tests/run/test_run_log.py"),
     fault("replay: a part begins one step late", "extensions/debug/replay.py", "if begins <= step]", "if begins < step]",

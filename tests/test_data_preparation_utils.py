@@ -340,7 +340,7 @@ def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
 
 
-def test_a_file_system_without_locks_is_told_and_the_data_is_prepared(tmp_path, tokenizer_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_reported_and_the_data_is_prepared(tmp_path, tokenizer_path, monkeypatch, capsys):
     def without_locks(file, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

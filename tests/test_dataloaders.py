@@ -159,7 +159,7 @@ def test_the_thread_reads_no_further_than_it_may_and_ends_on_closing():
     assert not read_ahead_threads()
 
 
-def test_an_error_in_the_thread_reaches_whoever_asks():
+def test_an_error_in_the_thread_is_raised_in_the_main_thread():
     def fail_at_second_step(rows):
         if rows.tolist() in ORDER.micro_batches(1).tolist():
             raise OSError("the disk is gone")

@@ -149,7 +149,7 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
     ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
 ])
-def test_a_bad_line_is_named(tmp_path, line, word):
+def test_a_bad_line_is_an_error_with_its_number(tmp_path, line, word):
     path = tmp_path / "bad.jsonl"
     line = json.dumps(line) if isinstance(line, dict) else line
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
@@ -203,7 +203,7 @@ def test_endings_score_as_if_each_stood_alone(model, tokenizer, items, max_seq_l
     np.testing.assert_allclose(got, [expected[key] for key in order], atol=2e-4)
 
 
-def test_an_ending_that_does_not_fit_is_named_and_the_context_is_run_once(tokenizer, items):
+def test_an_ending_that_does_not_fit_is_an_error_and_the_context_is_run_once(tokenizer, items):
     context = len(tokenizer.encode(items[3].context.rstrip())) + 1
     task = prepare_task(items[3], tokenizer, MAX_SEQ_LEN)
     assert len(task.tokens_T) == context - 1 + sum(task.ending_tokens)

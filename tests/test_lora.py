@@ -304,7 +304,7 @@ WHOLE = [dict(), dict(lora_train_head=True), dict(lora_train_embeddings=True),
 
 @pytest.mark.parametrize("changes", [dict(lora_rslora=True, lora_target_modules="wk,wo,w3"), *WHOLE, ROWS])
 @pytest.mark.parametrize("tied", [True, False])
-def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tied, tokenizer, tmp_path):
+def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = adapted(shape(tie_embeddings=tied), changes)
     folder, base = saved(tmp_path, model, changes, tokenizer)
@@ -411,7 +411,7 @@ ONE_LAYER = r".*layers\.0\..*q_proj"
     (dict(use_dora=True), "use_dora=True", "only plain LoRA"), (dict(rank_pattern={"q_proj": 8}), "rank_pattern=", "only plain"),
     (dict(alpha_pattern={"k_proj": 1}), "alpha_pattern=", "only plain LoRA"),
 ])
-def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field, named, peft, tmp_path, recwarn):
+def test_the_error_names_the_unsupported_field_of_adapters(made, field, named, peft, tmp_path, recwarn):
     """What is advised works: PEFT's merged model has their logits here."""
     config = shape(tie_embeddings=False)
     theirs = made_by_peft(peft, tmp_path / "adapter", config, **made)

@@ -252,7 +252,7 @@ def test_bf16_is_close_to_fp32_and_its_gradients_are_fp32(mode):
         assert F.cosine_similarity(rough_gradients[name].flatten(), gradient.flatten(), dim=0) > 0.99, name
 
 
-def test_weights_begin_as_the_settings_say():
+def test_weights_are_initialized_by_the_settings():
     config = ModelConfig(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.03, tie_embeddings=False)
     model, again = (new_model(config, 1000) for _ in range(2))
     for name, parameter in model.state_dict().items():

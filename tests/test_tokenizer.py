@@ -45,7 +45,7 @@ def ranks():
 
 
 @pytest.fixture(scope="module")
-def ours(ranks):
+def native(ranks):
     return Tokenizer(ranks)
 
 
@@ -57,11 +57,11 @@ def with_hard_texts(test):
 
 @with_hard_texts
 @given(any_text)
-def test_the_byte_lengths_of_ids_add_up_to_the_text(ours, theirs, text):
-    assert theirs.byte_lengths == ours.byte_lengths
+def test_the_byte_lengths_of_ids_add_up_to_the_text(native, hf_tokenizer, text):
+    assert hf_tokenizer.byte_lengths == native.byte_lengths
     size = len(tokenizer_module.without_surrogates(text).encode())
-    assert sum(ours.byte_lengths[token] for token in ours.encode(text)) == size
-    assert not sum(ours.byte_lengths[token] for token in ours.special_ids.values())
+    assert sum(native.byte_lengths[token] for token in native.encode(text)) == size
+    assert not sum(native.byte_lengths[token] for token in native.special_ids.values())
 
 
 def test_a_tokenizer_that_is_not_byte_level_has_no_byte_lengths(folder, tmp_path):
@@ -74,9 +74,9 @@ def test_a_tokenizer_that_is_not_byte_level_has_no_byte_lengths(folder, tmp_path
 
 @with_hard_texts
 @given(any_text)
-def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transformers_tokenizer, text):
-    ids = ours.encode(text)
-    assert theirs.encode(text) == ids
+def test_both_backends_and_transformers_give_the_same_ids(native, hf_tokenizer, transformers_tokenizer, text):
+    ids = native.encode(text)
+    assert hf_tokenizer.encode(text) == ids
     if not any(0xD800 <= ord(char) < 0xE000 for char in text):
         plain = transformers_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert plain == ids
@@ -84,24 +84,24 @@ def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transfor
 
 @example([*HARD_TEXTS, "a!", *SENTENCES])
 @given(st.lists(any_text | st.text("ae' \n\r\u00a0!\u017f1", max_size=6), max_size=9))
-def test_many_documents_at_once_have_the_ids_of_each(ours, theirs, texts):
-    with_nul = Tokenizer(ours.ranks | {b"!\0": RANKS})  # a separator does not join the text before it
-    for tokenizer in (ours, theirs, with_nul):
+def test_many_documents_at_once_have_the_ids_of_each(native, hf_tokenizer, texts):
+    with_nul = Tokenizer(native.ranks | {b"!\0": RANKS})  # a separator does not join the text before it
+    for tokenizer in (native, hf_tokenizer, with_nul):
         assert [*tokenizer.document_ids(texts)] == [i for text in texts for i in tokenizer.encode_document(text)]
 
 
 @with_hard_texts
 @given(any_text)
-def test_text_comes_back_and_never_becomes_a_control_token(ours, theirs, text):
+def test_text_comes_back_and_never_becomes_a_control_token(native, hf_tokenizer, text):
     expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    ids = ours.encode(text)
-    assert all(token < len(ours.ranks) for token in ids)
-    assert ours.decode(ids) == theirs.decode(ids) == expected
+    ids = native.encode(text)
+    assert all(token < len(native.ranks) for token in ids)
+    assert native.decode(ids) == hf_tokenizer.decode(ids) == expected
 
 
 @given(st.lists(st.integers(0, RANKS + 255)))
-def test_any_ids_decode_alike(ours, theirs, transformers_tokenizer, ids):
-    assert ours.decode(ids) == theirs.decode(ids) == transformers_tokenizer.decode(ids)
+def test_any_ids_decode_alike(native, hf_tokenizer, transformers_tokenizer, ids):
+    assert native.decode(ids) == hf_tokenizer.decode(ids) == transformers_tokenizer.decode(ids)
 
 
 @given(st.text("abc ", min_size=1), st.lists(st.text("abc", min_size=2, max_size=5), max_size=30, unique=True))
@@ -127,35 +127,35 @@ def test_trained_ranks_are_the_bpe_that_was_trained(monkeypatch):
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     library.train_from_iterator(texts, BpeTrainer(
         vocab_size=RANKS, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    ours = Tokenizer(train_bpe(texts, RANKS))
-    assert len(ours.ranks) == RANKS
+    native = Tokenizer(train_bpe(texts, RANKS))
+    assert len(native.ranks) == RANKS
     for text in (*SENTENCES, *HARD_TEXTS[:13], "Anna will be there tomorrow, isn't it aaaa?"):
-        assert ours.encode(text) == library.encode(text).ids
-    assert len(ours.encode(SENTENCES[0])) < len(SENTENCES[0]) / 3
+        assert native.encode(text) == library.encode(text).ids
+    assert len(native.encode(SENTENCES[0])) < len(SENTENCES[0]) / 3
 
 
-def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(ours, tmp_path, capfd):
-    ours.save_huggingface(tmp_path)
+def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(native, tmp_path, capfd):
+    native.save_huggingface(tmp_path)
     document = json.loads((tmp_path / "tokenizer.json").read_text())
     document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
-    foreign = HuggingFaceTokenizer(tmp_path / "tokenizer.json", "theirs")
+    foreign = HuggingFaceTokenizer(tmp_path / "tokenizer.json", "foreign")
     assert foreign.decode(foreign.encode("some words")) == "some words"
-    with pytest.raises(DataError, match="TOKENIZER_PATH=theirs: its tokenizer.json fails on the text that starts with 'xxx"):
+    with pytest.raises(DataError, match="TOKENIZER_PATH=foreign: its tokenizer.json fails on the text that starts with 'xxx"):
         foreign.encode("x" * 100)
 
 
-def test_special_tokens_follow_the_ranks_in_metas_numbering(ours, theirs):
-    assert ours.vocab_size == RANKS + 256 and len(set(SPECIALS)) == 256
+def test_special_tokens_follow_the_ranks_in_metas_numbering(native, hf_tokenizer):
+    assert native.vocab_size == RANKS + 256 and len(set(SPECIALS)) == 256
     offsets = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|reserved_special_token_0|>": 2,
                "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|eom_id|>": 8,
                "<|eot_id|>": 9, "<|python_tag|>": 10, "<|reserved_special_token_2|>": 11,
                "<|reserved_special_token_246|>": 255}
-    assert {name: ours.special_ids[name] - RANKS for name in offsets} == offsets
-    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.eot_id) == (RANKS, RANKS + 1, RANKS + 4, RANKS + 9)
+    assert {name: native.special_ids[name] - RANKS for name in offsets} == offsets
+    assert (native.bos_id, native.eos_id, native.pad_id, native.eot_id) == (RANKS, RANKS + 1, RANKS + 4, RANKS + 9)
     for name in ("vocab_size", "bos_id", "eos_id", "eot_id", "pad_id", "document_start_id", "special_ids"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.encode_document("a cat") == theirs.encode_document("a cat") == [RANKS, *ours.encode("a cat"), RANKS + 1]
+        assert getattr(native, name) == getattr(hf_tokenizer, name), name
+    assert native.encode_document("a cat") == hf_tokenizer.encode_document("a cat") == [RANKS, *native.encode("a cat"), RANKS + 1]
 
 
 def test_metas_file_works_unchanged(meta, tmp_path):
@@ -163,9 +163,9 @@ def test_metas_file_works_unchanged(meta, tmp_path):
     # Published example of the Llama 3 repository's own test.
     assert meta.encode_document("This is a test sentence.") == [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
     meta.save_huggingface(tmp_path)
-    theirs = load_tokenizer(str(tmp_path))
+    hf_tokenizer = load_tokenizer(str(tmp_path))
     for text in (*SENTENCES, *HARD_TEXTS, " " * 60_000):
-        assert theirs.encode(text) == meta.encode(text)
+        assert hf_tokenizer.encode(text) == meta.encode(text)
 
 
 LONG_TEXTS = {"spaces": " " * 1_000_000, "letters": "a" * 1_000_000, "newlines": "\n" * 100_000,
@@ -173,10 +173,10 @@ LONG_TEXTS = {"spaces": " " * 1_000_000, "letters": "a" * 1_000_000, "newlines":
 
 
 @pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
-def test_long_texts_are_cut_alike_and_come_back(ours, theirs, text):
-    ids = ours.encode(text)
-    assert ours.decode(ids) == text
-    assert theirs.encode(text) == ids
+def test_long_texts_are_cut_alike_and_come_back(native, hf_tokenizer, text):
+    ids = native.encode(text)
+    assert native.decode(ids) == text
+    assert hf_tokenizer.encode(text) == ids
 
 
 @given(st.lists(st.sampled_from(["a", "bb", " ", "\n\n", "ccccc", "     ", "\ud800"])).map("".join))
@@ -206,37 +206,37 @@ def changed_document(folder, path, change) -> HuggingFaceTokenizer:
     return load_tokenizer(str(path))
 
 
-def test_hash_follows_content_and_not_place(ranks, ours, theirs, folder, tmp_path):
+def test_hash_follows_content_and_not_place(ranks, native, hf_tokenizer, folder, tmp_path):
     first, second = tmp_path / "a.model", tmp_path / "b.model"
     for path in (first, second):
         write_tiktoken(ranks, path)
-    assert load_tokenizer(str(first)).sha256 == load_tokenizer(str(second)).sha256 == ours.sha256
+    assert load_tokenizer(str(first)).sha256 == load_tokenizer(str(second)).sha256 == native.sha256
     # The same path with other content: tiktoken's own reader would give the old ranks.
     swapped = {**ranks, **dict(zip(list(ranks)[-2:], (ranks[token] for token in list(ranks)[:-3:-1])))}
     write_tiktoken(swapped, first)
-    assert load_tokenizer(str(first)).sha256 != ours.sha256
+    assert load_tokenizer(str(first)).sha256 != native.sha256
     assert load_tokenizer(str(first)).ranks == swapped
 
-    assert changed_document(folder, tmp_path / "copy", lambda file: None).sha256 == theirs.sha256
+    assert changed_document(folder, tmp_path / "copy", lambda file: None).sha256 == hf_tokenizer.sha256
     hashes = {changed_document(folder, tmp_path / "copy", change).sha256 for change in (
         lambda file: file["model"]["merges"].pop(), lambda file: file.update(normalizer={"type": "Lowercase"}),
         lambda file: file["pre_tokenizer"]["pretokenizers"].pop(0), lambda file: file["added_tokens"].pop())}
-    assert len({theirs.sha256, *hashes}) == 5
+    assert len({hf_tokenizer.sha256, *hashes}) == 5
 
 
-def test_an_exported_tokenizer_is_the_same_tokenizer(ranks, ours, theirs, folder, transformers_tokenizer, tmp_path):
-    assert theirs.sha256 != ours.sha256, "checkpoints and prepared data of before have this hash"
+def test_an_exported_tokenizer_is_the_same_tokenizer(ranks, native, hf_tokenizer, folder, transformers_tokenizer, tmp_path):
+    assert hf_tokenizer.sha256 != native.sha256, "checkpoints and prepared data of before have this hash"
     transformers_tokenizer.save_pretrained(tmp_path / "saved")
     (tmp_path / "again").mkdir()
-    theirs.save_huggingface(tmp_path / "again")
+    hf_tokenizer.save_huggingface(tmp_path / "again")
     again = load_tokenizer(str(tmp_path / "again"))
-    assert again.sha256 == theirs.sha256 and again.chat_template == theirs.chat_template
-    same = [ours, theirs, load_tokenizer(str(tmp_path / "saved")),
+    assert again.sha256 == hf_tokenizer.sha256 and again.chat_template == hf_tokenizer.chat_template
+    same = [native, hf_tokenizer, load_tokenizer(str(tmp_path / "saved")),
             changed_document(folder, tmp_path / "pairs", lambda document: document["model"].update(
                 merges=[merge.split(" ") for merge in document["model"]["merges"]]))]
     assert len({tokenizer.sha256 for tokenizer in same}) >= 3
     for tokenizer in same:
-        assert tokenizer.is_same(ours.sha256) and tokenizer.is_same(theirs.sha256) and tokenizer.is_same(tokenizer.sha256)
+        assert tokenizer.is_same(native.sha256) and tokenizer.is_same(hf_tokenizer.sha256) and tokenizer.is_same(tokenizer.sha256)
 
 
 @pytest.mark.parametrize("change", [
@@ -247,25 +247,25 @@ def test_an_exported_tokenizer_is_the_same_tokenizer(ranks, ours, theirs, folder
     lambda document: document["added_tokens"].pop(), lambda document: document.update(normalizer={"type": "NFC"}),
     lambda document: document["model"]["vocab"].update({"!": 1, '"': 0}), lambda document: document["model"]["vocab"].update({" x": 9999}),
 ])
-def test_a_tokenizer_with_another_vocabulary_or_other_merges_is_another(change, ours, theirs, folder, tmp_path):
+def test_a_tokenizer_with_another_vocabulary_or_other_merges_is_another(change, native, hf_tokenizer, folder, tmp_path):
     other = changed_document(folder, tmp_path / "other", change)
-    assert not any(other.is_same(tokenizer.sha256) or tokenizer.is_same(other.sha256) for tokenizer in (ours, theirs))
+    assert not any(other.is_same(tokenizer.sha256) or tokenizer.is_same(other.sha256) for tokenizer in (native, hf_tokenizer))
 
 
-def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformers_tokenizer):
-    ids = ours.encode("a cat")
-    assert transformers_tokenizer("a cat")["input_ids"] == [ours.bos_id, *ids]
+def test_transformers_adds_the_bos_token_by_default(native, transformers_tokenizer):
+    ids = native.encode("a cat")
+    assert transformers_tokenizer("a cat")["input_ids"] == [native.bos_id, *ids]
     assert transformers_tokenizer("a cat", add_special_tokens=False)["input_ids"] == ids
-    assert len(transformers_tokenizer) == ours.vocab_size
+    assert len(transformers_tokenizer) == native.vocab_size
     roles = ("bos", "eos", "pad")
     assert [getattr(transformers_tokenizer, f"{role}_token_id") for role in roles] == [
-        getattr(ours, f"{role}_id") for role in roles]
+        getattr(native, f"{role}_id") for role in roles]
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
 @pytest.mark.parametrize("put, words", [(os.mkfifo, "is not a plain file"), (lambda path: path.symlink_to("gone"), "No such file")])
-def test_what_lies_beside_a_tokenizer_and_is_no_file_is_refused(name, put, words, theirs, tmp_path):
-    theirs.save_huggingface(tmp_path)
+def test_a_pipe_or_broken_link_beside_a_tokenizer_is_refused(name, put, words, hf_tokenizer, tmp_path):
+    hf_tokenizer.save_huggingface(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     put(tmp_path / name)
     with pytest.raises(DataError, match=f"{name} cannot be read: {words}"):
@@ -274,7 +274,7 @@ def test_what_lies_beside_a_tokenizer_and_is_no_file_is_refused(name, put, words
 
 @pytest.mark.parametrize("first", [b"\n\x05<unk>\x15\0\0\0\0\x18\x02", b"\n\x05<unk>", b"\n\x05<pad>\x18\x03"])
 @pytest.mark.parametrize("backend", ["auto", "tiktoken", "huggingface"])
-def test_a_sentencepiece_model_is_named_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
+def test_a_sentencepiece_model_is_an_error_with_a_way_to_a_tokenizer_json(first, backend, tmp_path):
     file = tmp_path / "my model" / "tokenizer.model"
     file.parent.mkdir()
     file.write_bytes(b"\n" + bytes([len(first)]) + first + b"\n\x0e\n\x03<s>\x15\0\0\0\0\x18\x03")
@@ -284,17 +284,17 @@ def test_a_sentencepiece_model_is_named_with_a_way_to_a_tokenizer_json(first, ba
         assert f'AutoTokenizer.from_pretrained("{file.parent}").save_pretrained("converted")' in str(raised.value)
 
 
-def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, ours, tmp_path):
+def test_a_folder_with_llama_3s_own_file_is_its_tokenizer(ranks, native, tmp_path):
     write_tiktoken(ranks, file := tmp_path / "tokenizer.model")
-    assert load_tokenizer(str(tmp_path)).sha256 == ours.sha256
+    assert load_tokenizer(str(tmp_path)).sha256 == native.sha256
     file.write_bytes(b"\n\n\n" + file.read_bytes())
-    assert load_tokenizer(str(file)).sha256 == ours.sha256
+    assert load_tokenizer(str(file)).sha256 == native.sha256
     file.write_bytes(b"\n\n\n")
     with pytest.raises(DataError, match="has no token for 256"):
         load_tokenizer(str(file))
 
 
-def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
+def test_foreign_tokenizer_without_a_bos(folder, native, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     end = {**document["added_tokens"][0], "content": "<|endoftext|>"}
     document.update(added_tokens=[end], post_processor=None, truncation={
@@ -309,11 +309,11 @@ def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
         foreign = load_tokenizer(str(path))
         assert (foreign.bos_id, foreign.eos_id, foreign.eot_id, foreign.pad_id) == (None, RANKS, RANKS, None)
         assert foreign.document_start_id == RANKS and foreign.vocab_size == RANKS + 1
-        assert foreign.encode_document(SENTENCES[0]) == [RANKS, *ours.encode(SENTENCES[0])]
+        assert foreign.encode_document(SENTENCES[0]) == [RANKS, *native.encode(SENTENCES[0])]
     foreign.save_huggingface(tmp_path)
     assert not (tmp_path / "chat_template.jinja").exists()
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
-    assert len(loaded) == RANKS + 1 and loaded(SENTENCES[0])["input_ids"] == ours.encode(SENTENCES[0])
+    assert len(loaded) == RANKS + 1 and loaded(SENTENCES[0])["input_ids"] == native.encode(SENTENCES[0])
 
     path.write_text(json.dumps({**document, "added_tokens": []}))
     (tmp_path / "tokenizer_config.json").unlink()

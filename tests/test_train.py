@@ -78,7 +78,7 @@ def test_a_skipped_step_advances_no_schedule():
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
-def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
+def test_a_run_logs_each_step_once_with_all_promised_metrics(whole):
     metrics = whole.metrics()
     assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5, 6]
     for line in metrics[1:]:
@@ -95,7 +95,7 @@ def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
     assert "Time: steps " in (whole.folder / "log" / "rank-0.txt").read_text()
 
 
-def test_a_run_tells_where_its_time_goes(whole):
+def test_a_run_logs_the_time_of_each_phase(whole):
     for line in whole.metrics()[1:]:
         phases = [line[f"{phase}_seconds"] for phase in ("data", "forward", "backward", "optimizer")]
         assert line["step_seconds"] == pytest.approx(sum(phases)) and min(phases) > 0
@@ -114,7 +114,7 @@ def test_a_run_tells_where_its_time_goes(whole):
     assert sorted(event["time"] for event in events) == [event["time"] for event in events]
 
 
-def tell(run) -> list[tuple]:
+def starts_and_ends(run) -> list[tuple]:
     """Each start of a run and its end: the step, and the step before or the reason."""
     return [(event["event"], event["step"], event.get("previous_step", event.get("reason"))) for event in run.lines("events")
             if event["event"] in ("start", "end")]
@@ -129,7 +129,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     capsys.readouterr()
     assert run.train() == 0
     assert_same_run(run, whole, 6)
-    assert tell(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
+    assert starts_and_ends(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
     printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
     assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
     assert f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, " in printed
@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(step, saved, whole, tiny_
     assert run.steps_saved() == saved and [line["step"] for line in run.metrics()] == list(range(step))
     assert run.train() == 0
     assert_same_run(run, whole, 6)
-    assert tell(run) == [("start", 0, None), ("end", step - 1, "KeyError: 'as if killed'"),
+    assert starts_and_ends(run) == [("start", 0, None), ("end", step - 1, "KeyError: 'as if killed'"),
                          ("start", max([0, *saved]), step - 1), ("end", 6, "finished")]
 
 
@@ -286,7 +286,7 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Nothing to do" in told and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in told
     assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
-    assert [why for event, _, why in tell(run) if event == "end"] == ["early stopping"] * 3
+    assert [why for event, _, why in starts_and_ends(run) if event == "end"] == ["early stopping"] * 3
 
 
 def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_checkpoint(tiny_run, monkeypatch, capsys):
@@ -345,7 +345,7 @@ def test_compiled_losses_are_the_eager_ones(tiny_run, shape):
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
 
 
-def test_what_all_ranks_raise_is_told_by_the_first_of_a_machine(tiny_run, tmp_path, capsys, monkeypatch):
+def test_an_error_on_all_ranks_is_printed_by_one_rank_of_each_machine(tiny_run, tmp_path, capsys, monkeypatch):
     """torchrun stops all ranks when one has ended, so rank 0 might be stopped before it can print."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))

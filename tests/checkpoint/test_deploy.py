@@ -46,7 +46,7 @@ def test_ollama_knows_how_our_tokenizers_split_text():
     assert hashlib.sha256(PATTERN.encode()).hexdigest() == "d98f9631be1e9607a9848c26c1f9eac1aa9fc21ac6ba82a2fc0741af9780a48f"
 
 
-def test_the_template_for_ollama_writes_chats_as_ours_does(whole):
+def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):
     jinja2 = pytest.importorskip("jinja2")
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."},
                 {"role": "user", "content": "Why?"}]

@@ -65,7 +65,7 @@ def config(request) -> ModelConfig:
     return config_of(request.param)
 
 
-def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
+def test_a_saved_folder_gives_the_same_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
     huggingface.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
@@ -83,7 +83,7 @@ def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, re
     assert not recwarn.list
 
 
-def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
+def test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(config):
     """Both round matmuls and the residual stream; we round less within a norm, whose sums and products are float32."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -142,7 +142,7 @@ def test_settings_come_back_from_the_config(config):
     {"head_width": 16}, {"head_width": 8}, {"rope_low_freq_factor": 2.0, "rope_scaling_type": "yarn"}, {"sliding_every": 3},
     {"model_type": "qwen3", "sliding_window": 9, "sliding_every": 7}, {"model_type": "smollm3", "no_rope_every": 9},
     {"ffn_dim_multiplier": 2.0}, {"rope_scaling_type": "linear", "rope_scaling_factor": 2.0}])
-def test_settings_without_effect_or_spelt_otherwise_can_be_stored(changes):
+def test_settings_without_effect_can_be_stored(changes):
     config = ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32), **changes})
     shapes = {name: parameter.shape for name, parameter in new_model(config, VOCAB).named_parameters()}
     huggingface.check_parameters(shapes, config, padded(VOCAB))
@@ -243,7 +243,7 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
     ("model_000650.pt", "model_000650.pt is pickled.*nanochat"), ("model-q8.gguf", "is for llama.cpp"),
     ("pytorch_model-00001-of-2.bin", "save_pretrained"),
     ("model.safetensors", "needs config.json"), ("optimizer.pt", "name another folder"), ("notes.txt", "name another folder")])
-def test_the_folder_of_another_tool_is_named_for_what_it_is_with_a_way_to_use_it(name, message, tmp_path):
+def test_the_folder_of_another_tool_is_recognized_with_a_way_to_use_it(name, message, tmp_path):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"neither a Paddock checkpoint.*{message}"):

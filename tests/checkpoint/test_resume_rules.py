@@ -68,7 +68,7 @@ def test_every_setting_is_in_the_table_and_declared_so():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_setting_is_treated_as_the_table_says(name):
+def test_every_setting_is_compared_as_the_table_specifies(name):
     everything = EVERYTHING | ({"training_stage": "grpo"} if name in OnlineConfig.model_fields else {})
     before = Config(**everything)
     now = Config(**everything | {name: another(name)})
@@ -97,7 +97,7 @@ def test_what_plays_no_part_is_not_compared():
 @pytest.mark.parametrize("recorded, words", [
     ({"LOSS_SPIKE_WINDOW": 128, "PREFETCH_STEPS": 2}, None), ({"LOSS_SPIKE_WINDOW": 16}, "LOSS_SPIKE_WINDOW=16 of the checkpoint's run is not"),
     ({"MY_EVERY": 3, "MY_NAME": "x"}, "Without extensions/, these settings of the checkpoint's run have no effect: MY_EVERY, MY_NAME")])
-def test_recorded_settings_that_are_gone_or_those_of_missing_extensions_are_told_in_a_line(recorded, words, monkeypatch):
+def test_recorded_settings_that_no_longer_exist_are_reported_in_one_line(recorded, words, monkeypatch):
     monkeypatch.setattr("checkpoint.resume_rules.EXTENSION_SECTIONS", {})
     state = {"settings": Config().public() | recorded, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     warnings = check_changes(state, Config(), identity(Config(), "data", "tokenizer"), CHECKPOINT).warnings
@@ -147,7 +147,7 @@ def test_a_reproducible_run_changes_its_ranks_silently_but_not_its_micro_batches
         changes(Config(reproducible=True), Config(reproducible=True, micro_batch_size=4))
 
 
-def test_changed_data_is_named_by_its_path_and_a_short_hash():
+def test_changed_data_is_reported_by_its_path_and_a_short_hash():
     before, now = Config(pretrain_data_path="data/old"), Config(pretrain_data_path="data/new")
     with pytest.raises(CheckpointError, match="PRETRAIN_DATA_PATH was data/old with SHA-256 a{12}, is data/new with SHA-256 b{12}[.] "):
         changes(before, now, ("a" * 64, "b" * 64))

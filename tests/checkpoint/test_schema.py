@@ -108,7 +108,7 @@ def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(name, run, 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "samples.jsonl", "log/rank-0.txt", "run.lock"])
-def test_what_is_no_file_in_the_place_of_a_log_is_refused_and_not_waited_for(name, run, capsys, no_hang):
+def test_a_pipe_in_place_of_a_log_is_refused_without_waiting(name, run, capsys, no_hang):
     for put in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")):
         (run.folder / name).unlink(missing_ok=True)
         put(run.folder / name)

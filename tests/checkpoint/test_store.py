@@ -142,7 +142,7 @@ def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_
 
 @pytest.mark.parametrize("read, name", [(store.read_state, store.STATE),
                                         (store.read_optimizer, store.OPTIMIZER)])
-def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_path, read, name):
+def test_a_checkpoint_pruned_during_loading_is_an_error(tmp_path, read, name):
     folder = save(tmp_path, 1)
     (folder / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is gone: "):
@@ -155,7 +155,7 @@ def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_pat
             load(folder)
 
 
-def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_hang):
+def test_a_pipe_or_device_in_a_checkpoint_is_refused_without_waiting(tmp_path, no_hang):
     folder = save(tmp_path, 1)
     files = (manifest := store.read_manifest(folder))["files"]
     os.mkfifo(folder / "pipe")
@@ -247,7 +247,7 @@ def no_space(*args, **kwargs):
 
 
 @pytest.mark.parametrize("where", ["write_files", "sha256", "sync", "sync_folder"])
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
+def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path, monkeypatch, where):
     good = save(tmp_path, 1)
 
     def write(folder):
@@ -268,7 +268,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
 
 @pytest.mark.parametrize("where", ["write_files", "sha256", "sync", "sync_folder", "os.rename"])
 @pytest.mark.parametrize("failures", [1, len(store.RETRY_SECONDS), len(store.RETRY_SECONDS) + 1])
-def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
+def test_a_write_to_an_unavailable_network_disk_is_retried_and_reported(tmp_path, monkeypatch, where, failures):
     """Whichever call fails; the number of retries is limited."""
     good, left, told, waited = save(tmp_path, 1), [failures], [], []
 
@@ -303,7 +303,7 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
-def test_a_disk_that_will_not_take_it_is_told_at_once(tmp_path, monkeypatch, number):
+def test_a_permanent_disk_error_is_reported_without_a_retry(tmp_path, monkeypatch, number):
     def refuse(folder):
         raise OSError(number, os.strerror(number))
 
@@ -330,7 +330,7 @@ def test_retention_leaves_what_it_cannot_read(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_of_a_checkpoint_that_is_a_link_the_link_goes_and_its_target_stays(tmp_path):
+def test_pruning_a_linked_checkpoint_removes_the_link_and_keeps_its_target(tmp_path):
     folder, elsewhere, told = tmp_path / "checkpoints", tmp_path / "elsewhere", []
     for step in (1, 2, 3, 4):
         save(folder, step)

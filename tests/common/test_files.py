@@ -40,7 +40,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", [*READERS, "model.safetensors", "adapter_model.safetensors", "train_000.bin"])
-def test_a_git_lfs_pointer_is_named_with_git_lfs_pull(name, tmp_path):
+def test_a_git_lfs_pointer_is_an_error_that_advises_git_lfs_pull(name, tmp_path):
     folder = tmp_path / "a clone"
     folder.mkdir()
     (folder / name).write_bytes(POINTER)
@@ -56,7 +56,7 @@ def test_a_git_lfs_pointer_is_named_with_git_lfs_pull(name, tmp_path):
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 @pytest.mark.parametrize("name", [name for name in READERS if name != "any.bin"])
-def test_text_in_utf_16_is_named_and_the_advised_command_makes_it_utf_8(name, encoding, tmp_path):
+def test_text_in_utf_16_is_an_error_whose_command_makes_it_utf_8(name, encoding, tmp_path):
     folder = tmp_path / "it's here"
     folder.mkdir()
     path, content = folder / name, 'MAX_STEPS=3  # "é" is no ASCII\r\nSEED=1\r\n'

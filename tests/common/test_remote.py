@@ -165,7 +165,7 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
 @pytest.mark.parametrize(("error", "tries", "told"), [
     (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "does not exist.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
-def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries, told, capfd):
+def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, told, capfd):
     asked = []
 
     def dataset_info(self, name, revision=None, timeout=None):
@@ -195,7 +195,7 @@ def test_the_hub_is_not_asked_again_where_it_refuses(hub, status):
     assert hub.asked == ["cache", "network"]
 
 
-def test_offline_nobody_is_asked_twice(monkeypatch, capfd, tmp_path):
+def test_offline_no_request_is_repeated(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(Exception, match="offline"):

@@ -88,7 +88,7 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
 ])
-def test_what_is_no_chat_is_refused_by_file_and_line(tmp_path, record, reason):
+def test_a_record_that_is_not_a_chat_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):
         read("chats", tmp_path, {"messages": [ASK, SAY]}, record)
     chats, reading = read("chats", tmp_path, {"messages": [ASK, SAY]}, record, {"messages": [ASK, SAY]}, skip_bad=True)
@@ -176,7 +176,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
     ({"chosen": "Human: a\n\nHuman: b\n\nAssistant: c", "rejected": "Human: a\n\nHuman: b\n\nAssistant: d"}, "2 is the user's"),
     ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: d"}, r"chosen\[1\].content is empty"),
 ])
-def test_what_is_no_pair_is_refused_by_file_and_line(tmp_path, record, reason):
+def test_a_record_that_is_not_a_pair_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:1: .*{reason}"):
         read("pairs", tmp_path, record)
 
@@ -280,7 +280,7 @@ def test_every_field_is_used_or_counted_by_name(tmp_path, kind, record, messages
     {"role": "assistant", "function_call": {"name": "f", "arguments": "{\"x\": null}"}},
     {"from": "function_call", "value": "{\"name\": \"f\", \"arguments\": {\"x\": null}}"},
     {"role": "tool_call", "content": [{"name": "f", "parameters": {"x": None}}]}, {**CALLING[1], "tool_calls": json.dumps([CALL])}], ids=str)
-def test_calls_and_results_are_read_however_they_are_named(tmp_path, turn):
+def test_calls_and_results_are_read_under_all_their_names(tmp_path, turn):
     for role in ("tool", "function", "observation", "ipython", "tool_response"):
         record = {"messages": [{"role": "developer", "content": "Be kind."}, ASK, turn, {"role": role, "content": "1"}, SAY]}
         (chat,) = read_examples("chats", Source(path=write_jsonl(tmp_path / "x.jsonl", [record])), Reading(), {"tool_calls"})

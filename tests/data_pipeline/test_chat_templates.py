@@ -29,7 +29,7 @@ DIALOG = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "co
 
 
 @pytest.fixture(scope="module")
-def ours():
+def native():
     return Tokenizer(train_bpe(SENTENCES * 3, 300))
 
 
@@ -85,10 +85,10 @@ messages_of = st.fixed_dictionaries({
 
 @given(st.lists(messages_of, min_size=1))
 @example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}])
-def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages):
+def test_chat_is_the_rendered_template_token_for_token(native, hf_tokenizer, transformers_tokenizer, messages):
     rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert format_of(ours).encode_prompt(messages) == format_of(theirs).encode_prompt(messages) == expected
+    assert format_of(native).encode_prompt(messages) == format_of(hf_tokenizer).encode_prompt(messages) == expected
 
 
 def test_chat_is_spelled_as_metas(meta):
@@ -103,12 +103,12 @@ def test_chat_is_spelled_as_metas(meta):
     assert load_chat_format(meta).stop_ids == {128001, 128009}
 
 
-def test_the_format_is_the_tokenizers_own_or_llama_3s(ours, theirs, with_template):
+def test_the_format_is_the_tokenizers_own_or_llama_3s(native, hf_tokenizer, with_template):
     # The hash of Llama 3's format is in the names of prepared sets.
-    assert load_chat_format(ours).sha256 == load_chat_format(theirs).sha256 == hashlib.sha256(b"Llama 3").hexdigest()
+    assert load_chat_format(native).sha256 == load_chat_format(hf_tokenizer).sha256 == hashlib.sha256(b"Llama 3").hexdigest()
     chatml = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
     other = load_chat_format(with_template("{# other #}" + CHATML, "<|im_start|>", "<|im_end|>"))
-    assert len({chatml.sha256, other.sha256, load_chat_format(ours).sha256}) == 3
+    assert len({chatml.sha256, other.sha256, load_chat_format(native).sha256}) == 3
     tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="start_header_id.*chat_template.jinja"):
@@ -128,14 +128,14 @@ TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.re
 
 
 @pytest.fixture(params=TEMPLATES)
-def any_format(request, with_template, ours, theirs):
+def any_format(request, with_template, native, hf_tokenizer):
     if request.param == "llama 3":
-        return load_chat_format(theirs)
+        return load_chat_format(hf_tokenizer)
     return load_chat_format(with_template(TEMPLATES[request.param], "<|im_start|>", "<|im_end|>"))
 
 
-def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_format, ours):
-    for chat_format in (any_format, load_chat_format(ours)):
+def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_format, native):
+    for chat_format in (any_format, load_chat_format(native)):
         segments = chat_format.encode_chat([*DIALOG, {"role": "user", "content": "and then?"}])
         assert [is_target for _, is_target in segments] == [False, True] * 2
         end = chat_format.tokenizer.decode([chat_format.end_of_turn_id])
@@ -145,16 +145,16 @@ def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_forma
         assert chat_format.encode_chat(DIALOG) == segments
 
 
-def test_two_answers_share_their_prompt_to_the_token(any_format, ours):
-    for chat_format in (any_format, load_chat_format(ours)):
+def test_two_answers_share_their_prompt_to_the_token(any_format, native):
+    for chat_format in (any_format, load_chat_format(native)):
         prompt = chat_format.encode_prompt(DIALOG[:3])
         for answer in ("It's me", "1 cat", "no"):
             whole = flat(chat_format.encode_chat([*DIALOG[:3], {"role": "assistant", "content": answer}]))
             assert whole == prompt + chat_format.encode_answer(DIALOG[:3], {"role": "assistant", "content": answer})
 
 
-def test_what_people_write_never_becomes_a_control_token(any_format, ours):
-    for chat_format in (any_format, load_chat_format(ours)):
+def test_user_text_never_becomes_a_control_token(any_format, native):
+    for chat_format in (any_format, load_chat_format(native)):
         tokenizer = chat_format.tokenizer
         literals = "".join(tokenizer.special_ids)[:300]
         plain = [{**message, "content": f"a {message['content']} b"} for message in DIALOG]
@@ -240,7 +240,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
     (CHATML + "{% set _ = messages.append(1) %}", "rejects this chat: .*unsafe"),
 ])
-def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):
+def test_a_template_whose_answers_cannot_be_located_is_refused(template, complaint, with_template):
     chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
     for refused in (chat_format.check_training, lambda: chat_format.encode_chat(DIALOG), lambda: chat_format.encode_answer(DIALOG[:1], "A cat")):
         with pytest.raises(DataError, match=f"cannot be used for training on answers: .*{complaint}"):

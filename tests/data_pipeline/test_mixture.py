@@ -201,7 +201,7 @@ def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepa
         open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")
 
 
-def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
+def test_an_invalid_mixture_is_an_error_that_names_the_fault(sources, prepared, tmp_path):
     folder, tokenizer = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer))
     with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
         open_rows(settings(prepared, folder, TRAINING_STAGE="sft", SFT_DATA_PATH=folder), "train", tokenizer, "auto")

@@ -76,7 +76,7 @@ def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     (lambda data: shard_reader.header_bytes(4, "uint16") + bytes(8), "its header gives 4 tokens of uint16, but manifest.json lists 5"),
     (lambda data: shard_reader.header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json lists 5 of uint16"),
 ])
-def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
+def test_a_damaged_shard_is_refused_by_every_rank(prepared, change, message):
     path = prepared / "train-00001.bin"
     flip_bit(path, change) if isinstance(change, int) else path.write_bytes(change(path.read_bytes()))
     for verify in ("auto", "never"):
@@ -134,7 +134,7 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
             open_train(prepared)
 
 
-def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
+def test_a_record_of_verified_files_that_cannot_be_used_means_a_new_verification(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
     (prepared / shard_reader.VERIFIED).mkdir()  # like a read-only folder, which root could write to
     for _ in range(2):

@@ -196,7 +196,7 @@ def test_a_folder_that_datasets_saved_is_read_by_split(saved):
         texts_of(saved)
 
 
-def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_named(saved, tmp_path):
+def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_an_error(saved, tmp_path):
     pyarrow.feather.write_feather(pa.table({"text": ["one", "two"]}), tmp_path / "x.arrow")
     assert texts_of(tmp_path / "x.arrow")[0] == ["one", "two"]
     whole = next((saved / "one").glob("data-*.arrow")).read_bytes()

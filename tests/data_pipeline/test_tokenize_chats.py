@@ -341,7 +341,7 @@ def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_
     (190, 10, {}, ""), (30, 170, {}, "170 of 200 examples are in validation, 85.0% instead of 5.0%"),
     (400, 0, {}, "0 of 400 instead of 5.0%; add more"),
     (186, 14, {"common_openings": 2}, "Split: 2 openings")])
-def test_a_split_far_from_what_was_asked_for_is_told_with_figures_and_a_remedy(trained, held_out, more, words):
+def test_a_split_far_from_the_requested_one_is_reported_with_figures_and_a_remedy(trained, held_out, more, words):
     splits = {"train": {"documents": trained}, "validation": {"documents": held_out}}
     said = "".join(preparation.describe_split({"kind": "chats", "settings": {"validation_fraction": 0.05}, "splits": splits,
                                                "source": {"sources": [{"path": "x.jsonl"}]}, **more}))

@@ -106,7 +106,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_what_is_not_the_recorded_step_is_an_error_and_nothing_is_written(mistake, checked, tmp_path):
+def test_a_step_that_differs_from_the_record_is_an_error_and_nothing_is_written(mistake, checked, tmp_path):
     run = checked[0].copy(tmp_path / "copy")
     change, options, words = MISTAKES[mistake]
     change(run)
@@ -128,7 +128,7 @@ def test_runs_part_at_a_step_and_a_tensor(checked, tmp_path, lines):
     assert lines[1:] == ["1 of 20 tensors differ after it, the first is layers.0.attention.wk.weight", "Settings: equal"]
 
 
-def test_the_rank_whose_rows_differ_is_named_by_replaying(tiny_run, tmp_path, monkeypatch, lines):
+def test_a_replay_names_the_rank_whose_rows_differ(tiny_run, tmp_path, monkeypatch, lines):
     """Of one run, the seventh of eight rows has another gradient when it is replayed, as with other data."""
     run = tiny_run(**CHECKED, MAX_STEPS=2, SAVE_EVERY=1)
     run.ends([0, 0])
@@ -195,9 +195,9 @@ def test_random_steps_of_every_stage_come_back(mode, world_size, stages, tmp_pat
     settings = stages.settings(mode, STAGES_OF_SOAK) | CHECKED | {"OUTPUT_DIR": tmp_path / "runs", "SAVE_EVERY": 1, "MAX_STEPS": 6}
     run = TinyRun(stages.prepared, tmp_path / "runs", **settings)
     run.ends([0] * world_size)
-    dice = Random(f"{mode} {world_size}")
+    rng = Random(f"{mode} {world_size}")
     for number in range(RANDOM_STEPS):
-        step = dice.randint(1, 6)
-        first, output = dice.randrange(step), tmp_path / "out" / str(number)
+        step = rng.randint(1, 6)
+        first, output = rng.randrange(step), tmp_path / "out" / str(number)
         recreate(run.folder, step, output, {first: run.checkpoint(first)} if first else {})
         assert hashes(output) == hashes(run.checkpoint(step)), (step, first)

@@ -116,7 +116,7 @@ def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
         check_same(replayed(in_parts, step))
 
 
-def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
+def test_a_replayed_step_that_differs_leads_to_no_conclusion(in_parts):
     """Without `configs`, config.json alone has the settings of the newest command."""
     shutil.rmtree(in_parts.folder / "configs")
     check_same(replayed(in_parts, 6))
@@ -131,10 +131,10 @@ STRANGE, NOISE = "Q", "ZXJKVWYPUI"  # letters that no sentence has
 @pytest.fixture(scope="module")
 def poisoned(prepared, tmp_path_factory) -> Prepared:
     """Easy sentences, of which one has a letter that is nowhere else; and a document of noise, as long as a row and more."""
-    dice, folder = Random(3), tmp_path_factory.mktemp("poisoned")
-    texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(150)]
+    rng, folder = Random(3), tmp_path_factory.mktemp("poisoned")
+    texts = [" ".join(sentence(rng) for _ in range(1 + int(rng.random() * 4))) for _ in range(150)]
     texts[40] = f"The cat saw the {STRANGE}."
-    texts[90] = "".join(NOISE[int(dice.random() * len(NOISE))] for _ in range(60))
+    texts[90] = "".join(NOISE[int(rng.random() * len(NOISE))] for _ in range(60))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.0, workers=1)
     shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
@@ -195,7 +195,7 @@ def strange_run(poisoned, tmp_path, monkeypatch):
     return make
 
 
-def test_a_document_whose_token_makes_the_forward_infinite_is_named(strange_run, poisoned):
+def test_a_replay_names_the_document_whose_token_makes_the_forward_infinite(strange_run, poisoned):
     run, token, place, step = strange_run(lambda weight: weight[3:5].fill_(math.inf))
     text = replayed(run, step)
     assert "Loss           nan          recorded not finite   the same" in text
@@ -222,7 +222,7 @@ def test_a_gradient_that_turns_nan_is_traced_to_its_parameter(strange_run):
     assert text.splitlines()[-1] == f"Not finite because of row {row}."
 
 
-def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
+def test_a_replay_names_the_document_of_noise_among_easy_ones(poisoned, tmp_path):
     row, tokens = noise_row(poisoned)
     seed, step = seed_for(row, len(tokens), range(24, 28))
     run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=30, SAVE_EVERY=10, **UNMEASURED)

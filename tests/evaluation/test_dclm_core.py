@@ -84,7 +84,7 @@ def test_an_option_that_begins_another_one_still_has_a_token():
     assert [len(request[2]) for request in requests_of(task, 0, Model(None))] == [1, 1]
 
 
-def test_a_limit_keeps_the_first_shuffled_items_and_what_is_missing_is_named(bundle):
+def test_a_limit_keeps_the_first_shuffled_items_and_missing_files_are_errors(bundle):
     assert [len(task["items"]) for task in read_bundle(bundle, 3)] == [3, 2, 3]
     assert read_bundle(bundle, 3)[2]["items"] == read_bundle(bundle, None)[2]["items"][:3] != ITEMS["ends.jsonl"][:3]
     with pytest.raises(DataError, match="ends has 2 items, too few for its examples.*--limit"):

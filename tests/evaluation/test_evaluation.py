@@ -80,8 +80,8 @@ def test_a_tokenizer_that_is_not_byte_level_gives_no_bits_per_byte_and_a_hopeles
 def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
     """Two pairs, of 3 + 2 and 4 + 5 tokens, each answer in a row of its own for the direct computation."""
     model, tokenizer, _ = measured
-    lengths, dice = (3, 2, 4, 5), torch.Generator().manual_seed(0)
-    answers = [torch.randint(97, 123, (2, length), generator=dice) for length in lengths]  # tokens and targets
+    lengths, rng = (3, 2, 4, 5), torch.Generator().manual_seed(0)
+    answers = [torch.randint(97, 123, (2, length), generator=rng) for length in lengths]  # tokens and targets
     tokens_BT, targets_BT = torch.cat(answers, dim=1)[:, None]
     document_ids_BT = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(lengths))[None].int()
     context = RunContext(Ranks(), StopSignals(), None)
@@ -122,9 +122,9 @@ def test_what_is_measured_of_each_row_depends_on_no_batch_and_no_rank(measured):
 
 def test_the_error_of_a_ratio_is_cochrans():
     """By his formula of variances and covariance; of equal blocks it is that of their mean."""
-    dice = np.random.default_rng(0)
-    counts = dice.integers(1, 90, 40).astype(float)
-    losses = 3 + dice.normal(size=40) / counts**0.5
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 90, 40).astype(float)
+    losses = 3 + rng.normal(size=40) / counts**0.5
     sums, ratio = losses * counts, (losses * counts).sum() / counts.sum()
     (sums_sums, sums_counts), (_, counts_counts) = np.cov(sums, counts, ddof=1)
     variance = (sums_sums - 2 * ratio * sums_counts + ratio**2 * counts_counts) / (40 * counts.mean()**2)
@@ -175,7 +175,7 @@ def test_further_sets_are_evaluated_with_hellaswag(sets, tiny_run, whole):
     assert "N: 10 | Chance: 41.67%\n" in told and "n = 10; chance is 41.7 %)." in told
 
 
-def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run):
+def test_an_evaluation_interrupted_between_two_sets_is_completed_once(sets, tiny_run):
     """The signal comes before `pairs`; and again, without a save after the resume, before the step ends."""
     whole, run = tiny_run(EVAL_TASKS=sets, RUN_NAME="whole"), tiny_run(EVAL_TASKS=sets, SAVE_EVERY=5)
     assert whole.train() == 0

@@ -137,7 +137,7 @@ def test_a_batch_that_lasts_becomes_a_graph_that_writes_the_same(model, sampling
     assert max(replays) == 16 and sum(replays) > 20, replays
 
 
-def test_a_graph_that_fails_is_told_once_and_done_without(model, monkeypatch, capsys):
+def test_a_failed_graph_capture_is_reported_once_and_generation_continues(model, monkeypatch, capsys):
     def capture(compute):
         raise RuntimeError("no capture here\nmore")
 

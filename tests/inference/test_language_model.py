@@ -26,7 +26,7 @@ def changed(folder: Path, copy: Path, template: str) -> str:
     return str(copy)
 
 
-def test_a_model_that_answers_no_chats_says_why_and_continues_texts(folder, tmp_path):
+def test_a_model_that_cannot_chat_gives_the_reason_and_continues_texts(folder, tmp_path):
     without = shutil.copytree(folder, tmp_path / "base")
     (without / "chat_template.jinja").unlink()
 

@@ -43,7 +43,7 @@ def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
     ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's"),
     ("[" * 100_000, "not valid JSON"),
 ])
-def test_a_wrong_line_is_named(tmp_path, line, reason):
+def test_a_wrong_line_is_an_error_with_its_number(tmp_path, line, reason):
     name = write(tmp_path / "p.jsonl", {"prompt": "good"}, "", line)
     with pytest.raises(DataError) as caught:
         read_prompts(name)

@@ -97,7 +97,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizers, monkeypatch
         assert sum(decoded(tokenizer, monkeypatch, ids)) <= 2 * WINDOW * len(ids)
 
 
-def test_certain_text_is_told_at_once(tokenizers):
+def test_text_that_cannot_change_is_streamed_at_once(tokenizers):
     """Whole characters come with their last token; only what may begin a stop string, or become one, waits."""
     for kind in ("tiktoken", "byte-level"):
         stream, ids = TextStream(tokenizers[kind]), tokenizers[kind].encode(TEXT)

@@ -289,7 +289,7 @@ def test_what_is_not_a_reward_function_is_an_error_when_it_is_loaded(name, words
     assert load("math") and load("operator:setitem"), "three arguments"
 
 
-def test_answers_that_are_not_understood_are_counted_and_told_of_once():
+def test_unparsed_answers_are_counted_and_reported_once():
     told: list[str] = []
     rollouts = SimpleNamespace(config=Config(reward="math"), rewards=SimpleNamespace(names=("math",)), is_reported=False,
                                context=SimpleNamespace(log=SimpleNamespace(warn=told.append)))

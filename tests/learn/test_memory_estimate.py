@@ -205,7 +205,7 @@ def test_the_head_takes_larger_chunks_where_their_forecast_fits_the_gpu(changes,
 
 @pytest.mark.parametrize("preset", [file for file in sorted(PRESETS_DIR.glob("*.env")) if " billion parameters" in file.read_text()],
                          ids=lambda file: file.stem)
-def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
+def test_the_comment_of_a_preset_agrees_with_the_forecast(preset):
     comment = preset.read_text().partition("\n")[0]
     ranks = "8" if "On 8 GPUs of 80 GB" in comment else "1"
     config = load_config(["--preset", preset.stem, "--world-size", ranks], {}, complete=False).config

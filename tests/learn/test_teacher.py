@@ -94,13 +94,13 @@ def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
     return folder
 
 
-def test_a_llama_of_ours_says_of_packed_rows_what_it_says_of_each_document_alone(llama_folder, tokenizer):
+def test_a_paddock_teacher_scores_packed_rows_as_separate_documents(llama_folder, tokenizer):
     teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, LlamaTeacher) and teacher.model.config.attention_backend == "auto"
     held_against_documents_alone(teacher, lambda tokens: teacher.model(tokens, mode="logits"), tokenizer.vocab_size)
 
 
-def test_a_foreign_model_says_of_packed_rows_what_it_says_of_each_document_alone(tmp_path, tokenizer):
+def test_a_transformers_teacher_scores_packed_rows_as_separate_documents(tmp_path, tokenizer):
     folder = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
     teacher = load_teacher(folder, settings(folder, max_seq_len=16), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, HFTeacher) and not teacher.model.training and teacher.model.dtype == torch.float32

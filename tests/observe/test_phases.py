@@ -160,7 +160,7 @@ def compare(slow: SlowRanks, forward=(1, 1, 1, 1), data=(0, 0, 0, 0), save=(0, 0
     ("less than 1.15 times", {"forward": (1, 1, 1.14, 1)}), ("less than 2 % of a step", {"data": (0.01, 0.01, 0.06, 0.01)}),
     ("within the noise", {"forward": (1, 1, 1.25, 1), "error": 1.0}), ("an uneven evaluation", {"evaluation": (2, 2, 2.9, 2)}),
     ("rank 0 writes", {"save": (20, 0.1, 0.1, 0.1)}), ("a quick save", {"save": (1, 0.01, 0.2, 0.01)})])
-def test_noise_and_what_ranks_do_not_share_alike_name_nobody(kind, values):
+def test_noise_and_uneven_work_name_no_slow_rank(kind, values):
     slow = SlowRanks()
     assert [compare(slow, **values) for _ in range(5)] == [[]] * 5
 
@@ -197,7 +197,7 @@ def slow() -> None:
           (life, "named_parameters"): SLOW_SAVE * (rank == 3)})
 
 
-def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):
+def test_slow_ranks_are_reported_with_their_phase_within_20_steps(tiny_run):
     run = tiny_run(MAX_STEPS=20, SAVE_EVERY=10, LOG_EVERY=10, **UNMEASURED)
     job = run.start(4, slow)
     assert job.wait() == [0] * 4, job.text()

@@ -54,7 +54,7 @@ def test_a_gpu_is_found_by_its_uuid_and_read(nvml):
     assert not module.is_open
 
 
-def test_what_a_gpu_does_not_tell_is_missing_and_not_asked_for_again(nvml):
+def test_a_reading_that_a_gpu_lacks_is_missing_and_not_requested_again(nvml):
     silent = "FieldValues TotalEnergyConsumption UtilizationRates CurrentClocksThrottleReasons"
     module = nvml(" ".join(f"nvmlDeviceGet{name}" for name in silent.split()))
     meter = GpuMeter("10f3")

@@ -78,7 +78,7 @@ def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tm
     assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
 
 
-def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_path, capsys):
+def test_bad_data_exits_with_3_and_the_other_checks_still_run(prepared, tmp_path, capsys):
     shards = shutil.copytree(prepared.shards, tmp_path / "shards")
     flip_bit(next(shards.glob("train-*.bin")))
     checked = Checked(TinyRun(prepared, tmp_path), capsys, PRETRAIN_DATA_PATH=shards, HELLASWAG_PATH=tmp_path / "none.jsonl",
@@ -212,7 +212,7 @@ def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_
     assert "keeping 6 checkpoints" in check.describe_disk(config, size), "what this run has saved is not needed again"
 
 
-def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):
+def test_a_closed_pipe_ends_the_check_silently(prepared, tmp_path, capsys, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe, monkeypatch.context() as patch:

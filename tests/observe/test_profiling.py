@@ -91,7 +91,7 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
     assert "cannot be written" in run.said[-1] and "the run continues" in run.said[-1]
 
 
-def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):
+def test_the_readings_of_all_ranks_are_combined_and_a_slowdown_is_reported_once(tmp_path):
     nothing = Reading()
     one, other = Reading(300, 50, 0.5, 0x0, 10, 60, 1900), Reading(500, 100, 1, 0x24, 30, 80, 1200)
     assert power.power_metrics([one, nothing, other], 1600) == {

@@ -61,7 +61,7 @@ def long_run(tiny_run, monkeypatch):
     return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, **settings})
 
 
-def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
+def test_a_spike_is_reported_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
     calm, run = long_run(RUN_NAME="calm"), long_run()
     assert calm.train() == 0
     poison(monkeypatch, 15)
@@ -129,7 +129,7 @@ def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
     assert step_log.checksum(tensor[5]) == step_log.checksum(tensor[5:6])
 
 
-def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(tiny_run):
+def test_a_replica_that_drifts_by_one_bit_stops_the_run_with_its_rank(tiny_run):
     name = "layers.0.feed_forward.w1.weight.exp_avg_sq"
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3)
     job = run.start(2, partial(drift, 1, name))

@@ -57,7 +57,7 @@ SWAPS = {"two values of a row": lambda w: (w[3, [2, 1]], (3, [1, 2])), "two valu
 
 
 @pytest.mark.parametrize("kind", SWAPS)
-def test_what_is_swapped_is_noticed(kind, model):
+def test_swapped_values_change_the_checksum(kind, model):
     weight = model.layers[0].attention.wq.weight.data
     before, kept = checksums(model), weight.clone()
     values, places = SWAPS[kind](kept)

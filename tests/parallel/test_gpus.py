@@ -61,7 +61,7 @@ def test_what_means_nothing_is_refused(text):
         GpuRequest.parse(text)
 
 
-def test_without_nvml_it_is_told_what_to_do(nvml, monkeypatch):
+def test_without_nvml_the_error_says_what_to_install(nvml, monkeypatch):
     nvml("nvmlInit")
     with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
         read_gpus()

@@ -172,7 +172,7 @@ def poison_rank_1() -> None:
 
 
 @pytest.mark.parametrize("layout, keepers", [pytest.param("copies-2", [0], marks=pytest.mark.slow), ("full-2", [0, 1])])
-def test_the_rank_whose_gradients_are_not_finite_is_named(layout, keepers, tiny_run):
+def test_the_error_names_the_rank_with_non_finite_gradients(layout, keepers, tiny_run):
     """The ranks of one copy keep the gradients, which are the same in each."""
     run = tiny_run(**UNMEASURED, SAVE_EVERY=0, **LAYOUTS[layout][1])
     job = run.start(2, poison_rank_1)
@@ -197,7 +197,7 @@ def test_the_update_of_a_spike_is_left_out_on_every_rank(tiny_run):
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
 
 
-def test_a_copy_that_drifts_is_named(tiny_run):
+def test_the_error_names_the_replica_that_drifts(tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3, MICRO_BATCH_SIZE=1, SHARDING="hybrid", SHARD_DEGREE=2)
     job = run.start(4, partial(drift, 3, "layers.1.attention.wq.weight"))  # of the second copy
     assert job.wait() == [1] * 4, job.text()

@@ -31,7 +31,7 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
     (signal.SIGTERM, "save", "SIGTERM: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "reference", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),
     (signal.SIGINT, "the end", "Ctrl-C: everything is saved; closing the logs; repeat to exit immediately\n")])
-def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monkeypatch):
+def test_a_signal_is_answered_with_a_line_at_once(number, phase, said, capfd, monkeypatch):
     monkeypatch.setattr(ACTIVITY, "phase", phase)
     monkeypatch.setattr(ACTIVITY, "step", 7)
     before = [signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)

@@ -22,8 +22,8 @@ def test_the_sign_test_is_exact(a, b):
 
 
 def test_the_t_test_is_the_usual_one_and_weights_count_as_copies():
-    stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
-    a, b = dice.normal(size=(2, 24))
+    stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 24))
     found = paired_t(a, b)
     assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-9)
     assert (found.a, found.b, found.difference) == pytest.approx((a.mean(), b.mean(), b.mean() - a.mean()))
@@ -115,8 +115,8 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
 
 
 def test_runs_that_differ_only_in_their_seeds_are_one_configuration(tmp_path):
-    stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
-    losses = {rate: 2.0 + shift + 0.05 * dice.normal(size=3) for rate, shift in ((0.1, 0), (0.2, 0.1), (0.3, -0.2), (0.4, 0.02))}
+    stats, rng = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
+    losses = {rate: 2.0 + shift + 0.05 * rng.normal(size=3) for rate, shift in ((0.1, 0), (0.2, 0.1), (0.3, -0.2), (0.4, 0.02))}
     runs = [write_run(tmp_path / f"{rate}-{seed}", {"LEARNING_RATE": rate, "SEED": seed, "RUN_NAME": f"{rate}-{seed}"},
                       [{"step": 10, "val_loss": loss}], []) for rate, values in losses.items() for seed, loss in enumerate(values)]
     found = comparison(runs)

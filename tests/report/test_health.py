@@ -39,10 +39,10 @@ def test_a_run_has_learned_if_its_loss_fell_by_more_than_its_error(losses, state
 
 def measured(*means: float, noise: float = 0.0, metric: str = "loss", n: int = 24) -> tuple[dict, dict]:
     """Curves and trends of a run's validations of the same chats, whose losses differ much more than a chat's from step to step."""
-    dice, name = np.random.default_rng(0), {"loss": "val_loss", "preferred": "val_reward_accuracy", "reward": "val_reward"}[metric]
-    own, followed = dice.normal(0, 1.2, n), trends()
+    rng, name = np.random.default_rng(0), {"loss": "val_loss", "preferred": "val_reward_accuracy", "reward": "val_reward"}[metric]
+    own, followed = rng.normal(0, 1.2, n), trends()
     for place, mean in enumerate(means):
-        changes = dice.normal(size=n)
+        changes = rng.normal(size=n)
         values = mean + own - own.mean() + noise * bool(place) * (changes - changes.mean()) / (changes.std(ddof=1) if n > 1 else 1)
         scores = {"loss": values, "count": np.full(n, 10.0)} if metric == "loss" else {metric: values}
         if metric == "preferred":

@@ -84,7 +84,7 @@ def test_the_policy_allows_these_scripts_and_styles_and_nothing_else(live):
     assert rules == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
 
 
-def test_the_page_asks_nobody_for_anything():
+def test_the_page_makes_no_requests():
     page = render(report(run(), run("second")))
     elements = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#main"'}
@@ -154,7 +154,7 @@ def spoken(page, chart: str) -> str:
     return page.locator(f"#chart-{chart} .plot").get_attribute("aria-valuetext")
 
 
-def test_everything_of_the_data_is_said(show):
+def test_the_page_shows_all_of_its_data(show):
     page = show(report(run(), run("second")))
     page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     text = page.inner_text("body")
@@ -274,7 +274,7 @@ def test_an_update_keeps_zoom_focus_scroll_and_what_is_open(show):
     assert "something new" in page.inner_text("#samples") and "9,000" in spoken(page, "speed")
 
 
-def test_a_lost_connection_is_told_and_taken_up_again(show):
+def test_a_lost_connection_is_shown_and_reopened(show):
     assert show(report(run())).evaluate("window.connections") is None, "a page that is not live opens none"
     page = show(report(run()), live=True)
     state = page.locator("#state")

@@ -29,7 +29,7 @@ def resumed(prepared, tmp_path_factory) -> TinyRun:
     return run
 
 
-def test_a_real_run_is_told_as_its_files_tell_it(resumed):
+def test_the_page_of_a_run_shows_what_its_files_hold(resumed):
     data = read(resumed.folder).data()
     run, = data["runs"]
     assert (run["name"], run["state"], run["step"], run["max_steps"]) == ("resumed", "finished", 6, 6)
@@ -72,7 +72,7 @@ def started(folder, *events) -> None:
     ("stopped by a signal", "stopped", "stopped by a signal after 5 of 10 steps"),
     ("the disk is full", "failed", "failed after 5 of 10 steps: the disk is full"),
     (None, "failed", "exited without reporting a reason (killed, or machine failure) after 5 of 10 steps")])
-def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
+def test_the_report_shows_how_a_run_ended(folder, reason, state, sentence):
     started(folder, *([{"time": time.time(), "step": 5, "event": "end", "reason": reason}] if reason else []))
     run, = read(folder).data()["runs"]
     assert (run["state"], run["sentence"]) == (state, sentence)
@@ -117,7 +117,7 @@ def test_only_the_value_that_is_not_a_number_is_left_out_and_counted(folder, val
     assert dict(run["facts"])["invalid, left out"] == "2 lines of metrics.jsonl, 1 value of train_loss"
 
 
-def test_a_failed_run_tells_what_failed_what_is_saved_and_how_to_examine_it(folder):
+def test_a_failed_run_reports_the_failure_the_last_save_and_the_replay_command(folder):
     for name in ("checkpoints/step-00000004", "debug/step-00000006"):
         (folder / name).mkdir(parents=True)
     started(folder, {"time": time.time(), "step": 5, "event": "end", "reason": "step 6 was not finite."})
@@ -134,7 +134,7 @@ def test_a_failed_run_tells_what_failed_what_is_saved_and_how_to_examine_it(fold
     assert read(folder).data()["runs"][0]["failure"] is None
 
 
-def test_what_is_no_run_is_told(tmp_path):
+def test_a_folder_that_is_not_a_run_is_an_error(tmp_path):
     for folder, words in ((tmp_path / "none", "there is no run"), (tmp_path, "is not a run: it has neither")):
         with pytest.raises(CheckpointError, match=words):
             Report([folder])
@@ -150,14 +150,14 @@ def write_long(folder, steps: int, every: int) -> None:
     """A run with 40 metrics in each logged line, and everything else that a page shows in quantity."""
     from random import Random
 
-    dice, names = Random(0), [f"metric_{number}" for number in range(34)]
+    rng, names = Random(0), [f"metric_{number}" for number in range(34)]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"MAX_STEPS": steps}))
     with open(folder / "metrics.jsonl", "w") as metrics:
         for step in range(every, steps + 1, every):
-            values = {name: dice.random() * 1e6 for name in names}
-            known = {"time": 1e9 + step, "step_seconds": 0.5, "train_loss": dice.random(), "learning_rate": 1e-4 * dice.random(),
-                     "grad_norm": dice.random(), "tokens_per_second": 1e6 * dice.random(), "mfu": dice.random()}
+            values = {name: rng.random() * 1e6 for name in names}
+            known = {"time": 1e9 + step, "step_seconds": 0.5, "train_loss": rng.random(), "learning_rate": 1e-4 * rng.random(),
+                     "grad_norm": rng.random(), "tokens_per_second": 1e6 * rng.random(), "mfu": rng.random()}
             if step == steps // 2 // every * every:
                 known["train_loss"] = 1234.5
             metrics.write(json.dumps({"step": step, **known, **values}) + "\n")

@@ -113,7 +113,7 @@ def row_of(card: str, monkeypatch) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def test_the_table_of_cards_says_what_the_code_chooses(plug_in, monkeypatch):
+def test_the_table_of_cards_agrees_with_the_code(plug_in, monkeypatch):
     """The rows of docs/gpu.md."""
     rows = []
     for card in CARDS:

@@ -23,7 +23,7 @@ def test_extensions_come_in_the_order_of_the_default_and_others_after_them(monke
     assert load_extensions(Config(extensions=""), pytest.fail) == []
 
 
-def test_an_extension_that_is_named_must_exist_and_one_of_the_default_is_missed_in_a_line(monkeypatch):
+def test_a_missing_extension_is_an_error_if_set_and_a_warning_by_default(monkeypatch):
     with pytest.raises(SettingsError, match="^EXTENSIONS=guards,gards: extensions/ has no gards; remove it$"):
         load_extensions(Config(extensions="guards,gards"), pytest.fail)
     warnings = []
@@ -33,7 +33,7 @@ def test_an_extension_that_is_named_must_exist_and_one_of_the_default_is_missed_
     assert len(found) == len(extensions.ORDER) - 1
 
 
-def test_what_needs_an_extension_that_is_missing_says_so(monkeypatch):
+def test_a_setting_of_a_missing_extension_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "extensions.forecast", None)
     with pytest.raises(SettingsError, match="^--check needs extensions/forecast.py, which does not exist$"):
         find("forecast", "--check")

@@ -60,14 +60,14 @@ def test_the_recipe_gives_the_same_settings(whole, tmp_path):
     assert {name: made[name] for name in places} == {name: Path(told[name]).name for name in places}
 
 
-def test_nothing_tells_of_the_machine(whole):
+def test_the_card_contains_nothing_about_the_machine(whole):
     card = read_card(whole.checkpoint(6))
     assert str(whole.output_dir) not in card and not re.search(r"(^|[\s`'\"=(])/\w", card)
     assert run_and_step("/users/me/runs/first/checkpoints/step-00000002") == "first/checkpoints/step-00000002"
     assert run_and_step("/users/me/corpus") == "corpus" and run_and_step("runs/first") == "runs/first"
 
 
-def test_a_resumed_run_tells_its_parts_and_has_the_digest_of_a_straight_one(whole, tiny_run):
+def test_the_card_of_a_resumed_run_lists_its_parts_and_has_the_digest_of_an_uninterrupted_one(whole, tiny_run):
     run = tiny_run()
     assert run.train(MAX_STEPS=3) == 0
     assert run.train(MODEL_LICENSE="My own") == 0

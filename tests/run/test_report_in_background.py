@@ -76,7 +76,7 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, war
     assert (tmp_path / "report.html").read_text() == f"final {os.getpriority(os.PRIO_PROCESS, 0)}" and warnings == []
 
 
-def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, monkeypatch, warnings):
+def test_a_report_that_fails_or_hangs_is_one_warning(script, tmp_path, monkeypatch, warnings):
     report = BackgroundReport()
     script("import sys; sys.exit('the disk is full')")
     for _ in range(3):

@@ -99,7 +99,7 @@ def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_
 
 @pytest.mark.parametrize("resume", ["auto", "step-00000006"])
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume, finished, capsys):
+def test_a_run_resumes_from_a_checkpoint_that_was_being_rewritten(damaged, resume, finished, capsys):
     """The old one is called `replaced-...` until the new one is published, and longer if the new one is damaged."""
     checkpoint, replaced = finished.checkpoint(6), finished.checkpoint(6).with_name("replaced-step-00000006")
     shutil.copytree(checkpoint, replaced) if damaged else checkpoint.rename(replaced)
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume,
 
 
 @pytest.mark.parametrize("fatal", range(len(run_folder.RUN_FILES) + 1))
-def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_path, monkeypatch):
+def test_a_kill_during_the_move_leaves_the_run_in_one_of_the_two_places(fatal, tmp_path, monkeypatch):
     """At each rename. The next start completes the move, even without RESUME=never."""
     for entry in run_folder.RUN_FILES:
         (tmp_path / entry / "inside").mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monke
     assert contents(finished.output_dir) == before
 
 
-def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_moved_stays_whole(finished, monkeypatch, capsys):
     before, rename = contents(finished.folder), Path.rename
 
     def refused(path, target):
@@ -160,7 +160,7 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     assert contents(finished.folder) == before
 
 
-def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
+def test_a_run_that_dies_after_the_move_is_restarted_by_the_next_command_with_a_note(finished, whole, capsys):
     def die():
         raise Killed
 
@@ -248,7 +248,7 @@ def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monk
             pass
 
 
-def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(tiny_run, whole, prepared, tmp_path, capsys):
+def test_a_run_whose_folder_is_renamed_continues_there(tiny_run, whole, prepared, tmp_path, capsys):
     """Even if a second job has started under the old name in the meantime."""
     run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / "new"
 

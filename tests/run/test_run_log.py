@@ -54,7 +54,7 @@ def test_the_line_of_a_step_has_the_fastest_and_the_slowest_rank_where_they_diff
     assert console_line(200, 1000, METRICS | ranks, 330.9) == line.replace(" | ETA", f"{shown} | ETA")
 
 
-def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):
+def test_foreign_text_stays_on_one_line_and_cannot_control_the_terminal(capsys, tmp_path):
     prompt = "\x1b]0;owned\x07a"
     text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
     log = make_log(tmp_path, 0)
@@ -218,7 +218,7 @@ VALUES = {"train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4}
 SAMPLE, EVALUATION = (2, "a|b", "c\nd"), [(2, "val_loss", 1.5), (2, "hellaswag_n", 4)]
 
 
-def test_wandb_gets_tables_and_the_report_and_tells_how_to_upload_an_offline_run(tmp_path, monkeypatch, capsys):
+def test_wandb_gets_tables_and_the_report_and_prints_the_upload_command(tmp_path, monkeypatch, capsys):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     fake = FakeWandb()

@@ -64,7 +64,7 @@ def test_training_continues_while_a_thread_writes_what_the_state_was(tiny_run, w
     assert "; training stopped for " in (run.folder / "log" / "rank-0.txt").read_text()
 
 
-def test_what_a_thread_cannot_write_ends_the_run_at_the_next_step(tiny_run, monkeypatch, capsys):
+def test_an_error_of_the_writing_thread_ends_the_run_at_the_next_step(tiny_run, monkeypatch, capsys):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1)
 
     def write_rows(*_):
@@ -78,7 +78,7 @@ def test_what_a_thread_cannot_write_ends_the_run_at_the_next_step(tiny_run, monk
     assert not [*(run.folder / "checkpoints").iterdir()]
 
 
-def test_errors_that_pass_are_tried_again_in_the_thread_and_told(tiny_run, whole, monkeypatch, capsys):
+def test_temporary_errors_are_retried_in_the_thread_and_reported(tiny_run, whole, monkeypatch, capsys):
     original, failures = TensorFile.write_rows, iter([errno.ESTALE])
 
     def write_rows(*arguments):

@@ -33,7 +33,7 @@ from settings.load import Layer
 from tokenizer import load_tokenizer
 
 
-def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
+def test_a_run_resumes_from_its_start_in_any_spelling(stages, tmp_path, monkeypatch, capsys):
     """One more step for each spelling: first names are compared, then real paths, then the hash of the weights."""
     shutil.copytree(stages.base.parent.parent, tmp_path / "base")
     (tmp_path / "link").symlink_to(tmp_path / "base")
@@ -57,7 +57,7 @@ def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(("mode", "named"), [("lora-sft", "PRETRAIN_CHECKPOINT"), ("sft", "RESUME")])
-def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_out_works(mode, named, stages, tmp_path, capsys):
+def test_a_run_with_steps_is_not_restarted_from_another_start_and_every_remedy_works(mode, named, stages, tmp_path, capsys):
     run = stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1)
     assert run.train() == 0
     before = contents(run.folder)
@@ -303,7 +303,7 @@ def test_a_larger_tokenizer_of_another_family_is_no_start(damage, told, stages, 
     assert not run.folder.exists()
 
 
-def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp_path, capsys):
+def test_sft_from_random_weights_needs_random_init(stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
     del run.settings["PRETRAIN_CHECKPOINT"]
     assert run.train() == train.main([*run.argv(), "--check"]) == 2

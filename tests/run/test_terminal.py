@@ -91,7 +91,7 @@ def on_terminal(cwd: Path, *arguments: str, **environ: str) -> tuple[int, str]:
     return done.returncode, what_stays(done.stdout.replace("\r\n", "\n"))
 
 
-def test_a_run_on_a_terminal_says_what_its_log_says_and_ends_with_commands_that_work(prepared, tmp_path):
+def test_a_terminal_shows_the_figures_of_the_log_and_ends_with_commands_that_work(prepared, tmp_path):
     for path in (prepared.shards, prepared.tokenizer, prepared.items):
         (tmp_path / path.name).symlink_to(path)
     settings = {**TINY, "PRETRAIN_DATA_PATH": prepared.shards.name, "TOKENIZER_PATH": "tokenizer.model",

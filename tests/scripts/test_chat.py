@@ -90,7 +90,7 @@ def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
     assert (code, out) == (3 if "word" in line else 2, "") and words in err and "Traceback" not in err
 
 
-def test_a_model_without_a_template_continues_text_and_says_so_once(chat, folder, tmp_path, tokenizer):
+def test_a_model_without_a_template_continues_text_with_one_note(chat, folder, tmp_path, tokenizer):
     base = Path(shutil.copytree(folder, tmp_path / "base"))
     (base / "chat_template.jinja").unlink()
     code, out, err = chat("The cat\nand the\n", base, "--temperature", 0, "--max-new-tokens", 8)

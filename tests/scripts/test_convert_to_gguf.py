@@ -103,7 +103,7 @@ def test_llama_cpp_divides_the_frequencies_of_pairs_by_the_factors(tmp_path):
     assert (factors[0], factors[-1]) == pytest.approx((1, 8)) and 1 < factors[2] < 8
 
 
-def test_the_fields_of_a_file_say_how_to_rotate_and_which_tokens_control(tmp_path, monkeypatch):
+def test_the_fields_of_a_gguf_file_hold_rotation_and_control_tokens(tmp_path, monkeypatch):
     """What a comparison by Paddock alone does not see, since Paddock does not read it."""
     folder, written = save(tmp_path / "model", **MODELS["yarn"]), Written()
     content = json.loads((folder / "tokenizer.json").read_text())

@@ -47,7 +47,7 @@ def test_the_probe_finds_a_broken_torch(doctor, monkeypatch, tmp_path):
     assert doctor.probe() == ({}, "OSError: libcudart.so: cannot open")
 
 
-def test_a_missing_and_a_foreign_package_are_named(doctor, monkeypatch):
+def test_missing_and_unexpected_packages_are_listed(doctor, monkeypatch):
     real = doctor.installed
     changed = {"tiktoken": "", "wandb": "0.1.0", "matplotlib": ""}
     monkeypatch.setattr(doctor, "installed", lambda package: changed.get(package, real(package)))

@@ -99,7 +99,7 @@ def model(whole, tmp_path) -> Path:
         "MANIFEST.json", "trainer_state.json", "optimizer.safetensors"))
 
 
-def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, prepared, tmp_path, stages):
+def test_flags_choose_the_evaluations_of_a_model_from_elsewhere(model, whole, prepared, tmp_path, stages):
     expected = logged(whole, 6)
     own = ("--tokenizer-path", prepared.tokenizer, "--max-seq-len", 32, "--validation-rows", 5, "--micro-batch-size", 2,
            "--precision", "fp32")
@@ -111,7 +111,7 @@ def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, pre
         evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
 
 
-def test_nothing_to_evaluate_is_told_with_what_to_name(model, tmp_path):
+def test_nothing_to_evaluate_is_an_error_that_lists_the_flags(model, tmp_path):
     with pytest.raises(SettingsError, match="nothing to evaluate: .*--data, .*--hellaswag, .*--eval-tasks.*--tasks"):
         evaluate(model, output=tmp_path / "found.json")
     with pytest.raises(CheckpointError, match="there is no checkpoint 'nowhere'"):

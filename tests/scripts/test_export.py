@@ -139,7 +139,7 @@ def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, m
     assert "names no license" in export(whole.folder, "--to", "hub", "me/first", "--dry-run", "--public", code=5)
 
 
-def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch):
+def test_a_wrong_token_and_a_missing_network_are_errors(whole, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     said = export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
     assert "refused to upload to me/first (HTTP 401); set HF_TOKEN" in said and "hf_wrong" not in said and not Hub.files

@@ -74,7 +74,7 @@ def part(name: str, seconds: float = 60, **more) -> gpu_suite.Part:
     return gpu_suite.Part(name, "first", seconds, "made up", **more)
 
 
-def test_a_bad_part_stops_nothing_and_says_why(suite, tmp_path):
+def test_a_failed_part_stops_no_other_and_reports_its_reason(suite, tmp_path):
     found = suite(part("fails", alone=True), part("raises"), part("killed"), part("faulty"), part("absent"), part("good", alone=True))
     ended = {name: record["ok"] for name, record in found.items()}
     assert ended == {"fails": False, "raises": False, "killed": False, "faulty": False, "absent": None, "good": True}

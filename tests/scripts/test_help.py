@@ -52,7 +52,7 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("script", [TRAIN, *PYTHON], ids=lambda path: path.name)
-def test_a_script_explains_itself_and_says_its_version(script, run):
+def test_a_script_prints_its_help_and_version(script, run):
     before = files()
     code, text = run(script, "--help")
     assert code == 0 and "usage:" in text and "--version" in text
@@ -84,7 +84,7 @@ def bash(project: Path, script: str, *flags: str) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize("script", [path.name for path in SHELL])
-def test_a_shell_script_explains_itself_without_doing_anything(script, project):
+def test_a_shell_script_prints_its_help_without_side_effects(script, project):
     if script == "gpu_suite.sh":  # the help is that of gpu/suite.py, which needs no package
         assert bash(project, script, "--help").returncode == 0
         assert (project / "called").read_text().endswith("gpu/suite.py --help\n")

@@ -55,8 +55,8 @@ def sets(prepared: Prepared) -> Iterator[dict[str, Path]]:
 
 
 def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
-    dice = Random(3)
-    texts = [" ".join(sentence(dice) for _ in range(3)) + f" Ümlaut {number}" for number in range(60)]
+    rng = Random(3)
+    texts = [" ".join(sentence(rng) for _ in range(3)) + f" Ümlaut {number}" for number in range(60)]
     records = {"documents": [{"text": text} for text in texts + texts[:30]],
                "chats": [{"prompt": f"{text}?", "completion": "Yes\x1b[2J, it is."} for text in texts],
                "pairs": [{"prompt": "So?", "chosen": f"{text}", "rejected": "No."} for text in texts[:9]]}
@@ -117,6 +117,6 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
 @pytest.mark.parametrize("flags, reason", [
     (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
     (["--list", "."], "contains no prepared data"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
-def test_a_mistake_is_said(flags, reason, inspect):
+def test_a_wrong_argument_is_an_error(flags, reason, inspect):
     with pytest.raises((DataError, SettingsError), match=reason):
         inspect(*flags)

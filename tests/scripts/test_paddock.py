@@ -176,7 +176,7 @@ def test_arguments_are_passed_on_as_they_are_and_the_folder_stays(clone):
     assert clone.calls()[-1][2] == str(here)
 
 
-def test_without_packages_help_is_what_the_script_says(clone):
+def test_without_packages_help_is_the_docstring_of_the_script(clone):
     (clone.root / "scripts" / "run.py").write_text('"""What it does."""\nraise SystemExit(2)\n')
     said = clone.paddock("train", "--help")
     assert said == "What it does.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n" and not clone.calls()

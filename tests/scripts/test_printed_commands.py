@@ -79,7 +79,7 @@ def empty(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_without_packages_a_script_says_how_to_set_up(script, empty):
+def test_without_packages_a_script_prints_the_setup_command(script, empty):
     name = script.relative_to(ROOT)
     done = run_bare(f"bare/bin/python {name}", empty)
     assert "Traceback" not in done.stderr + done.stdout
@@ -91,7 +91,7 @@ def test_without_packages_a_script_says_how_to_set_up(script, empty):
         assert re.search("usage:|not installed|FAILED|needs", done.stderr + done.stdout)
 
 
-def test_if_there_is_an_environment_the_same_command_is_named_with_it(empty, tmp_path):
+def test_if_there_is_an_environment_the_command_is_printed_with_its_python(empty, tmp_path):
     (empty / ".venv/bin").mkdir(parents=True)
     (empty / ".venv/bin/python").write_text('#!/bin/sh\necho "$@"\n')
     (empty / ".venv/bin/python").chmod(0o755)

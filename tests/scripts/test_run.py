@@ -86,7 +86,7 @@ def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "reason"), [
     (["--lerning-rate", "1"], "did you mean --learning-rate"), (["--nproc-per-node", "3"], "must be a multiple")])
-def test_mistakes_are_told_before_hours_of_preparation(flags, reason, project, capsys):
+def test_mistakes_are_reported_before_the_preparation(flags, reason, project, capsys):
     with pytest.raises(SystemExit, match="2"):
         project.command("--pretrain-data-path", "corpus/*.jsonl", *flags)
     assert reason in capsys.readouterr().err and not Path("data").exists() and not project.made
@@ -143,7 +143,7 @@ IS = {"a folder": "text", "a file": "text/deep/a.txt", "packed": "z.jsonl.gz", "
 
 
 @pytest.mark.parametrize(("name", "expected"), [*((name, False) for name in NOT), *((name, True) for name in IS)])
-def test_what_is_to_be_prepared_is_told_from_what_is(name, expected, tmp_path, monkeypatch):
+def test_sources_are_distinguished_from_prepared_data(name, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for file in ("set/manifest.json", "set/train-00000.bin", "sets/0123/manifest.json", "sets/4567/manifest.json", "tokens/train.bin",
                  "nano/input.txt", "nano/train.bin", "text/deep/a.txt", "z.jsonl.gz", "empty/.known-files.json", "text/.env"):

@@ -46,7 +46,7 @@ def test_the_same_seed_gives_the_same_bytes_on_every_machine():
 
 
 @pytest.mark.parametrize("plot", stories.PLOTS, ids=lambda plot: plot.titles[0])
-def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot):
+def test_every_version_of_a_plot_decides_each_ending_and_question(plot):
     for ending in plot.endings:
         assert not re.search(r"{(she|She|her|them)}", ending), "a pronoun gives its person away"
         assert any(slot in stories.RIVALS for slot in stories.slots_of(ending))
@@ -83,7 +83,7 @@ BASELINES = {
 }
 
 
-def test_without_the_story_the_right_ending_cannot_be_told(some_items, some_documents):
+def test_without_the_story_the_right_ending_cannot_be_guessed(some_items, some_documents):
     word_counts = Counter(word for text in some_documents for word in re.findall(r"\w+", text))
     for name, baseline in BASELINES.items():
         right = 0.0
@@ -98,8 +98,8 @@ def facts_in(records) -> set[str]:
     """The combinations of facts that a generator tells, caught as it draws them."""
     seen = set()
 
-    def watched(dice, held_out):
-        facts = original(dice, held_out)
+    def watched(rng, held_out):
+        facts = original(rng, held_out)
         seen.add(" ".join((facts.hero, facts.colour, facts.thing, facts.place)))
         return facts
 

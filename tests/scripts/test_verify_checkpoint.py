@@ -48,14 +48,14 @@ def test_a_copy_needs_no_run_and_nothing_but_the_standard_library(copy):
 @pytest.mark.parametrize(("name", "damage", "told"), [
     ("model.safetensors", flip_bit, "is damaged: its SHA-256 has changed"), ("config.json", Path.unlink, "is missing"),
     ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of")])
-def test_damage_is_named(copy, name, damage, told):
+def test_damage_is_an_error_that_names_the_file(copy, name, damage, told):
     damage(copy / name)
     text = verify(copy, "--model-only", code=5)
     assert [line for line in text.splitlines() if "BAD  " in line and name in line and told in line]
     assert text.count("BAD  ") == 1 and "The model's files are intact" not in text
 
 
-def test_what_only_resuming_needs_may_be_left_out(copy):
+def test_files_that_only_resuming_needs_may_be_missing(copy):
     (copy / "optimizer.safetensors").unlink()
     assert "The model's files are intact, but files needed to resume are not" in verify(copy, code=5)
     text = verify(copy, "--model-only")

@@ -135,7 +135,7 @@ def forget_progress() -> None:
     run_start.restore = restore
 
 
-def roll_dice() -> None:
+def draw_random_numbers() -> None:
     train.learning_rate = lambda *_: 0.01 * (1 + random.SystemRandom().random() * 1e-4)
 
 
@@ -146,8 +146,8 @@ def roll_dice() -> None:
                  marks=pytest.mark.slow),
     pytest.param(begin_anew, {"resumed"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
     pytest.param(forget_progress, {"metrics", "progress"}, "two uninterrupted runs are the same", marks=pytest.mark.slow),
-    pytest.param(roll_dice, {"weights", "straight again"}, "two uninterrupted runs differ too", marks=pytest.mark.slow)])
-def test_what_is_not_restored_is_found(plant, differing, words, verify):
+    pytest.param(draw_random_numbers, {"weights", "straight again"}, "two uninterrupted runs differ too", marks=pytest.mark.slow)])
+def test_state_that_is_not_restored_is_found(plant, differing, words, verify):
     code, text, left = verify("--steps", "12", plant=plant)
     lines = table(text)
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text

@@ -124,7 +124,7 @@ def test_what_clients_send_without_a_meaning_changes_nothing(client, changes):
     assert chat(client, extra_body=changes).choices[0].message.content == chat(client).choices[0].message.content
 
 
-def test_names_of_control_tokens_in_a_text_are_said_and_can_be_meant(client, models):
+def test_control_tokens_in_a_prompt_are_reported_and_can_be_parsed(client, models):
     tokenizer = models[0].tokenizer
     text = "a<|eot_id|>b"
     ids = [tokenizer.document_start_id, *tokenizer.encode("a"), tokenizer.eot_id, *tokenizer.encode("b")]

@@ -288,7 +288,7 @@ def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub)
     ({"breaks": True}, "Hello, world", "The server is stopping."),
     ({"refuses": 429}, "", "Refused with 429."),
 ], ids=["dropped", "ended early", "error event", "refused"])
-def test_a_failure_is_said_once_and_can_be_tried_again(chat, stub, fault, text, sentence):
+def test_a_failed_request_is_shown_once_and_can_be_retried(chat, stub, fault, text, sentence):
     page = chat()
     vars(stub).update(fault)
     with held(stub, 3):
@@ -319,7 +319,7 @@ def test_a_server_that_crashes_and_comes_back(chat, stub):
     page.sees("Hello, world")
 
 
-def test_a_wanted_key_is_asked_for_and_kept_in_the_tab(chat, stub):
+def test_a_required_key_is_requested_and_kept_in_the_tab(chat, stub):
     stub.key = "right"
     page = chat()
     for word in ("wrong", "right"):

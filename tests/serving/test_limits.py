@@ -121,7 +121,7 @@ def test_a_page_behind_a_proxy_that_ends_tls_may_use_its_server_and_no_other_pag
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None, "text/plain; application/json"])
-def test_what_a_form_of_another_site_can_send_is_refused(client, kind):
+def test_a_form_of_another_site_is_refused(client, kind):
     headers = {} if kind is None else {"Content-Type": kind}
     response = client.post(CHAT, content=json.dumps(asked()), headers=headers)
     assert response.status_code == 415 and "set Content-Type: application/json" in response.json()["error"]["message"]
@@ -194,7 +194,7 @@ def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monke
         assert [answer.result().status_code for answer in waiting] == [200, 200]
 
 
-def test_a_queue_that_is_full_is_told_and_empties(client, server):
+def test_a_full_queue_is_an_error_and_empties(client, server):
     with contextlib.ExitStack() as stack:
         streams = [stack.enter_context(client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True))) for _ in range(4)]
         assert all(stream.status_code == 200 for stream in streams)
@@ -225,7 +225,7 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(prepared):
         wait_until(lambda: is_free(batcher))
 
 
-def test_a_client_that_reads_nothing_holds_no_row_and_stops_nobody(prepared, only_the_first_is_limited):
+def test_a_client_that_reads_nothing_blocks_no_other(prepared, only_the_first_is_limited):
     with serving([tiny_model(prepared.tokenizer, context=100_000)], send_buffer=4096, timeout_seconds=1.5, max_tokens=100_000,
                  concurrency=1) as (url, (batcher,)):
         with connect(url) as connection:

@@ -66,7 +66,7 @@ def streaming(job):
         yield lines
 
 
-def test_it_listens_on_loopback_only_and_says_where(job):
+def test_it_listens_on_loopback_only_and_prints_its_address(job):
     assert httpx.get(url_of(job) + "/health").json() == {"status": "ok"}
     (address, port), = listening(job.processes[0].pid)
     assert str(address) == "127.0.0.1" and url_of(job) == f"http://127.0.0.1:{port}"
@@ -90,7 +90,7 @@ def test_a_crash_ends_streams(job):
         assert "[DONE]" not in [*lines][-1]
 
 
-def test_what_cannot_be_served_is_one_sentence(prepared):
+def test_a_model_that_cannot_be_served_is_a_one_line_error(prepared):
     model = tiny_model(prepared.tokenizer)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

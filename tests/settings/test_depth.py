@@ -82,7 +82,7 @@ def test_a_later_stage_gets_the_shape_alone(stage):
 
 
 @pytest.mark.parametrize("depth", ["0", "65", "-1", "2.5", "x", "1e3"])
-def test_a_wrong_depth_is_named(depth):
+def test_a_wrong_depth_is_an_error(depth):
     with pytest.raises(SettingsError, match=f"^command line: DEPTH={depth}: (must be|expected)"):
         load("--depth", depth)
 

@@ -51,7 +51,7 @@ def test_a_resumed_run_keeps_what_it_recorded_unless_it_is_given():
     assert load(*DPO, "--run-name", "first").config.learning_rate == 1e-6, "another stage is another run"
 
 
-def test_a_resumed_run_keeps_what_its_preset_said_when_it_started(monkeypatch):
+def test_a_resumed_run_keeps_the_preset_of_its_start(monkeypatch):
     """MUON_MOMENTUM is newer than the run, so its default is what the run had. SAVE_EVERY does not change the curve."""
     preset = Path("presets/mine.env").resolve()
     monkeypatch.setattr("settings.derived.PRESETS_DIR", preset.parent)
@@ -191,7 +191,7 @@ def test_the_tokenizer_is_that_of_the_data_or_of_the_start():
     assert load(*start, "base", "--tokenizer-path", "given").config.tokenizer_path == "given"
 
 
-def test_what_is_kept_is_recorded_again_without_a_change():
+def test_recorded_settings_are_recorded_again_without_a_change():
     """Not as a setting would be read: 600 is not 600.0."""
     save_state(3, PRETRAIN_DATA_PATH="set", TOKENIZER_PATH="t", RUN_NAME="first", LORA_ALPHA=8)
     file = Path("runs/first/checkpoints/step-00000003/trainer_state.json")

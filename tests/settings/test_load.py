@@ -98,7 +98,7 @@ def test_a_preset_is_above_env_unless_env_names_it(named):
     assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
 
 
-def test_what_a_preset_changes_of_env_is_told():
+def test_values_of_env_that_a_preset_overrides_are_reported():
     env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
     notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
     assert notes[1] == "From the preset, which overrides .env: LEARNING_RATE=4e-4"
@@ -198,7 +198,7 @@ def test_yaml_has_the_names_and_values_of_env():
     ("- seed", "expected an object of settings, such as max_steps: 1000"), ("", "expected an object"), ("seed: 1\n---\nseed: 2", "not valid YAML"),
     ("[" * 9999, "not valid YAML"), ("? [a]\n: 1", "unknown setting"), ("a: &a [*a]\nseed: *a", "not valid YAML"), ("seed: \x01", "not valid YAML"),
     ("seed: !!python/object/apply:os.getcwd []", "expected one value")])
-def test_yaml_that_cannot_be_used_is_named_with_its_line(content, words):
+def test_invalid_yaml_is_an_error_with_its_line(content, words):
     Path("run.yaml").write_text(content)
     assert len(found := problems("--config", "run.yaml")) == 1 and words in found[0] and "run.yaml" in found[0]
 
@@ -233,7 +233,7 @@ def test_a_name_that_is_there_twice_is_an_error_that_names_both_places():
 
 
 @pytest.mark.parametrize("flag", ["--env-file", "--config"])
-def test_settings_that_cannot_be_read_are_named_and_a_pipe_or_device_is_not_awaited(flag):
+def test_unreadable_settings_are_errors_and_a_pipe_or_device_is_not_awaited(flag):
     Path("binary").write_bytes(b"\xff\xfeS\0")
     os.mkfifo("pipe")
     for path, why in (("binary", ""), ("missing", "No such file"), ("pipe", "not a plain file"), ("/dev/zero", "not a plain file")):
@@ -310,7 +310,7 @@ def test_what_a_launcher_asks_for_is_what_the_program_will_have(monkeypatch):
 # Settings of the environment
 
 
-def test_what_comes_from_the_environment_is_told():
+def test_settings_from_the_environment_are_reported():
     loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
         "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
         "HELLASWAG_NAME": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
@@ -338,7 +338,7 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
             f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
 
 
-def test_without_extensions_an_unknown_name_may_be_theirs_and_a_typo_is_still_an_error(monkeypatch):
+def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(monkeypatch):
     monkeypatch.setattr("settings.aliases.EXTENSION_SECTIONS", {})
     warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
     assert warnings == ("Without extensions/, there is no setting of these names: MY_EVERY, MY_NAME, --my-chart",)
@@ -589,7 +589,7 @@ def test_world_size_comes_from_the_launcher():
     assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
 
 
-def test_everything_that_is_wrong_is_told_at_once():
+def test_all_errors_in_the_settings_are_reported_together():
     found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LRR=1\nDIM=100\nPRESET=debgu\n",
                      config={"sft": {"epoch": 3}, "compile": "perhaps"})
     expected = ["debgu", ".env:1: unknown setting MAX_LRR", "sft: unknown setting epoch", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
@@ -612,7 +612,7 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     assert capsys.readouterr().err == ""
 
 
-def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_path, capsys, monkeypatch):
+def test_under_torchrun_the_first_rank_prints_the_errors_and_the_others_wait(tmp_path, capsys, monkeypatch):
     (tmp_path / "1").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -656,7 +656,7 @@ def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder
     assert not (empty_folder / "runs").exists()
 
 
-def test_help_that_nobody_reads_ends_without_a_word():
+def test_help_into_a_closed_pipe_ends_silently():
     """As with `| head`; 141 is a shell's code for a process that SIGPIPE ended."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -666,7 +666,7 @@ def test_help_that_nobody_reads_ends_without_a_word():
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_script_that_nobody_reads_keeps_the_code_of_a_failure(monkeypatch):
+def test_a_script_with_a_closed_pipe_keeps_its_exit_code(monkeypatch):
     def info(*then):
         print("x")
         for error in then:

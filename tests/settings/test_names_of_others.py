@@ -71,7 +71,7 @@ def test_two_names_of_a_setting_in_a_layer_are_a_duplicate(flags, env, config, s
     assert any(second in problem and "second time" in problem for problem in problems(*flags, env=env, config=config))
 
 
-def test_what_goes_with_a_name_may_be_said_too():
+def test_implied_settings_may_also_be_given():
     base = ("--training-stage", "sft", "--sft-data-path", "x", "--pretrain-checkpoint", "x")
     for flags in (("--adapter", "qlora", "--load_in_4bit", "true"), ("--load_in_4bit", "--adapter", "lora"), ("--load_in_4bit", "--use_peft")):
         config = load(*base, *flags).config
@@ -93,7 +93,7 @@ def test_a_value_that_does_not_carry_over_is_refused(config, words):
     assert words in problem and "run.json" in problem
 
 
-def test_what_needs_no_setting_is_told_and_what_is_empty_is_unset():
+def test_names_that_need_no_setting_are_reported_and_empty_values_are_unset():
     notes = load("--num_workers", "4", "--fp16", "false", config={"monitor_memory": True, "tensor_parallel_degree": 1, "wandb_entity": None}).notes
     assert [note.split()[0] for note in notes if "needs no setting here" in note] == ["monitor_memory=true", "tensor_parallel_degree=1", "num_workers=4", "fp16=false"]
     Path("run.yaml").write_text("wandb_entity:\nwandb_watch:\nlora_target_modules:\nresume_from_checkpoint:\nmax_iters: 3\n")

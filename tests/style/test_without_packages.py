@@ -92,7 +92,7 @@ def test_every_stage_works_without_them(project):
     assert "All runs are the same" in project.machine("scripts/verify_resume.py", "--steps", 4, *argv_of(project.settings))
 
 
-def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepared, tmp_path):
+def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, sources, prepared, tmp_path):
     prepare = ("scripts/load_pretrain_dataset.py", "--tokenizer-path", prepared.tokenizer, "--output", tmp_path, "--source")
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     assert "pip install datasets" in machine(*prepare, tmp_path / "rows.parquet", code=2)

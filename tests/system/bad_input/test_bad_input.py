@@ -96,7 +96,7 @@ def entries() -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_bad_input_ends_in_one_line_that_says_what_and_where(case: Case, place, capsys):
+def test_bad_input_ends_in_one_line_that_names_what_and_where(case: Case, place, capsys):
     case.spoil()
     before = entries()
     outcome = run_here(case.command, capsys)
@@ -113,7 +113,7 @@ def test_bad_input_ends_in_one_line_that_says_what_and_where(case: Case, place, 
     f"scripts/load_pretrain_dataset.py --source y.jsonl --column prompt {PREPARE}",
     "scripts/load_hellaswag_dataset.py --source items.jsonl --output h.jsonl",
     "scripts/train_tokenizer.py y.jsonl --column prompt --vocab-size 257 --output t.model"])
-def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
+def test_the_folder_was_valid_before_it_was_damaged(command, place, capsys):
     """Otherwise the other tests would prove nothing."""
     assert run_here(command, capsys).code == 0
 
@@ -140,7 +140,7 @@ def no_right_to_read_everything() -> Iterator[None]:
     ("train.py", 3, "set/train-00001.bin"), ("train.py", 3, "set"), ("train.py", 3, "tokenizer.model"), ("train.py", 2, ".env"),
     ("train.py --pretrain-checkpoint model", 5, "model/config.json"), ("scripts/generate.py model --max-new-tokens 1", 5, "model"),
     (f"scripts/load_instruct_dataset.py --source x.jsonl {PREPARE}", 3, "x.jsonl")])
-def test_what_may_not_be_read_is_named(command, code, secret, place, capsys):
+def test_a_file_without_read_permission_is_an_error_that_names_it(command, code, secret, place, capsys):
     mode = os.stat(secret).st_mode
     os.chmod(secret, 0)
     with no_right_to_read_everything():
@@ -150,7 +150,7 @@ def test_what_may_not_be_read_is_named(command, code, secret, place, capsys):
 
 
 @pytest.mark.parametrize("command", [["-X", "importtime", "train.py"], ["scripts/launch.py", "--nproc-per-node", "2", "--"]])
-def test_all_that_is_wrong_with_the_settings_is_told_at_once_and_once(command, place):
+def test_all_errors_in_the_settings_are_printed_together_and_once(command, place):
     """Also by the launcher, and before torch is imported, which takes seconds."""
     env(MAX_STEPS="five", LERNING_RATE=1, N_HEADS=5, RUN_NAME="../x")()
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),

@@ -167,23 +167,23 @@ def saves_marked(folder: Path, rank: int = 0) -> list[float]:
     return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def flip_bit(path: Path, dice: Random) -> str:
+def flip_bit(path: Path, rng: Random) -> str:
     """Change one bit of a file; returns a description."""
     content = bytearray(path.read_bytes())
-    bit = dice.randrange(8 * len(content))
+    bit = rng.randrange(8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
     return f"bit {bit} of {path.name} flipped"
 
 
-def cut(path: Path, dice: Random) -> str:
+def cut(path: Path, rng: Random) -> str:
     """Cut a file short; returns a description."""
-    length = dice.randrange(path.stat().st_size)
+    length = rng.randrange(path.stat().st_size)
     os.truncate(path, length)
     return f"{path.name} cut to {length} bytes"
 
 
-def delete(path: Path, dice: Random) -> str:
+def delete(path: Path, rng: Random) -> str:
     """Delete a file; returns a description."""
     path.unlink()
     return f"{path.name} deleted"

@@ -55,7 +55,7 @@ def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
     assert_same_run(run, whole, 6)
 
 
-def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
+def test_the_command_exits_with_143_and_prints_how_to_continue(tiny_run):
     run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     job = run.start()
     job.wait_for("Step [2/")
@@ -127,7 +127,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     assert_same_run(run, healthy, 6, logs=())
 
 
-def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(tiny_run):
+def test_a_fault_that_vanishes_when_recomputed_is_reported_as_transient(tiny_run):
     run, world_size = tiny_run(SAVE_EVERY=0), 2
     text = run.ends([4] * world_size, partial(bad_gradient_in_step, 4, math.nan, True, world_size - 1))
     assert "NON-FINITE in step 4, but finite when recomputed" in text and "layers.1.feed_forward.w2.weight" in text

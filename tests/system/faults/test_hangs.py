@@ -190,7 +190,7 @@ def stall_and_listen_slowly() -> None:
         hang.ALARM_SECONDS = 1
 
 
-def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run, tmp_path):
+def test_the_host_of_the_statuses_waits_until_the_others_know_of_its_report(tiny_run, tmp_path):
     plant = partial(patiently, tmp_path / "began", stall_and_listen_slowly)
     text = tiny_run().ends([6, 6], plant, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
     assert text.count("error: hang: ") == 1, text

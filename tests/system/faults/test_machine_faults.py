@@ -103,7 +103,7 @@ def fill_the_disk_in_step_3() -> None:
 @pytest.mark.parametrize("fault, words", [
     ("small", ("run/checkpoints", "bytes needed", "free")),
     ("read-only", ("/run cannot be written: Read-only file system", "OUTPUT_DIR"))])
-def test_a_disk_that_cannot_hold_a_checkpoint_is_told_before_the_first_step(fault, words, tiny_run, mount, capsys):
+def test_a_disk_without_room_for_a_checkpoint_is_an_error_before_the_first_step(fault, words, tiny_run, mount, capsys):
     run = tiny_run()
     mount(run.output_dir, 1_000_000, "ro") if fault == "read-only" else mount(run.folder, 100_000)
     assert run.train() == 5
@@ -175,7 +175,7 @@ def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
 
 @needs_mounts
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goes_on_where_there_is_room(
+def test_a_preparation_on_a_full_disk_is_an_error_and_resumes_where_there_is_room(
         workers, prepared, mount, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 20_000)
     text = tmp_path / "text.jsonl"
@@ -233,7 +233,7 @@ def test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then(syn
     assert [path for path, _, _ in synced[1:]] == [str(tmp_path)]
 
 
-def test_what_a_preparation_counts_as_done_is_on_the_disk(synced, prepared, tmp_path, monkeypatch):
+def test_finished_parts_of_a_preparation_are_synced_to_disk(synced, prepared, tmp_path, monkeypatch):
     """Everything in its folder before the journal counts it, and before the folder gets its name; and then the name itself."""
     unsynced, rename, replace = [], os.rename, os.replace
 
@@ -260,7 +260,7 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(synced, prepared, tmp_
     assert {number for _, number, _ in synced} == {(tmp_path / "out").stat().st_ino}
 
 
-def test_a_limit_on_the_size_of_files_is_told(tiny_run):
+def test_a_limit_on_file_sizes_is_an_error_that_names_it(tiny_run):
     run, (small, tiny) = tiny_run(ASYNC_SAVE="false"), (partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, -1)) for size in (100_000, 1000))
     assert_one_sentence(run.ends([5], small), "100,000", "ulimit -f unlimited")
     assert run.steps_saved() == []

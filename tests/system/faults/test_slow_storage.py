@@ -82,7 +82,7 @@ def test_a_read_that_fails_now_and_then_is_repeated_and_one_that_always_fails_en
     assert tiny_run(RUN_NAME="other").train() == 3 and "cannot be read: Input/output error" in capfd.readouterr().err
 
 
-def test_a_slow_disk_is_told_by_the_goodput_and_not_counted_as_steps(tiny_run, monkeypatch):
+def test_a_slow_disk_shows_in_the_goodput_and_is_not_counted_as_steps(tiny_run, monkeypatch):
     run, seconds, phases = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, SAVE_EVERY=0), 0.05, []
     on_disk(monkeypatch, lambda: phases.append(ACTIVITY.phase), seconds, names=("ledger", "metrics"))
     assert run.train() == 0

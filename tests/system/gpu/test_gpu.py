@@ -350,7 +350,7 @@ def test_ranks_that_drift_are_found(device, tiny_run):
 
 
 @on_gpu
-def test_ranks_that_hang_are_told_of(device, tiny_run):
+def test_ranks_that_hang_are_reported(device, tiny_run):
     job = tiny_run(**UNMEASURED, DEVICE=device.type, DISTRIBUTED_TIMEOUT=TIMEOUT[device.type]).start(2, hanging, ONE_GPU)
     codes = job.wait(120)
     assert set(codes) <= {6, 1} and 6 in codes, job.text()

@@ -120,11 +120,11 @@ def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two
 
 @pytest.mark.parametrize(("code", "changes"), [
     (2, {"LERNING_RATE": 1}), (3, {"PRETRAIN_DATA_PATH": "nowhere"}), (5, {"PRETRAIN_CHECKPOINT": "nowhere"})])
-def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
+def test_an_error_that_all_ranks_share_is_printed_once(code, changes, tiny_run):
     text = tiny_run().ends([code] * WORLD, **changes)
     assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
 
 
-def test_a_refused_resume_is_told_once(whole_on_two_ranks):
+def test_a_refused_resume_is_printed_once(whole_on_two_ranks):
     text = whole_on_two_ranks.ends([5, 5], SEED=3)
     assert text.count("SEED was 1337, is 3") == 1 and "Traceback" not in text

@@ -83,7 +83,7 @@ def print_seconds(run: TinyRun) -> None:
 @pytest.mark.parametrize(("changes", "told"), [
     ({"TOTAL_BATCH_SIZE": 64}, "TOTAL_BATCH_SIZE=64 must be a multiple"),  # one micro-batch, but two ranks need two
     ({"WORLD_SIZE": 3}, "WORLD_SIZE=3, but the launcher started 2 processes")])
-def test_a_mistake_in_the_settings_is_told_once_and_at_once(changes, told, tiny_run):
+def test_a_mistake_in_the_settings_is_printed_once_before_ranks_start(changes, told, tiny_run):
     run = tiny_run()
     with launch(run, **changes) as command:
         assert command.wait() == 2
@@ -158,7 +158,7 @@ def test_gpus_and_a_cpu_are_refused(monkeypatch, tiny_run):
         launcher.main()
 
 
-def test_a_port_that_is_taken_is_told(tiny_run):
+def test_a_port_in_use_is_an_error(tiny_run):
     """With a launcher and without."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -170,12 +170,12 @@ def test_a_port_that_is_taken_is_told(tiny_run):
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", "rank 0 of 2 could not join"), ("2", "RANK=2")])
-def test_ranks_that_do_not_come_are_told(rank, told, tiny_run):
+def test_missing_ranks_are_reported(rank, told, tiny_run):
     text = tiny_run().ends([2], impatient, env={**RANK_0, "RANK": rank, "MASTER_PORT": str(free_port())})
     assert told in text and "Traceback" not in text
 
 
-def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
+def test_a_rank_that_waits_for_a_stopped_one_is_reported(tiny_run):
     """The launcher's connection to the store does not count as the missing rank."""
     hosted = ranks.host_store(listen_at(LOOPBACK, 0))
     dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
@@ -192,7 +192,7 @@ def impatient() -> None:
     pytest.param(what, moment, rank, marks=() if (what, moment, rank) == ("exception", "step", 1) else pytest.mark.slow)
     for what in ("exception", "SIGKILL") for moment in (*MOMENTS, *OF_RANK_0) for rank in (0, 1)
     if rank == 0 or moment not in OF_RANK_0])
-def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, rank, tiny_run):
+def test_when_one_rank_fails_all_exit_and_the_cause_is_printed(what, moment, rank, tiny_run):
     run = tiny_run(ASYNC_SAVE=what == "exception")
     with planted(run, what, moment, rank) as command:
         assert command.wait() == 1, command.text()
@@ -221,7 +221,7 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
 @pytest.mark.parametrize(("code", "changes", "told"), [
     (3, {"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), (5, {"PRETRAIN_CHECKPOINT": "nowhere"}, "nowhere"),
     (2, {"DEVICE": "cuda"}, "DEVICE=cuda"), (4, {"LEARNING_RATE": 1e15, "MAX_GRAD_NORM": 0}, "was not finite on rank")])
-def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
+def test_the_exit_code_depends_on_the_cause(code, changes, told, tiny_run):
     with launch(tiny_run(), **changes) as command:
         assert command.wait() == code, command.text()
     assert told in command.last_line() and command.text().count(command.last_line().split(". The output")[0][-60:]) == 1
@@ -230,7 +230,7 @@ def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
+def test_a_stopped_rank_is_reported_and_all_exit(rank, tiny_run):
     run, timeout = tiny_run(), 20
     with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
         assert command.wait() == 6, command.text()
@@ -311,7 +311,7 @@ def test_the_folders_of_the_newest_launches_are_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
     (2, ("127.0.1.1", 9), "resolves to 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
-def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, monkeypatch):
+def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nnodes, found, told, monkeypatch):
     def listen_at(hosts, port):
         if isinstance(found, OSError):
             raise found
@@ -335,7 +335,7 @@ def test_ranks_that_use_all_gpus_stay_near_them(device, gpus, has_numactl, binds
         assert options.affinity_mode == "node" and options.should_fall_back_if_binding_fails
 
 
-def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it():
+def test_a_killed_rank_is_reported_with_its_likely_cause():
     told = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
     assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (a data file truncated")
     assert "SIGABRT (NCCL does this" in launcher.rank_exit(1, -signal.SIGABRT, 0, None, joined=True).sentence
@@ -404,7 +404,7 @@ def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "again", "told"), [
     ((), True, "exited at a second SIGTERM, without saving"), (("--shutdown-timeout=2",), False, "was killed before it finished saving")])
-def test_a_rank_that_does_not_save_leaves_at_a_second_signal_or_in_time_and_that_is_told(flags, again, told, tiny_run):
+def test_a_rank_that_cannot_save_exits_at_a_second_signal_or_after_a_time_limit(flags, again, told, tiny_run):
     with launch(tiny_run(**ENDLESS), *flags, plant="test_launch:stall") as command:
         command.wait_for_step(2)
         command.process.send_signal(signal.SIGTERM)
@@ -435,7 +435,7 @@ def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", [{"LERNING_RATE": 3}, {"PRETRAIN_DATA_PATH": "nowhere"}])
-def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, tiny_run):
+def test_under_torchrun_a_mistake_is_printed_once_however_slow_rank_0_is(mistake, tiny_run):
     run = tiny_run()
     with Command(run, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "train.py",
                  *run.argv(**mistake), plant="test_launch:dawdle", planted_in=0) as command:

@@ -60,7 +60,7 @@ def own_environment(monkeypatch):
     ([(CRASH, []), (HANG, [])], 2, CRASH, "cause 0", "2 starts in a row saved no checkpoint"),
     ([(CRASH, [2]), (HANG, []), (CRASH, [])], 3, HANG, "cause 1", "2 starts in a row saved no checkpoint"),
     ([(CRASH, []), (CRASH, [2]), (CRASH, []), (0, [9])], 4, 0, "", "restarted 3 times")])
-def test_what_is_started_again_and_what_is_told(starts, count, code, sentence, words, tmp_path):
+def test_the_launcher_restarts_crashes_and_hangs_and_reports_the_cause(starts, count, code, sentence, words, tmp_path):
     job = Played(tmp_path, *starts)
     ending, told = job.run()
     cause = ending.cause or RankExit(False, 0, 0, 0)
@@ -159,7 +159,7 @@ def test_one_rank_in_the_terminal_is_started_again_without_a_name(tiny_run):
 
 
 @pytest.mark.slow
-def test_what_fails_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
+def test_a_failure_before_any_checkpoint_ends_with_the_first_cause(tiny_run):
     run = tiny_run()
     with Command(run, "scripts/launch.py", "--nproc-per-node=1", "--max-restarts=9", *run.argv(), plant="test_restart:fail", planted_in=0) as command:
         assert command.wait() == 1, command.text()

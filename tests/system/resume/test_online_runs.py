@@ -229,7 +229,7 @@ def test_a_reward_that_never_works_ends_the_run(reward, code, words, functions, 
     ({"SHARDING": "full"}, "SHARDING=full does not work with TRAINING_STAGE=grpo"),
     ({"GRPO_GROUP": 1}, "GRPO_GROUP=1 compares an answer with no other"),
     ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x", "GRPO_BETA": 0.1}, "GRPO_BETA=0.1 does not work with TRAINING_STAGE=grpo and")])
-def test_what_does_not_work_is_refused_by_name(changes, words, stages, tmp_path, capsys):
+def test_unsupported_settings_are_refused_by_name(changes, words, stages, tmp_path, capsys):
     assert stages.run("grpo", tmp_path, **changes).train() == 2
     assert words in capsys.readouterr().err
 

@@ -216,7 +216,7 @@ def the_reference(pairs: Path) -> Path:
 
 @pytest.mark.parametrize("harm, told", [
     *((fact, f"is stale: its {fact} was another") for fact in ("weights_sha256", "data")), ("cut", "cannot be read"), ("changed", "is damaged")])
-def test_a_reference_that_is_stale_or_damaged_is_computed_again_and_told(harm, told, own_pairs, run, capsys):
+def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, told, own_pairs, run, capsys):
     file = the_reference(own_pairs)
     content = bytearray(file.read_bytes())
     if harm in ("cut", "changed"):
@@ -233,7 +233,7 @@ def test_a_reference_that_is_stale_or_damaged_is_computed_again_and_told(harm, t
     assert "computed" not in capsys.readouterr().out
 
 
-def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the_user_says(run, stages, tmp_path, capsys,
+def test_a_reference_that_cannot_be_stored_beside_the_data_is_stored_elsewhere(run, stages, tmp_path, capsys,
                                                                                         monkeypatch):
     data = bare(stages.pairs, tmp_path / "data")
     shutil.rmtree(data / ".verified.json", ignore_errors=True)
