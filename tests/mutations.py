@@ -404,7 +404,7 @@ FAULTS = [
     fault("rollouts: the weights stay packed", "extensions/inference/weights.py",
           "layer.weight = weight", "pass", "tests/inference/test_weights.py"),
     fault("engine: presence counts each time", "extensions/inference/engine.py", "self.samplings.presence_B1 * (self.counts_RV > 0)",
-          "self.samplings.presence_B1 * self.counts_RV", "tests/inference/test_engine.py"),
+          "self.samplings.presence_B1 * self.counts_RV", f"{API}::test_penalties_are_subtracted_by_openais_formula"),
     fault("engine: the row that was freed last is overwritten", "extensions/inference/engine.py", "key=lambda row: row.freed_at", "key=lambda row: -row.freed_at",
           "tests/inference/test_engine.py"),
     fault("log: answers of an interrupted step are dropped", "run/log.py", '(name in ("ledger", "rollouts") or is_measured)',

@@ -190,6 +190,13 @@ def test_what_a_row_has_read_is_not_read_again(model):
     assert both == [alone(model, [*PROMPTS[4], *other, 8], 4), second[:4]]
 
 
+def test_the_free_row_that_was_freed_first_is_overwritten(model):
+    engine = Engine(model, 2, 60)
+    for prompt in (PROMPTS[2], PROMPTS[4], PROMPTS[0]):
+        run(engine, Request(prompt, 1))
+    assert sorted(row.cached for row in engine._rows) == sorted((PROMPTS[4], PROMPTS[0]))
+
+
 def test_a_cancelled_request_ends_and_leaves_no_trace(model):
     engine = Engine(model, 2, 60, prefill_tokens=8)
     requests = [Request(prompt, 20) for prompt in PROMPTS[:4]]

@@ -156,6 +156,15 @@ def compare(slow: SlowRanks, forward=(1, 1, 1, 1), data=(0, 0, 0, 0), save=(0, 0
     return slow.compare(own_RP, error**2 * np.array([[1, 1, 0, 0]] * 4), np.array([3, 3, 30, 30]))
 
 
+def test_a_slow_rank_is_reported_once_when_it_becomes_slow_and_once_when_it_is_no_longer():
+    slow = SlowRanks()
+    assert compare(slow, (1, 1, 1.25, 1)) == []
+    assert compare(slow, (1, 1, 1.25, 1)) == [(2, "forward", 1.25)]
+    assert compare(slow, (1, 1, 1.25, 1)) == compare(slow) == compare(slow, (1, 1, 1.25, 1)) == compare(slow) == []
+    assert compare(slow) == [(2, "forward", 0)]
+    assert compare(slow) == []
+
+
 @pytest.mark.parametrize(("kind", "values"), [
     ("less than 1.15 times", {"forward": (1, 1, 1.14, 1)}), ("less than 2 % of a step", {"data": (0.01, 0.01, 0.06, 0.01)}),
     ("within the noise", {"forward": (1, 1, 1.25, 1), "error": 1.0}), ("an uneven evaluation", {"evaluation": (2, 2, 2.9, 2)}),

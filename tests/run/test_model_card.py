@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from factories import new_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from checkpoint.manifest import CARD
 from common import __version__
 from common.errors import CheckpointError
 from common.text import printable
-from config import Config
+from config import Config, ModelConfig
 from extensions.card import (
     NOT_IN_RECIPE,
     card_metadata,
@@ -29,12 +30,19 @@ from extensions.card import (
     write_merged_card,
 )
 from run.adapters import merge
+from run.life import trained_count
 from settings.load import load_config
 
 
 def ledger_sha256(run, step: int) -> str:
     lines = (run.folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
     return hashlib.sha256(b"".join(lines[:step])).hexdigest()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_trained_parameters_are_counted_without_the_padding_of_the_vocabulary(tied):
+    config = ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=48, tie_embeddings=tied)
+    assert trained_count(new_model(config, 300), 300) == (1 if tied else 2) * 300 * 32 + 4 * 32 * 32 + 3 * 48 * 32 + 3 * 32
 
 
 def test_the_metadata_are_what_the_hub_reads(whole):
