@@ -358,8 +358,6 @@ FAULTS = [
           "tests/observe/test_phases.py"),
     fault("flops: a frozen matrix has a gradient", "extensions/cost.py", "if not config.lora_enabled:", "if True:",
           "tests/learn/test_flops.py"),
-    fault("power: a counter that wraps", "extensions/power.py", "wraps_at if value < last else 0", "0",
-          "tests/observe/test_power.py"),
     fault("slow rank: the step that compiles is compared", "extensions/phases.py", "steps[self.is_first_step:]", "steps",
           "tests/observe/test_phases.py"),
     fault("MFU: the peak of one rank", "extensions/profile.py", "(self.peak * ranks.world_size)", "self.peak", MFU),

@@ -87,11 +87,6 @@ def token_set(ids, dtype="uint16", cut=()):
     return TokenSet(tuple(shards), "")
 
 
-@pytest.mark.parametrize("tokens, rows", [(8, 0), (9, 1), (16, 1), (17, 2)])
-def test_the_last_row_has_a_last_target(tokens, rows):
-    assert len(TokenRows(token_set(range(tokens)), 8)) == rows
-
-
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_document_numbers_equal_a_naive_count(ids):
     expected = [[1 + sum(token == 0 for token in row[1:end + 1]) for end in range(6)] for row in ids]

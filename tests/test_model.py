@@ -13,10 +13,9 @@ from checkpoint.tensors import read_all
 from config import ModelConfig
 from extensions.inference.engine import RowCache
 from fused import matmul
-from fused.attention import compute_spans
 from fused.head import IGNORE_INDEX, HeadGradients, float_logits
 from fused.matmul import linear
-from model import SHARED_PREFIX, Linear, RMSNorm, Transformer, padded
+from model import SHARED_PREFIX, RMSNorm, Transformer, padded
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -159,18 +158,6 @@ def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-def test_borders_are_where_documents_begin_in_the_flattened_batch():
-    documents = torch.tensor([[1, 1, 2, 2], [2, 2, 3, 3], [1, 1, 1, 1]], dtype=torch.int32)
-    borders, longest, _ = compute_spans(documents)
-    assert len(longest) == 4
-    assert borders.dtype == torch.int32 and len(borders) == 64
-    assert borders[:6].tolist() == [0, 2, 4, 6, 8, 12], "a row's begin is a border even where the number goes on"
-    assert (borders[5:] == 12).all()
-    single, longest, _ = compute_spans(torch.arange(1, 65, dtype=torch.int32)[None])
-    assert len(longest) == 2, "a size of 1 would be a constant for the compiler"
-    assert single.tolist() == [*range(65)] + [64] * 63
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("chunk", [0, 1, 7, 64])
 @pytest.mark.parametrize("mode", ["logprobs", "sum"])
@@ -289,21 +276,6 @@ def test_the_gradient_of_a_head_is_added_in_float32_over_chunks_and_slices_of_ro
     expected_VD = gradient_MV.double().T @ hidden_MD.double()
     torch.testing.assert_close(gradients.learned.double(), expected_VD, rtol=0, atol=0.05)  # each chunk's product is rounded to bf16
     assert gradients.learned.dtype == torch.float32
-
-
-def test_parameters_are_initialized_by_their_module_not_by_letters_in_their_names():
-    """Only a Bias begins at 0, and only WO and W2 are scaled by the depth, whatever other layers are called."""
-    model = Transformer(ModelConfig(**{**SMALL, "model_type": "qwen2"}), VOCAB)
-    for block in model.layers:
-        block.attention.beta, block.attention.two = RMSNorm(16, 1e-5), Linear(48, 2000)
-        block.attention.plain = torch.nn.Linear(4, 4)
-        block.raw_w2, block.attention.new_wv = Linear(48, 2000), Linear(48, 48)
-    model.init_weights(torch.Generator().manual_seed(0))
-    for block in model.layers:
-        assert block.attention.beta.weight.eq(1).all() and block.ffn_norm.weight.eq(1).all()
-        assert block.attention.bq.weight.eq(0).all() and block.attention.plain.bias.eq(0).all()
-        for layer in (block.attention.two, block.raw_w2):
-            assert layer.weight.std().item() == pytest.approx(model.config.init_std, rel=0.05)
 
 
 def test_with_init_copy_a_head_adds_a_multiple_of_what_it_attends_to():

@@ -1,17 +1,15 @@
 """Files whose content is not what their name says are named for what they are, with a remedy that works."""
 
-import json
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from checkpoint import huggingface, store
 from checkpoint.tensors import open_tensors
 from common.errors import PaddockError
-from common.files import check_start, plain, read_json, read_plain, read_text
+from common.files import plain, read_text
 from data_pipeline.shards import TokenizerInfo, open_token_set, read_manifest
 from data_preparation_utils import read_mix
 from extensions.inference.text import read_prompts
@@ -69,22 +67,3 @@ def test_text_in_utf_16_is_an_error_whose_command_makes_it_utf_8(name, encoding,
         subprocess.run(str(raised.value).partition("convert it with: ")[2], shell=True, check=True)
         assert read_text(path, "utf-8-sig") == content.replace("\r\n", "\n")
         assert read_env_file(path).values == {"max_steps": ("3", f"{path}:1"), "seed": ("1", f"{path}:2")}
-
-
-@pytest.mark.parametrize("content", [b"", b"\0", b"A", "é日本語".encode(), b"\xef\xbb\xbfSEED=1", b"a\0b", b"\0" * 4096, b"version 2"])
-def test_any_other_content_is_read_as_it_is(content, tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(content)
-    check_start(path, content, is_text=True)
-    assert read_plain(path) == content and read_text(path) == content.decode()
-    path.write_text(json.dumps({"a": 1}), encoding="utf-8-sig")
-    assert read_json(path) == {"a": 1} == huggingface.read_model_json(path)
-
-
-def test_no_file_stays_open_when_it_is_refused(tmp_path):
-    (tmp_path / "pointer").write_bytes(POINTER)
-    before = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").exists() else 0
-    for _ in range(3):
-        with pytest.raises(OSError, match="git-lfs"):
-            open(tmp_path / "pointer", opener=plain)
-    assert not before or len([*Path("/proc/self/fd").iterdir()]) == before

@@ -13,7 +13,7 @@ import pytest
 from common import remote
 from common.errors import DataError
 from common.remote import TRIES, hub_folder, is_transient
-from data_pipeline.sources import Reading, Source, list_files, read_texts, source_of
+from data_pipeline.sources import Reading, Source, list_files, read_texts
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
 CONTENT = "".join(LINES).encode()
@@ -177,14 +177,6 @@ def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, t
         remote.hub_revision("my/text", "")
     assert asked == [remote.HUB_SECONDS] * tries
     assert capfd.readouterr().err.count("retrying") == tries - 1
-
-
-@pytest.mark.parametrize("name", ["nope/", "a/b/c", "./a", "/a/b", "~/a", "a--b/c", "a/..", "notes.md", "", "a b", "x" * 97])
-def test_what_can_be_no_name_on_the_hub_is_not_asked_for(name, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
-    with pytest.raises(DataError, match="is not a valid hub name"):
-        remote.hub_revision(name, "")
-    assert not name or source_of(name).path == name
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

@@ -187,33 +187,6 @@ def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
     assert "its result is off by" in trial("flash-2", "documents", (4, 2, 8), CPU, FP32)
 
 
-@pytest.mark.parametrize("works_for", ["documents", "causal"])
-def test_what_a_purpose_has_chosen_stays_switched_on_or_off(works_for, monkeypatch):
-    """FlashAttention-3 is one switch for the whole process, and may fail for one purpose only."""
-    def attended(kernel, q, k, v, mask=None, spans=None):
-        purpose = "causal" if mask is None and spans is None else "documents"
-        if kernel == "flash-3" and purpose != works_for or kernel in ("cudnn", "cudnn-expanded", "flash-2"):
-            raise RuntimeError("no kernel image")
-        mask = document_mask if spans is not None else mask
-        return attend("math", q, k, v, mask)
-
-    switch, original = [False], attention.trial
-    document_mask = torch.ones(256, 256, dtype=torch.bool).tril()
-    document_mask[100:, :100] = False
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    monkeypatch.setattr(attention, "activate_flash_3", switch.append)
-    monkeypatch.setattr(attention, "attend", attended)
-    monkeypatch.setattr(attention, "trial", lambda *a: original(*a[:3], CPU, a[4]))
-    order = ["documents", "causal"]
-    for purposes in (order, order[::-1]):
-        attention._choose.cache_clear(), attention.CHOSEN.clear(), switch.append(False)
-        for purpose in purposes:
-            chosen = choose_kernel(purpose, tiny(), CUDA, BF16)
-            if purpose == purposes[0]:
-                assert (chosen == "flash-3") is switch[-1] is (purpose == works_for)
-        assert switch[-1] is (purposes[0] == works_for), "switched under the kernel that the first purpose has chosen"
-
-
 def test_a_kernel_is_tried_in_inference_mode_as_elsewhere(monkeypatch):
     """A GPU's kernels need a trial, which generation may be the first to start; a CPU's usual kernel needs none."""
     monkeypatch.setattr(attention, "kernel_order", lambda *_: ("math",))
@@ -376,13 +349,6 @@ def test_blocks_of_queries_attend_as_one_query_after_another(shape, lengths, com
     weights = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
     for found, wanted in zip(*(torch.autograd.grad((each * weights).sum(), inputs) for each in (actual, expected))):
         torch.testing.assert_close(found, wanted)
-
-
-def test_a_frozen_model_keeps_no_probabilities():
-    q = torch.randn(2 * 2, 64, 8)
-    k = q.view(1, 2, 128, 8)
-    kept = [len(blocks.attention_in_blocks(q, k, k, None, keep)[1]) for keep in (True, False)]
-    assert kept == [2 * 64 * 64 * 3, 0]
 
 
 @pytest.mark.parametrize("queries", [1, 5, attention.GROUPED_QUERIES + 1])

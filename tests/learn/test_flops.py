@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
-from extensions.cost import StepFlops, Work, forward_flops, teacher_flops
+from extensions.cost import StepFlops, Work
 from extensions.profile import Measurements
 from fused.head import IGNORE_INDEX
 from learn.objectives import (
@@ -24,7 +24,7 @@ from learn.objectives import (
     pair_logprobs,
     stored_reference,
 )
-from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
+from learn.teacher import HFTeacher, LlamaTeacher
 from model import Transformer
 from run.start import logprobs_without_adapters
 from tokenizer import load_tokenizer
@@ -144,25 +144,6 @@ def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
     measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks, config=Config(total_batch_size=20)))
     assert Measurements.read_utilization(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
     assert measured.work == Work(), "what was read is not counted again"
-
-
-@pytest.mark.parametrize("budget", [0.9, 0.5])
-def test_a_low_budget_recomputes_what_a_block_does(budget):
-    settings = dict(compile=True, activation_memory_budget=budget)
-    for objective in (NextToken(), ORPO(Config())):
-        found = [StepFlops(*make(activation_checkpointing=how, **settings), objective, VOCAB, "cpu").computed
-                 for how in ("none", "selective", "block")]
-        forward = forward_flops(make()[0], 0, LENGTH)
-        assert found[2] == found[0] + forward
-        assert found[1] == (found[2] if budget < 0.6 else found[0])
-
-
-def test_a_teacher_is_counted_without_its_weights(tmp_path):
-    teacher = hugging_face()
-    teacher.model.save_pretrained(tmp_path)
-    without_weights = teacher_on_meta(tmp_path, VOCAB)
-    assert next(without_weights.model.parameters()).is_meta
-    assert teacher_flops(without_weights, VOCAB, LENGTH) == teacher_flops(teacher, VOCAB, LENGTH)
 
 
 def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):

@@ -16,8 +16,6 @@ from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
 from extensions import online as rollouts
-from extensions.cost import estimate_memory, generation_bytes
-from extensions.inference.engine import Engine
 from extensions.online import GRPO, STD_EPSILON, Answer, Rollouts, advantages, training_batch
 from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
 from fused.head import IGNORE_INDEX
@@ -192,22 +190,6 @@ def test_masked_tokens_contribute_nothing_and_rows_add_up(loss):
         torch.testing.assert_close(sum(part[2][name] for part in parts), gradient, rtol=1e-4, atol=1e-5)
 
 
-@losses
-def test_answers_that_share_their_prompt_have_the_loss_and_gradient_of_separate_rows(loss):
-    batch = answers()
-    prompts = Batch(batch.tokens_BT[[0, 4]], batch.targets_BT[[0, 4]], stored={"prompt_B1": torch.tensor([[PROMPT], [PROMPT - 1]])})
-    ids = [row_T[row_T != IGNORE_INDEX].tolist() for row_T in batch.targets_BT]
-    advantages_PG, objective = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4), objective_of(loss, grpo_beta=0.1)
-    alone, shared = (training_batch(prompts, ids, advantages_PG, together, multiple, 3 * T)
-                     for together, multiple in ((1, T), (4, 1)))
-    assert objective.count(alone) == objective.count(shared) and shared.tokens_BT.numel() < alone.tokens_BT.numel() / 2
-    assert shared.targets == alone.targets == sum(map(len, ids))
-    (one, its_metrics, its_gradient), (other, metrics, gradient) = (gradients(objective, each) for each in (alone, shared))
-    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(metrics, its_metrics, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradient, its_gradient, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("together", [1, 4])
 def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together, monkeypatch):
     """Each new length would be planned or compiled for. On a CPU, rows are as long as the longest answer needs."""
@@ -239,15 +221,6 @@ def test_steps_on_a_gpu_have_few_shapes_and_the_same_losses(together, monkeypatc
                 losses = [objective.loss_sum(model_of(0), each).metrics["entropy"] for each in (one, other, other_padding)]
             assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-6) and torch.equal(*losses[1:])
     assert len(shapes) <= 3 < len(lengths) and all(shape[1] in (128, 256, 384, longest) for shape in shapes)
-
-
-def test_the_forecast_has_room_for_the_cache():
-    config = Config(**CONFIG.model_dump(), training_stage="grpo", max_seq_len=T, micro_batch_size=16)
-    cache = Engine(model_of(0), 16, T + 1).cache
-    assert cache.keys.nbytes + cache.values.nbytes < generation_bytes(config, VOCAB, 4)
-    small = config.model_copy(update={"n_layers": 1, "dim": 8, "ffn_dim": 8})  # the cache is the most of a step
-    more = small.model_copy(update={"n_kv_heads": 4, "grpo_max_tokens": None})
-    assert estimate_memory(more, VOCAB, 4, "cpu").total >= generation_bytes(more, VOCAB, 4)
 
 
 VALUES = {  # what answers are worth, by their text; None: it is not understood

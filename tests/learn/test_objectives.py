@@ -350,16 +350,6 @@ def test_kto_equals_trl(point):
     assert float(objective.loss_sum(model, alone).total.detach()) == pytest.approx(4 * float(loss.detach()), abs=1e-6)
 
 
-def test_kto_takes_one_side_of_the_pairs_without_asking_the_device():
-    """On the meta device, which has no values, as a GPU has none that the host could read without waiting."""
-    batch, objective = unpaired_rows(9), KTO(Config(compile=False))
-    for side in (1, -1):
-        expected, found = objective.only(batch, side), objective.only(batch.to(torch.device("meta")), side)
-        assert found.tokens_BT.is_meta and found.target_index_M.is_meta and torch.equal(found.host.targets_BT, expected.targets_BT)
-        assert torch.equal(found.document_ids_BT, expected.document_ids_BT) and found.padding == expected.padding
-        assert objective.text_loss(found, SimpleNamespace(metrics={"logprob_answer": torch.zeros(())}))[0].is_meta
-
-
 def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
     batch = unpaired_rows(3, point=None)
     objective = KTO(Config(compile=False), partial(frozen_logprobs, model_of(99)), model_of(0))

@@ -59,13 +59,6 @@ def test_wsd_is_flat_and_then_falls_in_a_line_that_begins_after_the_warm_up():
     assert rates[4:11] == pytest.approx([1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
 
 
-@pytest.mark.parametrize("kind, last", [("cosine", 0.1), ("wsd", 0.1), ("constant", 1.0)])
-def test_beyond_the_last_step_the_schedule_stays_where_it_ended(kind, last):
-    assert schedule(max_steps=10, warmup_steps=2, lr_schedule=kind)[10:] == pytest.approx([last] * 3)
-    config = OptimConfig(learning_rate=1.0, min_learning_rate=0.1, max_steps=0, warmup_steps=0, lr_schedule=kind)
-    assert 0.1 <= learning_rate(0, config) <= 1.0
-
-
 def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():
     assert OptimConfig(learning_rate=1e-3).final_learning_rate == pytest.approx(1e-4)
     assert OptimConfig(learning_rate=1e-3, min_learning_rate=0).final_learning_rate == 0

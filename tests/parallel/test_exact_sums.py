@@ -110,22 +110,6 @@ def test_sums_of_rows_do_not_depend_on_the_other_rows(shape):
         assert torch.equal(row_sums(rows[row:row + 2].clone())[0], expected[row])
 
 
-@pytest.mark.parametrize("count, world_size", [(16, 3), (4, 4), (5, 2), (7, 1)])
-def test_ranks_share_all_micro_batches_in_order(count, world_size):
-    first = [first_micro_batch(count, rank, world_size) for rank in range(world_size + 1)]
-    shares = [range(*each) for each in zip(first, first[1:])]
-    assert [index for each in shares for index in each] == [*range(count)]
-    assert {len(each) - count // world_size for each in shares} <= {0, 1}
-    for each, rows in zip(shares, np.array_split(np.arange(count), world_size)):  # as RowOrder does
-        assert [*each] == rows.tolist()
-
-
-def test_a_placed_value_keeps_its_bits_and_infinity():
-    reducer = SimpleNamespace(done=2, largest=torch.zeros(3))
-    assert ReproducibleReducer.scatter(reducer, torch.tensor(0.1)).tolist() == [0.0, float(torch.tensor(0.1)), 0.0]
-    assert ReproducibleReducer.scatter(reducer, torch.tensor(math.inf)).tolist() == [0.0, math.inf, 0.0]
-
-
 def test_a_step_is_repeated_with_a_scale_that_fits():
     batches, settings = uneven_batches(2), {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 2}
     steps = [a_step(batches, exponent=exponent, **settings) for exponent in (-40, 40)]

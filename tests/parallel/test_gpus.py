@@ -68,15 +68,3 @@ def test_without_nvml_the_error_says_what_to_install(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(SettingsError, match="pip install nvidia-ml-py"):
         read_gpus()
-
-
-@pytest.mark.parametrize(("environ", "numbers"), [
-    ({}, [0, 1]), ({"CUDA_VISIBLE_DEVICES": "3,5"}, [3, 5]), ({"CUDA_VISIBLE_DEVICES": "MIG-1,GPU-2"}, [0, 1]),
-    ({"CUDA_VISIBLE_DEVICES": "3,5", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, [3, 5]), ({"CUDA_VISIBLE_DEVICES": "3"}, [3, 1]),
-    ({"CUDA_VISIBLE_DEVICES": "3,5", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, [0, 1])])  # two machines may both have a 3
-def test_a_ranks_gpu_is_called_by_its_number_if_that_is_known(environ, numbers, monkeypatch):
-    for name in ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert [process.number_of(rank) for rank in (0, 1)] == numbers

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from extensions.report.data import RunReader
-from extensions.report.goodput import KILLED, goodput
+from extensions.report.goodput import KILLED
 
 
 def write(path, rows) -> None:
@@ -82,12 +82,6 @@ def test_the_time_before_a_finished_run_is_continued_is_not_counted(read):
                 {"time": 10_010, "step": 20, "event": "end", "reason": "finished"}], [line(10, 10, 1.0), line(10_010, 20, 1.0)])
     found = run.data(100)["goodput"]
     assert (found["share"], found["seconds"], found["interruptions"]) == (1, 20, [])
-
-
-def test_nothing_is_invented_for_a_run_without_events(read):
-    assert read([], [line(10, 10, 1.0)]).data(100)["goodput"] is None
-    assert read([start(0, 0)], [{"step": 10, "train_loss": 1.0}]).data(100)["goodput"] is None
-    assert goodput([]) is None
 
 
 def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):

@@ -62,16 +62,6 @@ def test_files_that_only_resuming_needs_may_be_missing(copy):
     assert "optimizer" not in text and f"{copy} is intact." in text
 
 
-def test_without_a_manifest_there_is_nothing_to_compare_with(copy, whole, tmp_path):
-    (copy / "MANIFEST.json").unlink()
-    assert "not written by Paddock" in verify(copy, code=5)
-    (tmp_path / "empty").mkdir()
-    assert "contains no checkpoint" in verify(tmp_path / "empty", code=5)
-    assert "is not a folder" in verify(tmp_path / "missing", code=5)
-    # One of several: the others are verified all the same.
-    assert "1 of 2" in verify(whole.checkpoint(4), flipped(whole, tmp_path), code=5)
-
-
 def flipped(whole, tmp_path) -> Path:
     folder = Path(shutil.copytree(whole.checkpoint(4), tmp_path / "flipped"))
     flip_bit(folder / "MANIFEST.json")

@@ -350,41 +350,20 @@ def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(
 # Flags of transformers' Trainer, TRL, axolotl, LLaMA-Factory, nanochat, litgpt, torchtitan, nanoGPT and Megatron, and typos:
 # what is meant,
 MEANT = """
-    lr:learning_rate max_lr:learning_rate min_lr:min_learning_rate block_size:max_seq_len sequence_len:max_seq_len cutoff_len:max_seq_len
-    max_length:max_seq_len n_embd:dim hidden-size:dim n_layer:n_layers num-attention-heads:n_heads num-query-groups:n_kv_heads
-    head_dim:head_width kv_heads:n_kv_heads per_device_train_batch_size:micro_batch_size device_batch_size:micro_batch_size
-    training.local_batch_size:micro_batch_size max_iters:max_steps train-iters:max_steps training.steps:max_steps num_epochs:epochs
-    train.epochs:epochs lr_warmup_steps:warmup_steps warmup_iters:warmup_steps lr_scheduler_type:lr_schedule warmdown_ratio:decay_fraction
-    grad_clip:max_grad_norm training.max_norm:max_grad_norm clip-grad:max_grad_norm adam_epsilon:adam_eps beta2:adam_beta2 optim:optimizer
-    optimizer.name:optimizer optimizer.lr:learning_rate dtype:precision torch_compile:compile compile.enable:compile ddp_timeout:distributed_timeout
-    eval_interval:validate_every eval.interval:validate_every validation.freq:validate_every eval_steps:validate_every
-    val_size:validation_fraction save_steps:save_every checkpoint.interval:save_every save_total_limit:keep_last checkpoint.keep_latest_k:keep_last
-    logging_steps:log_every metrics.log_freq:log_every out_dir:output_dir job.dump_folder:output_dir wandb_run_name:run_name
-    resume_from_checkpoint:resume model_name_or_path:pretrain_checkpoint base_model:pretrain_checkpoint init_from:pretrain_checkpoint
-    stage:training_stage model.flavor:preset rotary-base:rope_theta lora_r:lora_rank lora_target:lora_target_modules use_rslora:lora_rslora
-    use_peft:lora_enabled enable_lora:lora_enabled pref_beta:dpo_beta rpo_alpha:dpo_sft_weight num_generations:grpo_group
-    max_completion_length:grpo_max_tokens reward_funcs:reward use_wandb:wandb_enabled wandb_log:wandb_enabled metrics.enable_wandb:wandb_enabled
-    dataset_num_proc:preparation_workers training.enable_cpu_offload:cpu_offload patience:early_stopping_patience use_tf32:tf32
+    lr:learning_rate n_embd:dim hidden-size:dim num-query-groups:n_kv_heads training.local_batch_size:micro_batch_size train.epochs:epochs
+    optimizer.name:optimizer optimizer.lr:learning_rate compile.enable:compile eval.interval:validate_every checkpoint.keep_latest_k:keep_last
+    metrics.log_freq:log_every job.dump_folder:output_dir model.flavor:preset metrics.enable_wandb:wandb_enabled
     log_stepz:log_every logs_every:log_every save_step:save_every dop_beta:dpo_beta max_stepz:max_steps learningrate:learning_rate
     reset-optimzer:reset_optimizer warm_up_steps:warmup_steps epoch:epochs seeds:seed
 """
-# the setting or command in the sentence that says what does it here,
+# the setting or command in the sentence that names what does it here,
 SAID = """
-    gradient_accumulation_steps:TOTAL_BATCH_SIZE global-batch-size:TOTAL_BATCH_SIZE num_iterations:GRPO_UPDATES max_tokens:TOTAL_BATCH_SIZE
-    warmup_ratio:WARMUP_STEPS lr_decay_iters:DECAY_FRACTION decay_lr:LR_SCHEDULE=constant bf16:PRECISION=bf16 use_amp:PRECISION=bf16
-    fp16:PRECISION=fp16 use_fp8:fp8 num_workers:two_steps_ahead prefetch_steps:two_steps_ahead loss_spike_window:128 hf_token:.env use_fused_optimizer:always_fused
-    num_nodes:--nnodes num_gpus:--nproc-per-node devices:--nproc-per-node num_processes:--nproc-per-node enable_fsdp:SHARDING=full
-    use_fsdp:SHARDING=full fsdp:SHARDING=full deepspeed:SHARDING=full parallelism.data_parallel_shard_degree:SHARDING=full
-    tensor_parallel_degree:SHARDING ddp_backend:DDP gradient_checkpointing:ACTIVATION_CHECKPOINTING=block
-    activation_checkpoint.mode:ACTIVATION_CHECKPOINTING=block flash_attention:ATTENTION_BACKEND=flash use_profiler:PROFILE_STEPS=3:7
-    profiling.enable_profiling:PROFILE_STEPS=3:7 sample_packing:DOCUMENT_MASK packing:DOCUMENT_MASK train_on_inputs:only_the_answers
-    chat_template:TOKENIZER_PATH vocab_size:TOKENIZER_PATH dataset:SFT_DATA_PATH training.dataset:SFT_DATA_PATH eval_iters:VALIDATION_ROWS
-    eval_strategy:VALIDATE_EVERY save_strategy:SAVE_EVERY load_best_model_at_end:KEEP_BEST overwrite_output_dir:RESUME=never
-    report_to:WANDB_ENABLED push_to_hub:export adapter:LORA_ENABLED=true load_in_4bit:LORA_BASE_QUANTIZATION=nf4
-    lora_modules_to_save:LORA_TRAIN_HEAD use_dora:LORA_RSLORA loss_type:DPO_LOSS rl:PREFERENCE_OBJECTIVE epsilon:GRPO_CLIP_LOW
-    temperature:SAMPLE_TEMPERATURE dropout:LORA_DROPOUT use_liger_kernel:HEAD_CHUNK_TOKENS freeze_layers:TRAIN_ONLY
-    gradient_accumulation_step:TOTAL_BATCH_SIZE validation.steps:VALIDATION_ROWS eval.max_iters:VALIDATION_ROWS beta:GRPO_BETA
-    matrix_lr:LEARNING_RATE trust_remote_code:never_run
+    gradient_accumulation_steps:TOTAL_BATCH_SIZE gradient_accumulation_step:TOTAL_BATCH_SIZE warmup_ratio:WARMUP_STEPS bf16:PRECISION=bf16
+    prefetch_steps:two_steps_ahead hf_token:.env use_fused_optimizer:always_fused num_gpus:--nproc-per-node use_fsdp:SHARDING=full
+    parallelism.data_parallel_shard_degree:SHARDING=full activation_checkpoint.mode:ACTIVATION_CHECKPOINTING=block
+    profiling.enable_profiling:PROFILE_STEPS=3:7 train_on_inputs:only_the_answers training.dataset:SFT_DATA_PATH
+    validation.steps:VALIDATION_ROWS eval.max_iters:VALIDATION_ROWS push_to_hub:export load_in_4bit:LORA_BASE_QUANTIZATION=nf4
+    freeze_layers:TRAIN_ONLY trust_remote_code:never_run
 """
 # and what is not known and resembles no setting, or another one by its letters alone.
 UNKNOWN = """

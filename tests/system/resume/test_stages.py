@@ -174,13 +174,6 @@ def test_unpaired_answers_are_trained_alike_on_two_ranks_and_with_a_live_referen
             assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("mode, data, words", [("kto", "pairs", "set PREFERENCE_OBJECTIVE=dpo, orpo or simpo, or name unpaired answers"),
-                                               ("simpo", "unpaired", "needs pairs; set PREFERENCE_OBJECTIVE=kto, or name pairs in DPO_DATA_PATH")])
-def test_data_of_the_other_kind_are_refused(mode, data, words, run, stages, capsys):
-    assert run(mode, DPO_DATA_PATH=getattr(stages, data)).train() == 3
-    assert words in capsys.readouterr().err
-
-
 @pytest.fixture
 def bare_pairs(stages, tmp_path) -> Path:
     return bare(stages.pairs, tmp_path / "bare")
