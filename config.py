@@ -302,15 +302,6 @@ LORA_LAYERS = {name.split(".")[1]: hf_name.split(".")[1] for name, hf_name in LI
 ALL_LINEAR = "all-linear"  # PEFT's name for all of these
 
 
-def lora_layers(names: str) -> str:
-    """Normalize LORA_TARGET_MODULES to internal names in the model's order."""
-    internal = {hf_name: name for name, hf_name in LORA_LAYERS.items()}
-    layers = {internal.get(name, name) for name in map(str.strip, names.split(",")) if name}
-    if ALL_LINEAR in layers:
-        layers = layers - {ALL_LINEAR} | {*LORA_LAYERS}
-    return ",".join([*filter(layers.__contains__, LORA_LAYERS), *sorted(layers - {*LORA_LAYERS})])
-
-
 class LoraConfig(Section):
     """Low-rank adapters."""
 
@@ -334,7 +325,12 @@ class LoraConfig(Section):
     @field_validator("lora_target_modules")
     @classmethod
     def use_internal_names(cls, names: str) -> str:
-        return lora_layers(names)
+        """Normalize LORA_TARGET_MODULES to internal names in the model's order."""
+        internal = {hf_name: name for name, hf_name in LORA_LAYERS.items()}
+        layers = {internal.get(name, name) for name in map(str.strip, names.split(",")) if name}
+        if ALL_LINEAR in layers:
+            layers = layers - {ALL_LINEAR} | {*LORA_LAYERS}
+        return ",".join([*filter(layers.__contains__, LORA_LAYERS), *sorted(layers - {*LORA_LAYERS})])
 
 
 class PreferenceConfig(Section):

@@ -273,11 +273,14 @@ class FileLock:
     """A file lock, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
+        def not_through_links(path: str, flags: int) -> int:
+            return plain(path, flags | os.O_NOFOLLOW)  # protects the target of a link
+
         self.taken = False
         try:
-            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=_not_through_links)
+            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=not_through_links)
         except PermissionError:  # another user's file, which can still be locked
-            self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
+            self.file = open(path, encoding="utf-8", errors="replace", opener=not_through_links)
 
     def take(self, warn: Callable[[str], Any] = show) -> str:
         """Try to take the lock; return another holder's name or ""; `warn` if the file system lacks locks."""
@@ -305,35 +308,6 @@ class FileLock:
         with self.file:  # closing it releases the lock
             if self.taken:
                 self._write_holder("")
-
-
-def _not_through_links(path: str, flags: int) -> int:
-    return plain(path, flags | os.O_NOFOLLOW)  # protects the target of a link
-
-
-def holder_runs(lock: Path) -> Optional[bool]:
-    """Return whether the process named in a lock file is running; None if it is on another machine.
-
-    This does not try the lock, because a job that starts at the same time would find it taken.
-    """
-    try:
-        holder = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
-    except (OSError, ValueError):
-        return False
-    if not holder:
-        return False
-    if holder[2] != socket.gethostname():
-        return None
-    try:
-        for descriptor in Path("/proc", holder[1], "fd").iterdir():  # its number may have been reused
-            with suppress(OSError):
-                if descriptor.samefile(lock):
-                    return True
-    except PermissionError:  # another user's process
-        return True
-    except OSError:
-        pass
-    return False
 
 
 @cache

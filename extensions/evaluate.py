@@ -174,7 +174,11 @@ def samples(model: Transformer, tokenizer, config: Config, step: int, held_out: 
         chat_format = load_chat_format(tokenizer)
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         if held_out is not None and not config.sample_prompts:
-            prompt_ids = first_prompts(held_out, HELD_OUT_SAMPLES)
+            prompt_ids = []
+            for row in range(min(HELD_OUT_SAMPLES, len(held_out))):
+                batch = held_out(np.array([row]))
+                length = (batch.targets_BT[0] != IGNORE_INDEX).int().argmax() + 1  # without the first target
+                prompt_ids.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
             prompts = [tokenizer.decode(ids) for ids in prompt_ids]
         stop_ids = chat_format.stop_ids
     # The packed layout of a CPU rounds in another order, and sharded models have none.
@@ -327,13 +331,3 @@ class Harness:
                 return manager, simple_evaluate, HFLM
         raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls "
                             "tasks` lists its tasks, and --include-path adds a folder of tasks")
-
-
-def first_prompts(rows: Rows, count: int) -> list[list[int]]:
-    """Return the token ids of the first prompt of each of the first rows of chats, pairs or prompts."""
-    prompts = []
-    for row in range(min(count, len(rows))):
-        batch = rows(np.array([row]))
-        length = (batch.targets_BT[0] != IGNORE_INDEX).int().argmax() + 1  # the first target is not in it
-        prompts.append(batch.tokens_BT[0, :batch.stored.get("prompt_B1", length)].tolist())
-    return prompts

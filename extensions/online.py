@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from select import select
@@ -45,8 +44,7 @@ from run.life import Run
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
 POLL_SECONDS = 1.0
-WINDOW_STEPS = 20  # over which the warnings of equal rewards and of long answers look
-LONGER = 1.5  # growth of the answers, while the reward does not rise, until a warning
+WINDOW_STEPS = 20  # of equal rewards until a warning
 ANSWER_COLUMNS = ("answer", "completion", "output")  # of a record
 SHOWN_FAILURES, SHOWN_RECORD = 3, 200  # of a step; characters
 # The process appends these folders to its path: that of the command, and ours.
@@ -132,27 +130,6 @@ class Answer(NamedTuple):
     misunderstood: bool = False  # by `math`, and therefore worth 0
 
 
-class LengthTrend:
-    """Recognizes answers that become longer, but not better."""
-
-    def __init__(self):
-        self.recent: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)  # (tokens, reward)
-        self.before: Optional[np.ndarray] = None  # `recent` when the reward last rose, or a warning was due
-
-    def add(self, tokens: float, reward: float) -> Optional[tuple[float, float]]:
-        """Add a step's means; return both lengths if a warning is due. A rise is two standard errors."""
-        self.recent.append((tokens, reward))
-        now_N2 = np.array(self.recent)
-        if len(now_N2) < WINDOW_STEPS:
-            return None
-        before_N2 = now_N2 if self.before is None else self.before
-        (old_tokens, old), (tokens, new) = before_N2.mean(axis=0), now_N2.mean(axis=0)
-        error = np.hypot(before_N2[:, 1].std(ddof=1), now_N2[:, 1].std(ddof=1)) / WINDOW_STEPS**0.5
-        rose, is_longer = new > old + 2 * error, tokens >= LONGER * old_tokens
-        self.before = now_N2 if rose or is_longer else before_N2
-        return (old_tokens, tokens) if is_longer and not rose else None
-
-
 class Rollouts:
     """Generates and rewards the answers of each step."""
 
@@ -160,7 +137,7 @@ class Rollouts:
         self.model, self.config, self.tokenizer, self.context = model, config, tokenizer, context
         self.chat_format = load_chat_format(tokenizer)
         self.rewards = Rewards(f"REWARD={config.reward}", config.reward_terms)
-        self.equal_rewards_steps, self.length_trend, self.is_reported = 0, LengthTrend(), False
+        self.equal_rewards_steps, self.is_reported = 0, False
         self.together = config.answers_per_row
         longest = config.max_seq_len + (self.together - 1) * config.answer_tokens
         # A compiler wants rows of one length, and the kernels of a GPU plan for each new one.
@@ -303,13 +280,6 @@ class Rollouts:
             warn(f"step {step + 1}: for {WINDOW_STEPS} steps, all answers to a prompt had equal rewards, "
                  "so the model learns nothing; use prompts that it sometimes solves, a reward with more "
                  "steps, or a larger GRPO_GROUP")
-        weights = [weight * (name != "length") for name, weight in self.config.reward_terms]
-        values = [sum(map(float.__mul__, weights, each.rewards)) for each in answers if not each.failure]
-        tokens, reward = lengths["answer_tokens"], np.mean(values).item()
-        if any(weights) and (longer := self.length_trend.add(tokens, reward)):
-            warn("step {}: answers grew from {:.1f} to {:.1f} tokens, but their reward (without `length`) "
-                 "did not rise; look in rollouts.jsonl if length alone is rewarded. A term such as "
-                 "length*-0.001 in REWARD, or a larger GRPO_BETA, works against it".format(step + 1, *longer))
         return {"reward": rewards.mean().item(), "reward_std": rewards.std().item(),
                 "equal_groups": equal, **lengths}
 

@@ -6,7 +6,6 @@ The package needs no torch.
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Optional
@@ -22,45 +21,34 @@ LOWEST_PRIORITY = 19
 
 
 class Report(Extension):
-    """Writes the report of rank 0's run with REPORT=true."""
+    """Writes the report of rank 0's run with REPORT=true, in a process, which may fail."""
 
-    def __init__(self) -> None:
-        self.background = BackgroundReport()
+    process: Optional[subprocess.Popen] = None
+    warned = False
 
     def saved(self, run) -> None:
         if run.config.report and run.log.lines:
-            self.background.start(run.folder, run.log.warn)
+            self.start(run)
 
     def run_end(self, run, error: Optional[BaseException]) -> None:
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
-        if run.config.report and run.log.lines and self.background.finish(run.folder, seconds, run.log.warn):
+        if run.config.report and run.log.lines and self.finish(run, seconds):
             if run.log.ending:
                 run.log.ending[1] += f"  (wrote {REPORT})"  # on the same line
             run.log.info(f"Look at the run: {path}, in a browser", "" if run.log.ending else None)
         if run.log.lines and path.is_file():
             run.log.send("report", path)
 
-
-EXTENSION = Report
-
-
-class BackgroundReport:
-    """A process that writes a run's report, at the lowest priority until the run ends. It may fail."""
-
-    def __init__(self) -> None:
-        self.process: Optional[subprocess.Popen] = None
-        self.warned = False
-
-    def start(self, folder: Path, warn: Callable[[str], None], is_final: bool = False) -> None:
-        """Start writing the report in a run's folder, unless this is already in progress; do not wait."""
+    def start(self, run, is_final: bool = False) -> None:
+        """Start writing the report, unless this is in progress; before the end, at the lowest priority."""
         if self.process and self.process.poll() is None:
             return  # the next save or the end of the run will update it
-        self._read_result(folder, warn)
+        self._read_result(run)
         try:
             # A separate session does not receive Ctrl-C from the terminal.
             self.process = subprocess.Popen(
-                [sys.executable, SCRIPT, folder.absolute(), "--in-background"], start_new_session=True,
+                [sys.executable, SCRIPT, run.folder.absolute(), "--in-background"], start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             if is_final:
@@ -70,40 +58,43 @@ class BackgroundReport:
             with suppress(OSError):  # Linux first divides the cores among sessions, regardless of priorities
                 Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST_PRIORITY))
         except OSError as error:
-            self._warn(folder, f"{type(error).__name__}: {error}", warn)
+            self._warn(run, f"{type(error).__name__}: {error}")
 
-    def finish(self, folder: Path, seconds: float, warn: Callable[[str], None]) -> bool:
+    def finish(self, run, seconds: float) -> bool:
         """Write the final report within this many seconds; return whether it was written."""
-        self._kill(folder)  # an unfinished one lacks the end of the run
+        self._kill(run)  # an unfinished one lacks the end of the run
         self.warned = False
-        self.start(folder, warn, is_final=True)
+        self.start(run, is_final=True)
         if self.process:
             with suppress(subprocess.TimeoutExpired), foreign_call():
                 self.process.wait(seconds)
             if self.process.poll() is None:
-                self._kill(folder)
-                self._warn(folder, f"it takes longer than {seconds:.0f} s", warn)
-        return self._read_result(folder, warn)
+                self._kill(run)
+                self._warn(run, f"it takes longer than {seconds:.0f} s")
+        return self._read_result(run)
 
-    def _kill(self, folder: Path) -> None:
+    def _kill(self, run) -> None:
         if self.process:
             self.process.kill()
             self.process.communicate()  # closes the pipe
-            (folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
+            (run.folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
         self.process = None
 
-    def _read_result(self, folder: Path, warn: Callable[[str], None]) -> bool:
+    def _read_result(self, run) -> bool:
         """Return whether the process wrote the report; warn if it failed other than by a stop signal."""
         if self.process is None:
             return False
         process, self.process = self.process, None
         errors = process.communicate()[1].decode(errors="replace")
         if process.returncode not in (0, *(-number for number in STOP_SIGNALS)):
-            self._warn(folder, last_line(errors), warn)
+            self._warn(run, last_line(errors))
         return process.returncode == 0
 
-    def _warn(self, folder: Path, why: str, warn: Callable[[str], None]) -> None:
+    def _warn(self, run, why: str) -> None:
         if not self.warned:
             self.warned = True
-            warn(f"the report was not written: {why}. This does not affect the run. To write it later: "
-                 f"{command('scripts/report.py', folder)}")
+            run.log.warn(f"the report was not written: {why}. This does not affect the run. To write it "
+                         f"later: {command('scripts/report.py', run.folder)}")
+
+
+EXTENSION = Report

@@ -2,12 +2,15 @@
 
 import math
 import os
+import re
 import shlex
+import socket
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,7 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from checkpoint import schema
 from checkpoint.item_scores import ItemScores, item_scores, read_item_scores
 from common.errors import CheckpointError
-from common.files import LARGEST_TEXT, holder_runs, plain, read_json
+from common.files import LARGEST_TEXT, plain, read_json, read_text
 from common.text import PROGRAM, counted
 from config import Config
 from extensions.report.curves import Curve, as_json, rounded
@@ -150,6 +153,31 @@ SPEEDS = ("tokens_per_second", "mfu")
 TIMES = ("time", "step_seconds")
 NOT_DRAWN = {"counted"}
 RECENT_LINES = 50  # for the estimate of the remaining time
+
+
+def holder_runs(lock: Path) -> Optional[bool]:
+    """Return whether the process named in a lock file is running; None if it is on another machine.
+
+    This does not try the lock, because a job that starts at the same time would find it taken.
+    """
+    try:
+        holder = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
+    except (OSError, ValueError):
+        return False
+    if not holder:
+        return False
+    if holder[2] != socket.gethostname():
+        return None
+    try:
+        for descriptor in Path("/proc", holder[1], "fd").iterdir():  # its number may have been reused
+            with suppress(OSError):
+                if descriptor.samefile(lock):
+                    return True
+    except PermissionError:  # another user's process
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class RunReader:

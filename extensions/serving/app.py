@@ -70,19 +70,15 @@ async def refuse(request: Request, error: Exception) -> Response:
     return error.response()
 
 
-def model_ids(names: Sequence[str]) -> list[str]:
-    """Return short, distinct names: the end of a path, or RUN@STEP for a checkpoint."""
-    paths = [Path(name).expanduser().absolute() for name in names]
-    return names and distinct_names([path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
-                                     if path.parent.name == "checkpoints" else path for path in paths])
-
-
 def make_app(models: Sequence[LanguageModel], options: ServeOptions) -> Starlette:
     """Create the web application and a thread for each model."""
     batchers: dict[str, Batcher] = {}
     if len({model.name for model in models}) < len(models):
         raise SettingsError(f"{models[0].name} is named twice; name different models")
-    for model, name in zip(models, model_ids([model.name for model in models])):
+    paths = [Path(model.name).expanduser().absolute() for model in models]
+    names = [path.parents[1].with_name(f"{path.parents[1].name}@{path.name}")
+             if path.parent.name == "checkpoints" else path for path in paths]  # RUN@STEP for a checkpoint
+    for model, name in zip(models, distinct_names(names) if names else ()):
         length = min(model.context_length, options.context_length)
         try:
             batchers[name] = Batcher(model, options.concurrency, options.queue, length)

@@ -33,12 +33,6 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=HEADERS | self.headers)
 
 
-def host_name(host: str) -> Optional[str]:
-    """Return a Host header without its port, in lower case; None if it is not valid."""
-    match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:]+)(:\d+)?", host.lower())
-    return match and match[1]
-
-
 def is_own(origin: str, headers: Headers) -> bool:
     """Return whether an Origin is this server's own, perhaps behind a proxy.
 
@@ -79,7 +73,8 @@ class Guard:
     def check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for other origins, a missing key, or a content type that HTML forms can send."""
         origin, host = headers.get("origin"), headers.get("host", "")
-        if self.hosts is not None and host_name(host) not in self.hosts:
+        name = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:]+)(:\d+)?", host.lower())
+        if self.hosts is not None and (name is None or name[1] not in self.hosts):
             raise ApiError(400, f"the Host {host!r} is not a name of this machine; behind a proxy, require a "
                                 f"key ({KEY_VARIABLE}), or let the proxy send Host: 127.0.0.1")
         if origin is not None and not is_own(origin, headers):

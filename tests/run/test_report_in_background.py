@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from factories import PATIENCE, UNMEASURED
 
 from extensions import report as writing
-from extensions.report import LOWEST_PRIORITY, BackgroundReport
+from extensions.report import LOWEST_PRIORITY, Report
 from run.log import RunLog
 
 SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
@@ -20,6 +21,11 @@ SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sle
 @pytest.fixture
 def warnings() -> list[str]:
     return []
+
+
+@pytest.fixture
+def run(tmp_path, warnings) -> SimpleNamespace:
+    return SimpleNamespace(folder=tmp_path, log=SimpleNamespace(warn=warnings.append))
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its_path(tiny_run, monkeypatch):
-    starts, there, start, info = [], [], BackgroundReport.start, RunLog.info
+    starts, there, start, info = [], [], Report.start, RunLog.info
 
     def record(self, text: str, shown=None) -> None:
         if text.startswith("Look at the run: "):
@@ -48,8 +54,8 @@ def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its
             there.append(page.is_file() and "6 of 6 steps" in page.read_text())
         info(self, text, shown)
 
-    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
-        starts.append(folder), start(self, folder, *rest, **named)))
+    monkeypatch.setattr(Report, "start", lambda self, run, **named: (
+        starts.append(run.folder), start(self, run, **named)))
     monkeypatch.setattr(RunLog, "info", record)
     run = tiny_run(REPORT="true", **UNMEASURED)
     assert run.train() == 0 and there == [True]
@@ -57,10 +63,10 @@ def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its
     assert "train_loss" in (run.folder / "report.html").read_text() and not [*run.folder.glob("*.tmp*")]
 
 
-def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):
-    report = BackgroundReport()
+def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, run, warnings):
+    report = Report()
     script(SLOW)
-    report.start(tmp_path, warnings.append)
+    report.start(run)
     first = report.process
     wait_for(tmp_path / "begun")
     assert os.getpriority(os.PRIO_PROCESS, first.pid) == LOWEST_PRIORITY and os.getsid(first.pid) == first.pid
@@ -68,35 +74,35 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, war
         assert group.read_text().endswith(f"nice {LOWEST_PRIORITY}\n")
     unfinished = tmp_path / f"report.html.tmp-{first.pid}"
     unfinished.write_text("half")
-    report.start(tmp_path, warnings.append)
+    report.start(run)
     assert report.process is first
     script("import os, sys; open(sys.argv[1] + '/report.html', 'w').write(f'final {os.getpriority(os.PRIO_PROCESS, 0)}')")
-    report.finish(tmp_path, PATIENCE, warnings.append)
+    report.finish(run, PATIENCE)
     assert first.poll() == -signal.SIGKILL and not unfinished.exists()
     assert (tmp_path / "report.html").read_text() == f"final {os.getpriority(os.PRIO_PROCESS, 0)}" and warnings == []
 
 
-def test_a_report_that_fails_or_hangs_is_one_warning(script, tmp_path, monkeypatch, warnings):
-    report = BackgroundReport()
+def test_a_report_that_fails_or_hangs_is_one_warning(script, run, monkeypatch, warnings):
+    report = Report()
     script("import sys; sys.exit('the disk is full')")
     for _ in range(3):
-        report.start(tmp_path, warnings.append)
+        report.start(run)
         report.process.wait()
     assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. This does not")
-    report.finish(tmp_path, PATIENCE, warnings.append)
+    report.finish(run, PATIENCE)
     assert warnings == 2 * warnings[:1], "again at the end of the run"
     warnings.clear()
-    report = BackgroundReport()
+    report = Report()
     script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    report.start(tmp_path, warnings.append)
+    report.start(run)
     report.process.wait()
-    report.start(tmp_path, warnings.append)
+    report.start(run)
     assert warnings == [], "a stop signal to all processes of a job"
     script(SLOW)
-    report.finish(tmp_path, 0.2, warnings.append)
+    report.finish(run, 0.2)
     assert len(warnings) == 1 and "it takes longer than 0 s" in warnings[0] and report.process is None
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert not BackgroundReport().finish(tmp_path, 1, warnings.append)
+    assert not Report().finish(run, 1)
     assert len(warnings) == 2 and "No such file" in warnings[1]
 
 
