@@ -58,8 +58,8 @@ _paddock() {
 
 _paddock_flags() {
     local file
-    for file in "$script" "$root/data_preparation_utils.py" "$root/common/command_line.py" "$root/scripts/launch.py"; do
-        case "$file:$script" in "$script":* | *utils.py:*load_* | *utils.py:*run.py | *launch.py:*run.py | *line.py:*/generate.py | *line.py:*/chat.py)
+    for file in "$script" "$root/data_preparation_utils.py" "$root/extensions/inference/__init__.py" "$root/scripts/launch.py"; do
+        case "$file:$script" in "$script":* | *utils.py:*load_* | *utils.py:*run.py | *launch.py:*run.py | *inference/*:*/generate.py | *inference/*:*/chat.py)
             grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
     done
     case "$script" in *train.py | *run.sh | *run.py) echo --check ;; esac
