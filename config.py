@@ -87,6 +87,10 @@ class DataConfig(Section):
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
     document_mask: bool = fixed(True, "prevent attention between a row's documents; positions restart")
 
+    @property
+    def data_grows(self) -> bool:  # while a run reads it; an extension has the setting
+        return False
+
 
 class PreparationConfig(Section):
     """Preparation of token shards."""

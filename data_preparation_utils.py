@@ -233,8 +233,8 @@ An interrupted preparation continues where it stopped.""")
     return parser
 
 
-def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Path:
-    """Prepare the data that a command line and the settings describe; return its folder."""
+def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_plan: bool = False) -> Path:
+    """Prepare the data that a command line and the settings describe, or `only_plan`; return its folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to a tokenizer.model or .json, or a hub name")
@@ -244,7 +244,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
-        system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "")
+        system_prompt=config.system_prompt, decontaminate=flags.decontaminate or "",
+        ahead=config.data_grows, only_plan=only_plan)
     output = local_path(flags.output)
     if flags.mix:
         if fields or flags.source:
@@ -254,7 +255,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
     named = flags.source or "fineweb-edu"
-    return name_set(prepare_set(kind, source_of(named, NAMES[kind], **fields), output, options), named)
+    folder = prepare_set(kind, source_of(named, NAMES[kind], **fields), output, options)
+    return folder if only_plan else name_set(folder, named)
 
 
 def name_set(folder: Path, source: str) -> Path:

@@ -25,14 +25,14 @@ from common.activity import tick
 from common.errors import DataError
 from common.files import json_sha256
 from common.text import counted
-from config import KIND_OF_STAGE, Config
+from config import KIND_OF_STAGE, Config, extension_module
 from data_pipeline import shards
 from data_pipeline.chats import LENGTH_SHIFT, TARGET, ExampleSet, open_example_set
 from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_table
 from fused.head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
-CLOSING_SECONDS = 10
+CLOSING_SECONDS, POLL_SECONDS = 10, 0.2
 
 # --------------------------------------------------------------------------------------------- order of rows
 
@@ -132,6 +132,10 @@ class RowOrder:
         """Return this rank's rows; the first ranks may have one micro-batch more."""
         micro_batches = self.all_rows(step).reshape(-1, self.micro_batch_size)
         return np.array_split(micro_batches, self.world_size)[self.rank]
+
+    def is_ready(self, step: int) -> bool:
+        """Return whether the rows of a step are on disk: an extension may read data that grows."""
+        return not hasattr(self.mixing, "has") or self.mixing.has((step + 1) * self.rows_per_step)
 
 
 def first_micro_batch(count: int, rank: int, world_size: int) -> int:
@@ -568,6 +572,8 @@ def cache_of(config: Config) -> shards.Cache:
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     """Open one split of the stage's data; `verify` is as in `open_token_set`."""
     path = config.data_path
+    if config.data_grows:
+        return extension_module("prepare_ahead").open_rows(config, split, tokenizer, verify)
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
     rows = open_set(config, path, split, tokenizer, verify)
@@ -666,6 +672,8 @@ def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
                 torch.cuda.set_device(device)  # otherwise the thread uses GPU 0 and memory on it
             for step in itertools.count(first_step):
                 free_slots.acquire()
+                while not (closed.is_set() or order.is_ready(step)):
+                    closed.wait(POLL_SECONDS)
                 if closed.is_set():
                     return
                 batches = []

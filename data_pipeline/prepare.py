@@ -100,6 +100,15 @@ class PreparationPlan(NamedTuple):
     def dtype(self) -> str:
         return dtype_for(self.tokenizer.vocab_size)
 
+    @property
+    def head(self) -> dict:
+        """The fields of the manifest that are known from the start; the journal has them too."""
+        kind, tokenizer = self.kind.name, self.tokenizer
+        return {"format": 1, **({"kind": kind} if kind else {}), "dtype": self.dtype,
+                "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
+                "tokenizer": without_passwords(self.options.tokenizer_path),
+                "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids}
+
 
 def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as a flat array of ids, in order."""
@@ -194,6 +203,8 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
+        if options.only_plan:
+            return folder
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
                 if not (folder / MANIFEST).is_file():
@@ -207,8 +218,14 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
 
 
 def build(plan: PreparationPlan, folder: Path) -> None:
-    """Prepare a set in a temporary folder, and rename it to `folder` when it is complete."""
-    working = folder.with_name(f"tmp-{folder.name}")
+    """Prepare a set in a temporary folder, and rename it to `folder` when it is complete.
+
+    If training reads it meanwhile, it has that name from the start: only its manifest makes a set complete.
+    """
+    temporary, ahead = folder.with_name(f"tmp-{folder.name}"), plan.options.ahead
+    if ahead and temporary.exists() and not folder.exists():
+        temporary.rename(folder)
+    working = folder if ahead or folder.exists() else temporary
     try:
         prepared = write_shards(plan, working)
     except PaddockError:
@@ -216,18 +233,17 @@ def build(plan: PreparationPlan, folder: Path) -> None:
             shutil.rmtree(working, ignore_errors=True)
         raise
     if identify_all(plan.inputs, folder.parent) != plan.identities:
-        shutil.rmtree(working)
+        (working / JOURNAL).unlink(missing_ok=True)  # the next preparation starts from the beginning
+        if not ahead:  # otherwise training goes on to the end of what it has
+            shutil.rmtree(working)
         raise DataError("a source changed while it was read; start again when it no longer changes")
-    kind, tokenizer = plan.kind, plan.tokenizer
     source = {name: without_passwords(value) for name, value in asdict(plan.inputs[0]).items() if value}
     write_json(working / MANIFEST, {
-        "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": plan.dtype,
-        "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
-        "tokenizer": without_passwords(plan.options.tokenizer_path),
-        "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
+        **plan.head, **prepared,
         "source": {"sources": [source | {"identity": plan.identities[0]}]}, "settings": plan.settings,
-        "examples": kind.decode(working, prepared["splits"], tokenizer, plan.dtype)})
-    working.rename(folder)
+        "examples": plan.kind.decode(working, prepared["splits"], plan.tokenizer, plan.dtype)})
+    if working != folder:
+        working.rename(folder)
     sync_folder(folder.parent)
     # Including temporary files left by a kill.
     for path in folder.glob(f"{JOURNAL}*"):
@@ -278,7 +294,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         tokenize = partial(tokenize_filtered, kind.tokenize, spec)
         results = stack.enter_context(closing(in_order(tokenize, chunks)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
-        last_sync = time.monotonic()
+        last_sync, listed = time.monotonic(), len(writers["train"].shards)
         for chunks_done, (tokenized, chunk_end) in enumerate(results, journal["chunks"] + 1):
             for counts in removed.values():
                 counts["count"] += len(tokenized.removed)
@@ -286,20 +302,23 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
                 reading.failed = refused.failed
+            if options.ahead and reading.failed:
+                break  # training must not read what follows a bad record
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
             if chunk_end.fraction:
                 tokens = sum(writer.tokens for writer in writers.values())
                 bar.total = round(tokens / min(chunk_end.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
-            if time.monotonic() - last_sync >= options.journal_seconds:
+            finished = len(writers["train"].shards)
+            if finished > listed or time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 # Documents whose ends are held out have no position.
                 end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
-                write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
-                    "bad": refused.bad, "bad_records": refused.bad_records},
-                    "removed": removed, **end})
-                last_sync = time.monotonic()
+                write_json(folder / JOURNAL, {
+                    **plan.head, "chunks": chunks_done, "splits": splits, "removed": removed, **end,
+                    "refused": {"bad": refused.bad, "bad_records": refused.bad_records}})
+                last_sync, listed = time.monotonic(), finished
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
     # Combine what the reader and the workers skipped.

@@ -353,24 +353,13 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
     path, segments = Path(path), None
     if folder := prepared_folder(path):
         manifest = read_manifest(folder)
-        document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
-        if manifest.kind != kind:
-            setting, script = KINDS[kind]
-            raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
-                            f"with {command(script)}")
-        if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
-            raise DataError(f"{folder}: was made with another tokenizer "
-                            f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
-                            "TOKENIZER_PATH to it, or prepare the data again")
-        if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
-            raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
-                            f"tokenizer starts a document with {begins}; prepare the data again")
-        shards = _prepared_shards(folder, manifest, split)
+        check_manifest(folder, manifest, tokenizer, kind)
+        document_start_id, shards = manifest.document_start_id, prepared_shards(folder, manifest, split)
         fingerprint = _fingerprint(shards)
         if kind != "documents":
-            stored = _prepared_shards(folder, manifest, split, segments=True)
+            stored = prepared_shards(folder, manifest, split, segments=True)
             segments = TokenSet(tuple(stored), _fingerprint(stored))
-            _verify(segments, verify, cache)
+            verify_files(segments, verify, cache)
     elif kind == "documents":
         shards = [_open_shard(file) for file in _foreign_files(path, split)]
         # Hash the size, start, middle and end of each file, a small read for every rank.
@@ -388,8 +377,24 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerInfo, *, ki
         raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size, segments)
     allow_open_files(len(shards), token_set.folder)
-    _verify(token_set, verify, cache)
+    verify_files(token_set, verify, cache)
     return token_set
+
+
+def check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerInfo, kind: str) -> None:
+    """Raise DataError if a prepared set is not of this kind, or was not made with this tokenizer."""
+    document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
+    if manifest.kind != kind:
+        setting, script = KINDS[kind]
+        raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
+                        f"with {command(script)}")
+    if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
+        raise DataError(f"{folder}: was made with another tokenizer "
+                        f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
+                        "TOKENIZER_PATH to it, or prepare the data again")
+    if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
+        raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
+                        f"tokenizer starts a document with {begins}; prepare the data again")
 
 
 def allow_open_files(files: int, folder: Path) -> None:
@@ -422,7 +427,8 @@ def prepared_folder(path: Path) -> Path | None:
     return sets[0] if sets else None
 
 
-def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
+def prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
+    """Return the shards, or those with the segments, that a manifest lists."""
     stream, dtype = manifest.splits.get(split), manifest.dtype
     if stream is None or not stream.shards:
         more = "prepare more documents"
@@ -546,7 +552,7 @@ def _npy_header(path: Path) -> tuple[str, int, int]:
     return array.dtype.name, array.offset, len(array)
 
 
-def _verify(token_set: TokenSet, verify: str, cache: Cache) -> None:
+def verify_files(token_set: TokenSet, verify: str, cache: Cache) -> None:
     """Compare every shard with its hash and the vocabulary; store the results for the next start."""
     if verify == "never":
         return
@@ -693,6 +699,10 @@ class SplitWriter:
     @property
     def tokens(self) -> int:
         return self.streams[0].tokens
+
+    @property
+    def shards(self) -> list[dict]:
+        return self.streams[0].shards
 
     def write(self, tokens: Tokens) -> None:
         for stream, values in zip(self.streams, (tokens.ids, tokens.segments)):

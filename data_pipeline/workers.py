@@ -40,6 +40,8 @@ class PreparationOptions:
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
     decontaminate: str = ""  # path of evaluation items: drop documents that share a 13-word span
     journal_seconds: float = 10.0  # between entries of the journal
+    ahead: bool = False  # training reads finished shards while others are prepared (PREPARE_AHEAD)
+    only_plan: bool = False  # find out the set's folder, and prepare nothing
 
 
 class WorkerSpec(NamedTuple):

@@ -143,6 +143,31 @@ class OnlineConfig(Section):
                    f"{' and DISTILLATION_ENABLED=true' * self.distillation_enabled}; remove it")
 
 
+class PrepareAheadConfig(Section):
+    """Training on data that is still being prepared."""
+
+    prepare_ahead: bool = fixed(
+        False, "start pretraining after the first shard, and prepare the others meanwhile")
+
+    @property
+    def data_grows(self) -> bool:
+        return self.prepare_ahead
+
+    def rules(self) -> Iterator[str]:
+        """Check that nothing depends on the size of the data."""
+        if not self.prepare_ahead:
+            return
+        if self.training_stage != "pretrain":
+            yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain, not with {self.training_stage}, "
+                   "whose examples are packed into rows together; remove it")
+        if self.epochs:
+            yield (f"EPOCHS={self.epochs:g} needs the size of the data, which PREPARE_AHEAD=true does not "
+                   "know; set MAX_STEPS instead")
+        elif "max_steps" not in self.model_fields_set:
+            yield ("PREPARE_AHEAD=true needs MAX_STEPS, the length of the run and of its learning-rate "
+                   "schedule, because the size of the data is not known; set it")
+
+
 class ReportConfig(Section):
     """The report."""
 
@@ -243,6 +268,6 @@ def step_window(text: Optional[str]) -> Optional[range]:
 
 
 # By extension, in the order of the documents.
-SECTIONS = {"exclude": ExcludeConfig, "online": OnlineConfig, "evaluate": EvaluateConfig,
-            "report": ReportConfig, "card": CardConfig, "trackers": TrackersConfig, "guards": GuardsConfig,
-            "profile": ProfileConfig}
+SECTIONS = {"prepare_ahead": PrepareAheadConfig, "exclude": ExcludeConfig, "online": OnlineConfig,
+            "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
+            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}

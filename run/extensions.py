@@ -36,7 +36,8 @@ class Extension:
 
 def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extension]:
     """Return the extensions of EXTENSIONS. What is missing of the default is a warning, else an error."""
-    names = dict.fromkeys(filter(None, map(str.strip, config.extensions.split(","))))
+    listed = [*config.extensions.split(","), "prepare_ahead" * config.data_grows]
+    names = dict.fromkeys(filter(None, map(str.strip, listed)))
     found, missing = [], []
     for name in sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
         if module := extension_module(name):

@@ -59,7 +59,7 @@ class Inputs:
     description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
-        mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
+        mixing = getattr(self.rows, "mixing", None)
         micro_batch_size = config.micro_batch_size // config.answers_per_prompt
         return RowOrder(len(self.rows), config.rows_read, micro_batch_size, config.row_seed, ranks.rank,
                         ranks.world_size, mixing)

@@ -67,7 +67,8 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         table = describe_sources(inputs.rows.mixture, inputs.sources(config))
         return [inputs.description, *(f"  {line}" for line in table)]
     epochs = config.max_steps * config.rows_read / len(inputs.rows)
-    return [f"{inputs.description}; the run reads it {epochs:.2f} times"]
+    is_whole = getattr(inputs.rows, "is_complete", True)  # otherwise more is being prepared
+    return [inputs.description + f"; the run reads it {epochs:.2f} times" * is_whole]
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:

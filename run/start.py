@@ -114,7 +114,7 @@ def prepare_device(config: Config) -> torch.device:
 def decide_by_data(loaded: Settings) -> Settings:
     """Return the settings, completed by those that depend on the hardware and the size of the data."""
     config, deferred, notes = loaded.config, {*loaded.deferred} - {"compile", "learning_rate"}, []
-    if deferred and config.data_path and config.tokenizer_path:
+    if deferred and config.data_path and config.tokenizer_path and not config.data_grows:
         rows = dataloaders.count_rows(config, load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
         chosen = settings_of_data(config, rows, deferred)
         config = config.model_copy(update=chosen)

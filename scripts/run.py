@@ -30,7 +30,8 @@ from common import interrupts  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import show  # noqa: E402
-from config import KIND_OF_STAGE, KINDS  # noqa: E402
+from config import KIND_OF_STAGE, KINDS, Config  # noqa: E402
+from data_pipeline.shards import MANIFEST, MIXTURE  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from scripts.gpus import choose_gpus  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
@@ -84,6 +85,28 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
     return torch.cuda.device_count() or 1
 
 
+def prepare_and_describe(kind: str, argv: list[str], output: str, config: Config) -> Path:
+    """Prepare what the flags describe, with PREPARE_AHEAD only its start; print what it has."""
+    def complete() -> set[Path]:
+        places = [*Path(output).glob(f"*/{MANIFEST}"), *Path(output).glob(f"*/{MIXTURE}")]
+        return {place.parent.resolve() for place in places}
+
+    existing = complete()
+    if config.data_grows:
+        from extensions.preparation import start
+
+        folder = start(argv, config)
+    else:
+        folder = prepare_from_flags(kind, argv)
+    if folder.resolve() in existing:
+        show("Using data prepared earlier:")
+    elif folder.resolve() in complete():
+        show(*describe(folder))
+    else:
+        show("Training starts on the first shard, while the others are prepared:")
+    return folder
+
+
 def main() -> None:
     doc = CHECK_HELP if "--check" in sys.argv else __doc__
     CommandParser(doc, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
@@ -107,9 +130,9 @@ def main() -> None:
     path = os.path.expanduser(values.get(setting.lower(), ""))
     to_prepare = preparing.source or preparing.mix or path and is_source(kind, path)
     try:
-        load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
-                    os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),
-                    own_flags=(*vars(launching), *vars(preparing)))
+        loaded = load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
+                             os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),
+                             own_flags=(*vars(launching), *vars(preparing)))
     except SettingsError as error:
         exit_with(error)
     unused = [name for name, value in vars(preparing).items() if value != parser.get_default(name)]
@@ -130,10 +153,8 @@ def main() -> None:
     if to_prepare:
         source = [] if preparing.source or preparing.mix else ["--source", path]
         others = [f"{flag(name)}={value}" for name, value in vars(preparing).items() if value is not None]
-        existing = {place.resolve() for place in Path(preparing.output).glob("*")}
-        folder = prepare_from_flags(kind, [*settings, *others, *source])
-        lines = ["Using data prepared earlier:"] if folder.resolve() in existing else describe(folder)
-        show(*lines, f"{setting}={folder}")
+        folder = prepare_and_describe(kind, [*settings, *others, *source], preparing.output, loaded.config)
+        show(f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
     command = [str(ROOT / "train.py"), *settings]

@@ -382,7 +382,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     checkpoint, recorded = derived.recorded_settings(config, given, ignored)
     config = config.model_copy(update=recorded)
     config.model_fields_set.difference_update(  # a recorded default is not one that somebody chose
-        name for name, value in recorded.items() if value == Config.model_fields[name].default)
+        name for name in {*recorded} - {"max_steps"} if recorded[name] == Config.model_fields[name].default)
     decided = {*given, *recorded, *({"max_steps"} if config.epochs else ())}
     by_depth = derived.settings_of_depth(config, decided) if "depth" in given else {}
     config = config.model_copy(update=by_depth)

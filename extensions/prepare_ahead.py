@@ -1,0 +1,259 @@
+"""Train on data that is still being prepared (PREPARE_AHEAD); extensions/preparation.py prepares it.
+
+The rows are those of the whole set. They are read shard by shard, shuffled within each, so that the order
+does not depend on how much is prepared. A pass follows another once the set is complete.
+"""
+
+import hashlib
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import ClassVar, Optional
+
+import numpy as np
+
+from common.activity import phase
+from common.errors import CheckpointError, DataError, SettingsError
+from common.text import counted
+from config import Config
+from data_pipeline.mixture import is_mixture
+from data_pipeline.prepare import describe_counts, read_prepared
+from data_pipeline.shards import (
+    HEADER_BYTES,
+    Entry,
+    Shard,
+    Split,
+    TokenSet,
+    allow_open_files,
+    check_manifest,
+    prepared_folder,
+    prepared_shards,
+    verify_files,
+)
+from dataloaders import Batch, TokenRows, cache_of, check_rows, permute
+from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
+from parallel.ranks import collective
+from run.extensions import Extension
+from run.life import Run, save_checkpoint
+
+REPORT_SECONDS = 30.0
+
+
+class AheadRows:
+    """Rows of a set of which shards may still be prepared, and their order; like `TokenRows` and `Mixing`.
+
+    Shards are opened when they are needed. The training loop and the loader's thread both use it.
+    """
+
+    def __init__(self, config: Config, tokenizer, verify: str):
+        self.config, self.tokenizer, self.verify = config, tokenizer, verify
+        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config), tuple[Shard, ...]()
+        self.look()
+        self.fingerprint = self.entries[0].sha256
+        check_manifest(self.folder, self.prepared.manifest, tokenizer, "documents")
+        if self.is_complete:
+            check_rows(config, config.data_path, "train", len(self), f"its {self.describe()} fill")
+        self.has(config.rows_read)
+
+    mixing = property(lambda self: self)
+    token_set = property(lambda self: self.rows.token_set)
+    is_complete = property(lambda self: self.prepared.is_complete)
+    entries = property(lambda self: self.prepared.manifest.splits["train"].shards)
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        return self.rows(indices)
+
+    def describe(self) -> str:
+        so_far = "" if self.is_complete else " so far, as more are being prepared"
+        return f"{self.prepared.tokens:,} tokens{so_far}"
+
+    def look(self) -> None:
+        """Learn of new shards."""
+        with self.lock:
+            if prepared := look(self.folder):  # otherwise a preparation failed, whose shards are still there
+                tokens = accumulate(entry.tokens for entry in prepared.manifest.splits["train"].shards)
+                self.prepared = prepared
+                self.ends = [rows_in(count, self.config.max_seq_len) for count in tokens]
+
+    def shards_with(self, rows: int) -> int:
+        """Return the number of shards that hold this many rows, or all shards."""
+        return bisect_left(self.ends, min(rows, self.ends[-1])) + 1
+
+    def has(self, rows: int) -> bool:
+        """Return whether the run's first `rows` rows are on disk; open their shards."""
+        with self.lock:
+            if rows > self.ends[-1] and not self.is_complete:
+                self.look()
+            if rows > self.ends[-1] and not self.is_complete:
+                return False
+            if new := self.entries[len(self.opened):self.shards_with(rows)]:
+                self.open(new)
+            return True
+
+    def open(self, entries: list[Entry]) -> None:
+        manifest, config = self.prepared.manifest, self.config
+        listed = Split(tokens=sum(entry.tokens for entry in entries), shards=entries)
+        part = manifest.model_copy(update={"splits": {"train": listed}})
+        shards = prepared_shards(self.folder, part, "train")
+        start_id, vocab_size = manifest.document_start_id, self.tokenizer.vocab_size
+        new = TokenSet(tuple(shards), self.fingerprint, start_id, vocab_size)
+        verify_files(new, self.verify, cache_of(config))
+        self.opened += new.shards
+        allow_open_files(len(self.opened), self.folder)
+        self.rows = TokenRows(replace(new, shards=self.opened), config.max_seq_len,
+                              start_id if config.document_mask else None)
+
+    def rows_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """Return the int64 row indices at ascending positions: of each pass shard by shard, each shuffled."""
+        if not self.has(int(positions[-1]) + 1):
+            raise DataError(f"{self.folder}: not all rows up to {positions[-1]:,} are prepared; continue the "
+                            "preparation")
+        with self.lock:
+            passes, within = 0 * positions, positions
+            if self.is_complete:
+                passes, within = np.divmod(positions, len(self))
+            shards, rows = np.searchsorted(self.ends, within, side="right"), np.empty_like(positions)
+            for epoch, shard in {*zip(passes.tolist(), shards.tolist())}:
+                chosen = (passes == epoch) & (shards == shard)
+                first = self.ends[shard - 1] if shard else 0
+                size = self.ends[shard] - first
+                rows[chosen] = first + permute(within[chosen] - first, size, seed, epoch, source=shard)
+            return rows
+
+
+def folder_of(config: Config) -> Path:
+    """Return the folder of the set that the settings name. Raises if training cannot start with it."""
+    path = Path(config.data_path)
+    if is_mixture(path):
+        raise SettingsError(f"PREPARE_AHEAD=true does not work with {path}, a mixture; remove one of them")
+    folder = prepared_folder(path) or path
+    if needed := lacking(look(folder), config):
+        raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
+                        "prepares it")
+    return folder
+
+
+def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows | TokenRows:
+    """Open one split; of validation, the tokens so far, of which evaluations only read the first rows."""
+    if split == "train":
+        PrepareAhead.rows = AheadRows(config, tokenizer, verify)
+        return PrepareAhead.rows
+    folder = folder_of(config)
+    manifest, held_out, is_complete = look(folder)
+    start_id, stream, shards = manifest.document_start_id, manifest.splits["validation"], list[Shard]()
+    if is_complete or stream.shards:
+        shards = prepared_shards(folder, manifest, split)
+        verify_files(TokenSet(tuple(shards), "", vocab_size=tokenizer.vocab_size), verify, cache_of(config))
+    if rest := held_out - stream.tokens:
+        path = folder / f"{split}-{len(shards):05d}.bin"
+        shards.append(Shard(path, manifest.dtype, HEADER_BYTES, rest))
+    token_set = TokenSet(tuple(shards), "", start_id, tokenizer.vocab_size)
+    read = token_set.read(0, min(held_out, config.validation_rows * config.max_seq_len + 1))
+    token_set = replace(token_set, fingerprint=hashlib.sha256(read.tobytes()).hexdigest())
+    rows = TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
+    check_rows(config, folder, split, len(rows), f"its {rows.describe()} fill")
+    return rows
+
+
+class PrepareAhead(Extension):
+    """Lets all ranks wait for the rows of a step, and keeps the hashes of the shards that were read."""
+
+    rows: ClassVar[Optional[AheadRows]] = None  # of this process's run
+
+    def __init__(self):
+        self.agreed, self.all_agreed = 0, False  # rows that every rank has, and whether these are all
+        self.read: list[str] = []  # hashes of shards
+        self.was_reported, self.looks_at = False, 0.0
+
+    def state_dict(self) -> dict:
+        return {"shards": self.read} if self.rows else {}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.read = state.get("shards", [])
+        self.compare()
+
+    def compare(self) -> None:
+        """Raise CheckpointError if a shard that the run has read is not the same any more."""
+        for before, entry in zip(self.read, self.rows.entries if self.rows else ()):
+            if before != entry.sha256:
+                error = CheckpointError(
+                    f"{self.rows.folder / entry.file}: the run has read this shard with SHA-256 "
+                    f"{before[:12]}, and now it has {entry.sha256[:12]}, because the source has changed; "
+                    "restore the source, or start a new run with another RUN_NAME")
+                error.on_all_ranks = True
+                raise error
+
+    def run_start(self, run: Run) -> None:
+        self.was_reported = self.rows is None or self.rows.is_complete
+
+    @collective
+    def step_begin(self, run: Run) -> None:
+        if self.rows is None:
+            return
+        needed = (run.progress.step + 1) * run.config.rows_read
+        if not self.was_reported and run.ranks.is_rank0 and time.monotonic() >= self.looks_at:
+            self.looks_at = time.monotonic() + REPORT_SECONDS
+            self.report(run)
+        if needed > self.agreed and not self.all_agreed:
+            with phase("data"):
+                self.wait(run, needed)
+        if (count := self.rows.shards_with(needed)) > len(self.read):
+            self.read = [entry.sha256 for entry in self.rows.entries[:count]]
+
+    def report(self, run: Run) -> None:
+        """Log the end of the preparation, and what it left out."""
+        failure = why_ended(self.rows.folder)
+        self.rows.look()
+        self.was_reported = bool(failure) or self.rows.is_complete
+        if failure:
+            run.log.warn(f"{failure}. The run goes on with the {self.rows.prepared.tokens:,} tokens that are "
+                         "prepared")
+        elif self.rows.is_complete:
+            passes = run.config.max_steps * run.config.rows_read / len(self.rows)
+            run.log.info(f"The data is prepared; the run reads it {passes:.2f} times:")
+            for line in describe_counts(self.rows.folder, read_prepared(self.rows.folder)):
+                run.log.info(line)
+
+    @collective
+    def wait(self, run: Run, needed: int) -> None:
+        """Wait until every rank has so many rows. If no process prepares them, save, and raise DataError."""
+        ranks, says_at = run.ranks, 0.0
+
+        def state() -> tuple[int, bool, str]:
+            failure = "" if ranks.local_rank else why_ended(self.rows.folder)  # before the last look
+            self.rows.look()
+            self.compare()
+            return len(self.rows), self.rows.is_complete, failure
+
+        while True:
+            counts, are_complete, failures = zip(*ranks.all_gather_json(ranks.raise_on_all(state)))
+            self.agreed, self.all_agreed = min(counts), all(are_complete)
+            if needed <= self.agreed or self.all_agreed:
+                return
+            run.context.leave_if_stopped()
+            if any(failures):
+                save_checkpoint(run, wait=True)
+                error = DataError(max(failures), f"Step {run.progress.step}, the last with data, is saved; "
+                                  "the same command resumes it once the data can be prepared")
+                error.on_all_ranks = True
+                raise error
+            if time.monotonic() >= says_at:
+                says_at = time.monotonic() + REPORT_SECONDS
+                shards = counted(len(self.rows.entries), "shard")
+                run.log.info(f"Waiting for data: step {run.progress.step + 1} needs more than "
+                             f"{self.rows.prepared.tokens:,} tokens in {shards}")
+            time.sleep(POLL_SECONDS)
+
+    def summary(self, run: Run) -> list:
+        if self.rows is None or self.rows.is_complete:
+            return []
+        return ["Data: its preparation ends with the run; preparing the source again continues it"]
+
+
+EXTENSION = PrepareAhead

@@ -1,0 +1,303 @@
+"""PREPARE_AHEAD: a run on data that is still being prepared is the run on the same data, prepared before."""
+
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from factories import PATIENCE, TinyRun, sentence, write_jsonl
+
+from common.errors import DataError
+from config import Config
+from data_pipeline import prepare as preparation
+from data_pipeline.shards import MANIFEST
+from data_preparation_utils import PreparationOptions, prepare_set
+from extensions import prepare_ahead
+from extensions.preparation import look, rows_in, why_ended
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+AHEAD = {"PREPARE_AHEAD": "true", "HELLASWAG_EVERY": 0}
+SHARD = 600  # tokens, or 18 rows of 32: a step of 8 rows often reads two shards
+
+
+def write_source(folder, documents=120, bad=None):
+    """Write JSON lines, of which line `bad`, counted from 1, is not JSON."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dice = Random(3)
+    path = Path(write_jsonl(folder / "text.jsonl", ({"text": f"{number}: {sentence(dice)} {sentence(dice)}"} for number in range(documents))))
+    lines = path.read_text().splitlines()
+    if bad:
+        lines[bad - 1] = lines[bad - 1][:-9]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def prepare(source, tokenizer, output, ahead=True, **options):
+    return prepare_set("documents", str(source), output, PreparationOptions(str(tokenizer), "auto", SHARD, 0.1, workers=1, ahead=ahead, **options))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 300)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, prepared):
+    """A complete set of several small shards."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "CHUNK_CHARACTERS", 300)
+        return prepare(write_source(folder), prepared.tokenizer, folder / "sets")
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory, prepared, whole):
+    """A run that starts when the set is complete."""
+    run = ahead_run(prepared, tmp_path_factory.mktemp("before"), whole)
+    assert run.train() == 0
+    return run
+
+
+def publish(whole, folder, shards):
+    """Make `folder` a preparation of the set `whole` that has finished so many shards; all of them make it complete."""
+    manifest = json.loads((whole / MANIFEST).read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in whole.glob("*.bin"):
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    train = manifest["splits"]["train"]
+    if shards >= len(train["shards"]):
+        preparation.write_json(folder / MANIFEST, manifest)
+        return
+    finished = train["shards"][:shards]
+    tokens = sum(shard["tokens"] for shard in finished)
+    splits = {"train": {**train, "tokens": tokens + 7, "shards": finished},
+              "validation": {**manifest["splits"]["validation"], "shards": []}}
+    preparation.write_json(folder / preparation.JOURNAL, {**manifest, "splits": splits})
+
+
+def grow_when_waited_for(monkeypatch, whole, folder, first):
+    """Publish one more shard each time that a run waits for one; returns the list of their numbers."""
+    published = [first]
+    publish(whole, folder, first)
+
+    def sleep(seconds):
+        published.append(published[-1] + 1)
+        publish(whole, folder, published[-1])
+
+    monkeypatch.setattr(prepare_ahead.time, "sleep", sleep)
+    monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
+    return published
+
+
+def ahead_run(prepared, folder, data, **settings):
+    return TinyRun(prepared, folder, **AHEAD, PRETRAIN_DATA_PATH=data, **settings)
+
+
+def steps_of(run):
+    return [(line["step"], line["rows_crc32"], line["loss"]) for line in run.lines("ledger")]
+
+
+def held_out_losses(run):
+    return {step: loss for step, loss in run.column("val_loss").items()}
+
+
+def test_the_journal_lists_shards_as_they_are_finished(tmp_path, prepared, monkeypatch):
+    source, seen = write_source(tmp_path), []
+    original = preparation.write_json
+    monkeypatch.setattr(preparation, "write_json", lambda path, content: (original(path, content), path.name == preparation.JOURNAL
+                                                                          and seen.append(look(path.parent))))
+    folder = prepare(source, prepared.tokenizer, tmp_path / "ahead", journal_seconds=PATIENCE)
+    complete = look(folder)
+    assert complete.is_complete and len(seen) >= 3 and not any(each.is_complete for each in seen)
+    listed = complete.manifest.splits["train"].shards
+    assert [len(each.manifest.splits["train"].shards) for each in seen] == [*range(1, len(seen) + 1)], "each shard at once"
+    assert all(each.manifest.splits["train"].shards == listed[:number] for number, each in enumerate(seen, 1))
+    assert [each.held_out for each in seen] == sorted(each.held_out for each in seen) and seen[0].held_out > 0
+    other = prepare(source, prepared.tokenizer, tmp_path / "later", ahead=False)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {path.name: path.read_bytes() for path in other.iterdir()}
+
+
+@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
+def test_either_way_continues_a_preparation_that_the_other_began(tmp_path, prepared, monkeypatch, first, then):
+    source, original, calls = write_source(tmp_path), preparation.tokenize_documents, []
+
+    def stop(spec, documents):
+        calls.append(len(documents))
+        if len(calls) == 10:
+            raise KeyboardInterrupt
+        return original(spec, documents)
+
+    kind = preparation.DOCUMENTS
+    monkeypatch.setattr("data_preparation_utils.DOCUMENTS", kind._replace(tokenize=stop))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, prepared.tokenizer, tmp_path / "out", ahead=first, journal_seconds=0.0)
+    before = len(calls)
+    folder = prepare(source, prepared.tokenizer, tmp_path / "out", ahead=then, journal_seconds=0.0)
+    assert sum(calls[before:]) + sum(calls[:before - 1]) == 120, "each document once"
+    monkeypatch.setattr("data_preparation_utils.DOCUMENTS", kind)
+    other = prepare(source, prepared.tokenizer, tmp_path / "other")
+    assert (folder / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
+    assert not [*(tmp_path / "out").glob("tmp-*")]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_shard_has_what_follows_a_bad_record(tmp_path, prepared, workers):
+    """So the shards are those of the corrected source, with which a run then resumes."""
+    output, bad = tmp_path / "out", write_source(tmp_path / "bad", bad=100)
+    with pytest.raises(DataError, match=r"text\.jsonl:100: not valid JSON"):
+        prepare(bad, prepared.tokenizer, output, **{"journal_seconds": 0.0})
+    folder = next(path.parent for path in output.glob(f"*/{preparation.JOURNAL}"))
+    found, corrected = look(folder), look(prepare(write_source(tmp_path / "good"), prepared.tokenizer, output))
+    listed = found.manifest.splits["train"].shards
+    assert len(listed) >= 2 and listed == corrected.manifest.splits["train"].shards[:len(listed)]
+    assert not found.is_complete and len(listed) < len(corrected.manifest.splits["train"].shards)
+
+
+def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, whole):
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+
+    def rows(folder):
+        config = Config(pretrain_data_path=str(folder), prepare_ahead=True, max_seq_len=32, total_batch_size=256, validate_every=0)
+        return prepare_ahead.AheadRows(config, tokenizer, "auto")
+
+    complete = rows(whole)
+    count = len(complete)
+    order = complete.rows_at(np.arange(3 * count), seed=5)
+    for epoch in range(3):
+        assert sorted(order[epoch * count:(epoch + 1) * count]) == [*range(count)], "each row once in each pass"
+    assert not np.array_equal(order[:count], order[count:2 * count])
+    ends = [0, *complete.ends]
+    for first, end in zip(ends, ends[1:]):  # shard by shard, shuffled within each
+        assert {*order[first:end]} == {*range(first, end)} and [*order[first:end]] != [*range(first, end)]
+    for shards in range(1, len(complete.entries)):
+        publish(whole, tmp_path / f"part-{shards}", shards)
+        part = rows(tmp_path / f"part-{shards}")
+        known = rows_in(sum(entry.tokens for entry in complete.entries[:shards]), 32)
+        assert len(part) == known and part.has(known) and not part.has(known + 1)
+        assert np.array_equal(part.rows_at(np.arange(known), seed=5), order[:known])
+        batch, same = part(order[:8]), complete(order[:8])
+        assert batch.tokens_BT.equal(same.tokens_BT) and batch.document_ids_BT.equal(same.document_ids_BT)
+        assert part.fingerprint == complete.fingerprint
+
+
+def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd):
+    assert "Waiting for data" not in (before.folder / "log" / "rank-0.txt").read_text()
+    published = grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
+    meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows")
+    assert meanwhile.train() == 0
+    assert len(published) > 2
+    out = capfd.readouterr().out
+    assert "Waiting for data: step 3 needs more than 600 tokens in 1 shard" in out
+    assert steps_of(meanwhile) == steps_of(before) and len(steps_of(before)) == 6
+    assert held_out_losses(meanwhile) == held_out_losses(before) and len(held_out_losses(before)) > 2
+    assert meanwhile.hashes(6) == before.hashes(6)
+    usual = TinyRun(prepared, tmp_path / "usual", PRETRAIN_DATA_PATH=whole, HELLASWAG_EVERY=0)
+    assert usual.train() == 0 and steps_of(usual) != steps_of(before), "without PREPARE_AHEAD, rows are shuffled over all shards"
+
+
+def test_a_run_reads_the_data_again_once_it_is_complete(tmp_path, prepared, whole, monkeypatch):
+    """With more steps than a pass has."""
+    before, meanwhile = ahead_run(prepared, tmp_path / "before", whole), ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows")
+    changes = {"TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 16, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "SAMPLE_EVERY": 0}
+    assert 6 * 32 > rows_in(look(whole).tokens, 32) > 32
+    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 2)
+    assert before.train(**changes) == meanwhile.train(**changes) == 0
+    assert steps_of(meanwhile) == steps_of(before)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_resumed_run_is_the_same(tmp_path, prepared, whole, before, monkeypatch, finished):
+    """Also if the preparation was finished in between."""
+    grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
+    run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows")
+    assert run.train(STOP_STEP=4) == 0
+    if finished:
+        publish(whole, tmp_path / "grows", 1000)
+    assert run.train() == 0
+    assert steps_of(run) == steps_of(before) and run.hashes(6) == before.hashes(6)
+
+
+def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared, whole, before, capfd):
+    """And the run resumes with the corrected source, if the shards that it has read are the same."""
+    data = tmp_path / "grows" / "0123456789abcdef"
+    publish(whole, data, 2)
+    host, error = socket.gethostname(), "text.jsonl:77: not valid JSON: ... ; correct the data"
+    (data.parent / f".{data.name}.{host}.log").write_text(f"Preparing: 12tok\nerror: {error}\n")
+    assert why_ended(data) == error
+    run = ahead_run(prepared, tmp_path / "run", data, SAVE_EVERY=0)
+    assert run.train() == 3
+    captured = capfd.readouterr()
+    assert captured.err.count(error) == 2, "a warning at once, and the error at the end"
+    assert "Step 4, the last with data, is saved" in captured.err
+    assert run.steps_saved() == [4]
+    publish(whole, data, 1000)
+    assert run.train() == 0
+    assert steps_of(run) == steps_of(before)
+
+
+def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared, whole, capfd):
+    run = ahead_run(prepared, tmp_path / "run", whole)
+    assert run.train(STOP_STEP=4) == 0
+    source = write_source(tmp_path / "changed")
+    lines = source.read_text().splitlines()
+    changed = [*lines[:17], *lines[18:]]  # in the second shard
+    source.write_text("\n".join(changed) + "\n")
+    other = prepare(source, prepared.tokenizer, tmp_path / "changed")
+    mine, theirs = (look(folder).manifest.splits["train"].shards for folder in (whole, other))
+    assert mine[0] == theirs[0] and mine[1] != theirs[1]
+    ledger = run.lines("ledger")
+    assert run.train(PRETRAIN_DATA_PATH=other) == 5
+    assert f"{theirs[1].file}: the run has read this shard with SHA-256 {mine[1].sha256[:12]}" in capfd.readouterr().err
+    assert run.lines("ledger") == ledger and run.train() == 0
+    source.write_text("\n".join([*lines[:-1], lines[0]]) + "\n")  # in the last shard, which the run does not reach
+    later = ahead_run(prepared, tmp_path / "later", whole)
+    assert later.train(STOP_STEP=4) == 0
+    assert later.train(PRETRAIN_DATA_PATH=prepare(source, prepared.tokenizer, tmp_path / "changed")) == 0
+    assert steps_of(later) == steps_of(run)
+
+
+@pytest.mark.slow
+def test_two_ranks_wait_together(tmp_path, prepared, whole, before):
+    """Resumed on one rank, the steps read the same rows."""
+    data = tmp_path / "grows" / "0123456789abcdef"
+    publish(whole, data, 1)
+    run = ahead_run(prepared, tmp_path / "run", data, MICRO_BATCH_SIZE=2)
+    with open(data.parent / f".{data.name}.{socket.gethostname()}.holder", "w") as holder:  # this process prepares
+        holder.write(f"process {os.getpid()} on {socket.gethostname()}")
+        holder.flush()
+        job = run.start(2, STOP_STEP=4)
+        job.wait_for("Waiting for data")
+        publish(whole, data, 2)
+        assert job.wait() == [0, 0], job.text()
+        publish(whole, data, 1000)
+        assert run.train() == 0
+    assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(before)]
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"EPOCHS": 2, "MAX_STEPS": None}, "EPOCHS=2 needs the size of the data"),
+    ({"MAX_STEPS": None}, "PREPARE_AHEAD=true needs MAX_STEPS"),
+    ({"TRAINING_STAGE": "sft", "RANDOM_INIT": "true"}, "works with TRAINING_STAGE=pretrain, not with sft")])
+def test_what_needs_all_data_is_refused(tmp_path, prepared, whole, capfd, settings, message):
+    run = ahead_run(prepared, tmp_path / "run", whole)
+    for name in [name for name, value in settings.items() if value is None]:
+        del run.settings[name], settings[name]
+    run.settings |= settings
+    assert run.train() == 2
+    assert message in capfd.readouterr().err
+
+
+def test_a_run_starts_with_a_shard_and_the_validation(tmp_path, prepared, whole, capfd):
+    data = tmp_path / "grows"
+    (data / "empty").mkdir(parents=True)
+    assert ahead_run(prepared, tmp_path / "none", data / "empty").train() == 3
+    assert "training starts once it has shards with the rows of a step" in capfd.readouterr().err
+    publish(whole, data, 1)
+    assert ahead_run(prepared, tmp_path / "few", data, VALIDATION_ROWS=500).train() == 3
+    assert "training starts once it has VALIDATION_ROWS=500 held-out rows" in capfd.readouterr().err
