@@ -37,8 +37,7 @@ FEATURES = {**MODES, "pretrain": PRETRAIN,
 LAYOUTS = {"full-1": (1, {"SHARDING": "full"}), "full-2": (2, {"SHARDING": "full"}),
            "copies-2": (2, {"SHARDING": "hybrid", "SHARD_DEGREE": 1}),
            "full-4": (4, {"SHARDING": "full"}), "hybrid-4": (4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2})}
-QUICK = [("pretrain", "hybrid-4"), ("dpo-live", "full-2"), ("lora-whole", "full-2"), ("muon", "full-2"), ("distilled", "full-2"),
-         ("untied", "full-2")]
+QUICK = [("pretrain", "hybrid-4"), ("dpo-live", "full-2"), ("muon", "full-2"), ("untied", "full-2")]
 
 
 @pytest.fixture(scope="module")
