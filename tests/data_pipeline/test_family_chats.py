@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_chat_templates import flat, ours, with_template  # noqa: F401
+from test_chat_templates import flat, native, with_template  # noqa: F401
 
 from common.errors import DataError
 from data_pipeline.chats import Example, messages_in
@@ -105,7 +105,7 @@ def test_a_hundred_chats_have_the_ids_and_masks_of_transformers(family, with_tem
         folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
         name = (folder / f"{name}.jinja").read_text(encoding="utf-8")
     chat_format = load_chat_format(with_template(name, *controls))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Day)
     chance, chats = random.Random(family), 0
     while chats < 100:
@@ -119,22 +119,22 @@ def test_a_hundred_chats_have_the_ids_and_masks_of_transformers(family, with_tem
         if literals:  # transformers makes control tokens of what people write
             continue
         chats += 1
-        reference = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=ends is None, **options, **given)
+        reference = hf_tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=ends is None, **options, **given)
         ids, mask = reference["input_ids"], reference.get("assistant_masks")
         if ends:
-            text, pieces = theirs.decode(ids), []
+            text, pieces = hf_tokenizer.decode(ids), []
             for index, piece in enumerate(text.split(ends[0])):
                 said, found, rest = piece.partition(ends[1]) if index else ("", "", piece)
                 pieces += [(said + found, 1), (rest + ends[0], 0)]
             pieces[-1] = (pieces[-1][0].removesuffix(ends[0]), 0)
-            encoded = [(theirs.encode(text, add_special_tokens=False), flag) for text, flag in pieces]
+            encoded = [(hf_tokenizer.encode(text, add_special_tokens=False), flag) for text, flag in pieces]
             assert [token for each, _ in encoded for token in each] == ids
             mask = [flag for each, flag in encoded for _ in each]
         targets = [int(is_target) for part, is_target in segments for _ in part]
         assert flat(segments) == ids[:len(targets)] and targets == mask[:len(targets)] and not any(mask[len(targets):])
         turn = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
         prompt = chat_format.encode_prompt(read[:turn], options | given)
-        assert prompt == theirs.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **given)
+        assert prompt == hf_tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **given)
         if "tool_calls" not in messages[-1]:
             answer = chat_format.encode_answer(read[:turn], read[turn], options | given)
             assert (prompt + answer)[:len(ids)] == ids[:len(prompt + answer)]
