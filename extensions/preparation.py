@@ -18,12 +18,13 @@ from typing import NamedTuple, Optional
 from pydantic import ValidationError
 
 from common.errors import DataError, SettingsError, run_script
-from common.files import holder_runs, read_json, read_text
+from common.files import read_json, read_text
 from common.text import ROOT
 from config import Config
 from data_pipeline.prepare import JOURNAL, progress_bar
 from data_pipeline.shards import MANIFEST, Manifest, first_fault
 from data_preparation_utils import prepare_from_flags
+from extensions.report.data import holder_runs
 
 POLL_SECONDS = 0.5
 NICENESS = 10  # of the preparation: training takes precedence

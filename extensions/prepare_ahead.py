@@ -1,17 +1,18 @@
 """Train on data that is still being prepared (PREPARE_AHEAD); extensions/preparation.py prepares it.
 
 The rows are those of the whole set. They are read shard by shard, shuffled within each, so that the order
-does not depend on how much is prepared. A pass follows another once the set is complete.
+does not depend on how much is prepared. Once the set is complete, another pass can follow.
 """
 
 import hashlib
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar, Optional
+from typing import Optional
 
 import numpy as np
 
@@ -19,25 +20,14 @@ from common.activity import phase
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
 from config import Config
+from data_pipeline import shards
 from data_pipeline.mixture import is_mixture
 from data_pipeline.prepare import describe_counts, read_prepared
-from data_pipeline.shards import (
-    HEADER_BYTES,
-    Entry,
-    Shard,
-    Split,
-    TokenSet,
-    allow_open_files,
-    check_manifest,
-    prepared_folder,
-    prepared_shards,
-    verify_files,
-)
 from dataloaders import Batch, TokenRows, cache_of, check_rows, permute
 from extensions.preparation import POLL_SECONDS, lacking, look, rows_in, why_ended
-from parallel.ranks import collective
+from parallel.ranks import Ranks, collective
 from run.extensions import Extension
-from run.life import Run, save_checkpoint
+from run.life import Inputs, Run, save_checkpoint
 
 REPORT_SECONDS = 30.0
 
@@ -50,10 +40,10 @@ class AheadRows:
 
     def __init__(self, config: Config, tokenizer, verify: str):
         self.config, self.tokenizer, self.verify = config, tokenizer, verify
-        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config), tuple[Shard, ...]()
+        self.lock, self.folder, self.opened = threading.RLock(), folder_of(config), ()
         self.look()
         self.fingerprint = self.entries[0].sha256
-        check_manifest(self.folder, self.prepared.manifest, tokenizer, "documents")
+        shards.check_manifest(self.folder, self.prepared.manifest, tokenizer, "documents")
         if self.is_complete:
             check_rows(config, config.data_path, "train", len(self), f"its {self.describe()} fill")
         self.has(config.rows_read)
@@ -70,8 +60,7 @@ class AheadRows:
         return self.rows(indices)
 
     def describe(self) -> str:
-        so_far = "" if self.is_complete else " so far, as more are being prepared"
-        return f"{self.prepared.tokens:,} tokens{so_far}"
+        return f"{self.prepared.tokens:,} tokens{'' if self.is_complete else ', and more are being prepared'}"
 
     def look(self) -> None:
         """Learn of new shards."""
@@ -82,45 +71,38 @@ class AheadRows:
                 self.ends = [rows_in(count, self.config.max_seq_len) for count in tokens]
 
     def shards_with(self, rows: int) -> int:
-        """Return the number of shards that hold this many rows, or all shards."""
-        return bisect_left(self.ends, min(rows, self.ends[-1])) + 1
+        """Return the number of shards that hold this many rows, or all rows."""
+        return bisect_left(self.ends, min(rows, len(self))) + 1
 
     def has(self, rows: int) -> bool:
-        """Return whether the run's first `rows` rows are on disk; open their shards."""
+        """Return whether the first `rows` rows of the run are on disk; open their shards."""
         with self.lock:
-            if rows > self.ends[-1] and not self.is_complete:
+            if rows > len(self) and not self.is_complete:
                 self.look()
-            if rows > self.ends[-1] and not self.is_complete:
+            if rows > len(self) and not self.is_complete:
                 return False
             if new := self.entries[len(self.opened):self.shards_with(rows)]:
-                self.open(new)
+                listed = shards.Split(tokens=sum(entry.tokens for entry in new), shards=new)
+                manifest = self.prepared.manifest.model_copy(update={"splits": {"train": listed}})
+                opened = shards.prepared_shards(self.folder, manifest, "train")
+                token_set = token_rows(self.config, manifest, opened, self.tokenizer).token_set
+                shards.verify_files(token_set, self.verify, cache_of(self.config))
+                self.opened = (*self.opened, *opened)
+                shards.allow_open_files(len(self.opened), self.folder)
+                self.rows = token_rows(self.config, manifest, self.opened, self.tokenizer)
             return True
-
-    def open(self, entries: list[Entry]) -> None:
-        manifest, config = self.prepared.manifest, self.config
-        listed = Split(tokens=sum(entry.tokens for entry in entries), shards=entries)
-        part = manifest.model_copy(update={"splits": {"train": listed}})
-        shards = prepared_shards(self.folder, part, "train")
-        start_id, vocab_size = manifest.document_start_id, self.tokenizer.vocab_size
-        new = TokenSet(tuple(shards), self.fingerprint, start_id, vocab_size)
-        verify_files(new, self.verify, cache_of(config))
-        self.opened += new.shards
-        allow_open_files(len(self.opened), self.folder)
-        self.rows = TokenRows(replace(new, shards=self.opened), config.max_seq_len,
-                              start_id if config.document_mask else None)
 
     def rows_at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Return the int64 row indices at ascending positions: of each pass shard by shard, each shuffled."""
         if not self.has(int(positions[-1]) + 1):
-            raise DataError(f"{self.folder}: not all rows up to {positions[-1]:,} are prepared; continue the "
-                            "preparation")
+            raise DataError(f"{self.folder}: only {len(self):,} rows are prepared; continue its preparation")
         with self.lock:
             passes, within = 0 * positions, positions
             if self.is_complete:
                 passes, within = np.divmod(positions, len(self))
-            shards, rows = np.searchsorted(self.ends, within, side="right"), np.empty_like(positions)
-            for epoch, shard in {*zip(passes.tolist(), shards.tolist())}:
-                chosen = (passes == epoch) & (shards == shard)
+            parts, rows = np.searchsorted(self.ends, within, side="right"), np.empty_like(positions)
+            for epoch, shard in {*zip(passes.tolist(), parts.tolist())}:
+                chosen = (passes == epoch) & (parts == shard)
                 first = self.ends[shard - 1] if shard else 0
                 size = self.ends[shard] - first
                 rows[chosen] = first + permute(within[chosen] - first, size, seed, epoch, source=shard)
@@ -132,44 +114,54 @@ def folder_of(config: Config) -> Path:
     path = Path(config.data_path)
     if is_mixture(path):
         raise SettingsError(f"PREPARE_AHEAD=true does not work with {path}, a mixture; remove one of them")
-    folder = prepared_folder(path) or path
+    folder = shards.prepared_folder(path) or path
     if needed := lacking(look(folder), config):
         raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
                         "prepares it")
     return folder
 
 
+def token_rows(config: Config, manifest: shards.Manifest, files: Sequence[shards.Shard], tokenizer
+               ) -> TokenRows:
+    start_id = manifest.document_start_id
+    token_set = shards.TokenSet(tuple(files), files[0].path.parent.name, start_id, tokenizer.vocab_size)
+    return TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
+
+
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows | TokenRows:
     """Open one split; of validation, the tokens so far, of which evaluations only read the first rows."""
     if split == "train":
-        PrepareAhead.rows = AheadRows(config, tokenizer, verify)
-        return PrepareAhead.rows
+        return AheadRows(config, tokenizer, verify)
     folder = folder_of(config)
     manifest, held_out, is_complete = look(folder)
-    start_id, stream, shards = manifest.document_start_id, manifest.splits["validation"], list[Shard]()
+    stream, files = manifest.splits[split], []
     if is_complete or stream.shards:
-        shards = prepared_shards(folder, manifest, split)
-        verify_files(TokenSet(tuple(shards), "", vocab_size=tokenizer.vocab_size), verify, cache_of(config))
-    if rest := held_out - stream.tokens:
-        path = folder / f"{split}-{len(shards):05d}.bin"
-        shards.append(Shard(path, manifest.dtype, HEADER_BYTES, rest))
-    token_set = TokenSet(tuple(shards), "", start_id, tokenizer.vocab_size)
-    read = token_set.read(0, min(held_out, config.validation_rows * config.max_seq_len + 1))
-    token_set = replace(token_set, fingerprint=hashlib.sha256(read.tobytes()).hexdigest())
-    rows = TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
+        files = shards.prepared_shards(folder, manifest, split)
+        token_set = token_rows(config, manifest, files, tokenizer).token_set
+        shards.verify_files(token_set, verify, cache_of(config))
+    if unfinished := held_out - stream.tokens:
+        path = folder / f"{split}-{len(files):05d}.bin"
+        files.append(shards.Shard(path, manifest.dtype, shards.HEADER_BYTES, unfinished))
+    rows = token_rows(config, manifest, files, tokenizer)
     check_rows(config, folder, split, len(rows), f"its {rows.describe()} fill")
-    return rows
+    read = rows.token_set.read(0, min(held_out, config.validation_rows * config.max_seq_len + 1))
+    digest = hashlib.sha256(read.tobytes()).hexdigest()
+    return replace(rows, token_set=replace(rows.token_set, fingerprint=digest))
 
 
 class PrepareAhead(Extension):
     """Lets all ranks wait for the rows of a step, and keeps the hashes of the shards that were read."""
 
-    rows: ClassVar[Optional[AheadRows]] = None  # of this process's run
-
     def __init__(self):
+        self.rows: Optional[AheadRows] = None
         self.agreed, self.all_agreed = 0, False  # rows that every rank has, and whether these are all
         self.read: list[str] = []  # hashes of shards
         self.was_reported, self.looks_at = False, 0.0
+
+    def inputs(self, config: Config, inputs: Inputs, ranks: Ranks) -> Inputs:
+        self.rows = inputs.rows if config.data_grows else None
+        self.was_reported = self.rows is None or self.rows.is_complete
+        return inputs
 
     def state_dict(self) -> dict:
         return {"shards": self.read} if self.rows else {}
@@ -182,15 +174,10 @@ class PrepareAhead(Extension):
         """Raise CheckpointError if a shard that the run has read is not the same any more."""
         for before, entry in zip(self.read, self.rows.entries if self.rows else ()):
             if before != entry.sha256:
-                error = CheckpointError(
+                raise on_all_ranks(CheckpointError(
                     f"{self.rows.folder / entry.file}: the run has read this shard with SHA-256 "
                     f"{before[:12]}, and now it has {entry.sha256[:12]}, because the source has changed; "
-                    "restore the source, or start a new run with another RUN_NAME")
-                error.on_all_ranks = True
-                raise error
-
-    def run_start(self, run: Run) -> None:
-        self.was_reported = self.rows is None or self.rows.is_complete
+                    "restore the source, or start a new run with another RUN_NAME"))
 
     @collective
     def step_begin(self, run: Run) -> None:
@@ -216,8 +203,8 @@ class PrepareAhead(Extension):
                          "prepared")
         elif self.rows.is_complete:
             passes = run.config.max_steps * run.config.rows_read / len(self.rows)
-            run.log.info(f"The data is prepared; the run reads it {passes:.2f} times:")
-            for line in describe_counts(self.rows.folder, read_prepared(self.rows.folder)):
+            counts = describe_counts(self.rows.folder, read_prepared(self.rows.folder))
+            for line in (f"The data is prepared; the run reads it {passes:.2f} times:", *counts):
                 run.log.info(line)
 
     @collective
@@ -239,21 +226,20 @@ class PrepareAhead(Extension):
             run.context.leave_if_stopped()
             if any(failures):
                 save_checkpoint(run, wait=True)
-                error = DataError(max(failures), f"Step {run.progress.step}, the last with data, is saved; "
-                                  "the same command resumes it once the data can be prepared")
-                error.on_all_ranks = True
-                raise error
+                saved = f"Step {run.progress.step}, the last with data, is saved"
+                raise on_all_ranks(DataError(max(failures), f"{saved}; the same command resumes it once the "
+                                             "data can be prepared"))
             if time.monotonic() >= says_at:
                 says_at = time.monotonic() + REPORT_SECONDS
-                shards = counted(len(self.rows.entries), "shard")
+                shards_there = counted(len(self.rows.entries), "shard")
                 run.log.info(f"Waiting for data: step {run.progress.step + 1} needs more than "
-                             f"{self.rows.prepared.tokens:,} tokens in {shards}")
+                             f"{self.rows.prepared.tokens:,} tokens in {shards_there}")
             time.sleep(POLL_SECONDS)
 
-    def summary(self, run: Run) -> list:
-        if self.rows is None or self.rows.is_complete:
-            return []
-        return ["Data: its preparation ends with the run; preparing the source again continues it"]
+
+def on_all_ranks(error: DataError | CheckpointError) -> DataError | CheckpointError:
+    error.on_all_ranks = True
+    return error
 
 
 EXTENSION = PrepareAhead

@@ -160,6 +160,9 @@ class PrepareAheadConfig(Section):
         if self.training_stage != "pretrain":
             yield (f"PREPARE_AHEAD=true works with TRAINING_STAGE=pretrain, not with {self.training_stage}, "
                    "whose examples are packed into rows together; remove it")
+        if self.exclude_data:
+            yield (f"EXCLUDE_DATA={self.exclude_data} searches all data before the first step, but with "
+                   "PREPARE_AHEAD=true, it is not there yet; remove one of them")
         if self.epochs:
             yield (f"EPOCHS={self.epochs:g} needs the size of the data, which PREPARE_AHEAD=true does not "
                    "know; set MAX_STEPS instead")
