@@ -1,12 +1,14 @@
-"""Grow a checkpoint without changing its logits, by layers or wider feed-forwards; or keep its first layers.
+"""Grow a checkpoint without changing its logits, by layers or wider feed-forwards; or keep some layers.
 
     python scripts/resize_checkpoint.py runs/first --layers 24 --ffn-dim 4096 \\
         --output models/grown
     ./paddock train --run-name grown --resume models/grown --max-steps 2000
+    python scripts/resize_checkpoint.py runs/first --layers 6 --evenly --output models/half
 
 The numbers of new layers are printed; TRAIN_ONLY can train these layers alone. A larger model keeps the
 optimizer's state, where that of new parameters starts from zero, and a run from the folder continues the
-schedule at its step. A model with fewer layers starts a new run.
+schedule at its step. A model with fewer layers starts a new run. It keeps the first ones, or with --evenly
+evenly spaced ones from the first on: of 12, each second.
 """
 
 import json
@@ -36,28 +38,30 @@ from settings.load import load_config
 from tokenizer import load_tokenizer
 
 
-def resized_layers(old: int, new: int) -> list[tuple[int, int]]:
+def resized_layers(old: int, new: int, evenly: bool = False) -> list[tuple[int, int]]:
     """Return for each layer of a resized model the layer that it comes from, and 0, or the copy's number."""
     if new <= old:
-        return [(layer, 0) for layer in range(new)]
+        return [(layer * old // new if evenly else layer, 0) for layer in range(new)]
     after = [-(-(number + 1) * old // (new - old)) - 1 for number in range(new - old)]
     return [(layer, copy) for layer in range(old) for copy in range(1 + after.count(layer))]
 
 
 def resized(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfig,
-            is_optimizer: bool = False) -> dict[str, LazyTensor]:
+            is_optimizer: bool = False, evenly: bool = False) -> dict[str, LazyTensor]:
     """Return a model's tensors under Hugging Face's names, or its optimizer's state, for another size.
 
-    A smaller model keeps the first layers. In a larger one, new layers are copies of the layers before them,
-    evenly spaced, with WO and W2 of zero: the logits stay equal to the last bit. New rows of W1 and W3 are
-    random, and new columns of W2 zero, as is all new state.
+    A smaller model keeps the first layers, or evenly spaced ones. In a larger one, new layers are copies of
+    the layers before them, evenly spaced, with WO and W2 of zero: the logits stay equal to the last bit. New
+    rows of W1 and W3 are random, and new columns of W2 zero, as is all new state.
     Source: Wu et al. 2024 (arXiv:2401.02415); Chen et al. 2016 (arXiv:1511.05641).
     """
-    places, wider, result = resized_layers(old.n_layers, new.n_layers), new.hidden_dim - old.hidden_dim, {}
+    places = resized_layers(old.n_layers, new.n_layers, evenly)
+    wider, result = new.hidden_dim - old.hidden_dim, {}
     if any(not copy and (new.slides(place), new.rotates(place)) != (old.slides(layer), old.rotates(layer))
            for place, (layer, copy) in enumerate(places)):
-        raise SettingsError(f"growing from {old.n_layers} to {new.n_layers} layers would shift which layers "
-                            "have a window or no rotary embedding; widen the feed-forwards instead")
+        raise SettingsError(f"resizing from {old.n_layers} to {new.n_layers} layers would shift which layers "
+                            "have a window or no rotary embedding; widen the feed-forwards instead, or keep "
+                            "the first layers")
     generator = torch.Generator().manual_seed(0)
     for name, tensor in tensors.items():
         if wider and len(tensor.shape) == 2 and re.search(r"\.(gate_proj|up_proj|w1|w3)\.", name):
@@ -78,7 +82,8 @@ def resized(tensors: Mapping[str, LazyTensor], old: ModelConfig, new: ModelConfi
     return result
 
 
-def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path) -> list[int]:
+def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: Path,
+           evenly: bool = False) -> list[int]:
     """Write the resized checkpoint, if larger with its optimizer's state; return the new layers."""
     store.check_new(output)
     store.verify(folder) if store.read_state(folder) else store.verify_model(folder)
@@ -87,7 +92,7 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
     if new.n_layers < 1 or new.hidden_dim < old.hidden_dim or new == old:
         raise SettingsError(f"{folder} has {counted(old.n_layers, 'layer')} and feed-forwards of "
                             f"{old.hidden_dim}; set another --layers, or a larger --ffn-dim")
-    weights = resized(huggingface.load_model_weights(folder), old, new)
+    weights = resized(huggingface.load_model_weights(folder), old, new, evenly=evenly)
     files = huggingface.weight_files(weights, new.head_dim)
     tokenizer = load_tokenizer(str(folder))
     state = store.read_state(folder) if new.n_layers >= old.n_layers else {}
@@ -122,9 +127,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, metavar="N", help="number of layers (default: unchanged)")
     parser.add_argument("--ffn-dim", type=int, metavar="N",
                         help="width of the feed-forwards (default: unchanged)")
+    parser.add_argument("--evenly", action="store_true",
+                        help="keep evenly spaced layers, instead of the first ones")
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="new folder")
     args = parser.parse_args()
-    new = resize(find_model(args.model), args.layers, args.ffn_dim, args.output.expanduser())
+    new = resize(find_model(args.model), args.layers, args.ffn_dim, args.output.expanduser(), args.evenly)
     alone = f" --train-only {','.join(map(str, new))} trains only its new layers." if new else ""
     output, state = args.output.expanduser(), store.read_state(args.output.expanduser())
     line = f"Generate text with it: {command('scripts/generate.py', output)}"

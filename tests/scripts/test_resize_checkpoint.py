@@ -1,4 +1,4 @@
-"""resize_checkpoint.py: a larger model computes the same, and its run continues exactly; a smaller one is its first layers."""
+"""resize_checkpoint.py: a larger model computes the same, and its run continues exactly; a smaller one is its first or every second layer."""
 
 
 import pytest
@@ -38,6 +38,13 @@ def test_fewer_layers_are_the_first_ones_without_a_trainer_state(whole, tmp_path
     assert after.keys() == {name for name in before if not name.startswith("model.layers.1.")}
     assert all(torch.equal(after[name].full(), before[name].full()) for name in after)
     assert store.read_state(tmp_path / "cut") == {} and read_model_config(tmp_path / "cut").n_layers == 1
+
+
+def test_every_second_layer_of_a_grown_model_is_the_model_again(whole, tmp_path):
+    resize(whole.checkpoint(4), 4, None, tmp_path / "grown")
+    resize(tmp_path / "grown", 2, None, tmp_path / "half", evenly=True)
+    before, after = (huggingface.load_model_weights(folder) for folder in (whole.checkpoint(4), tmp_path / "half"))
+    assert before.keys() == after.keys() and all(torch.equal(after[name].full(), before[name].full()) for name in before)
 
 
 @pytest.mark.parametrize("optimizer", ("adamw", "muon"))
