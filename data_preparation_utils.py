@@ -254,9 +254,9 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "", only_p
     if not flags.source and kind != "documents":
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
-    named = flags.source or "fineweb-edu"
-    folder = prepare_set(kind, source_of(named, NAMES[kind], **fields), output, options)
-    return folder if only_plan else name_set(folder, named)
+    source = flags.source or "fineweb-edu"
+    folder = prepare_set(kind, source_of(source, NAMES[kind], **fields), output, options)
+    return folder if only_plan else name_set(folder, source)
 
 
 def name_set(folder: Path, source: str) -> Path:

@@ -100,8 +100,8 @@ class BaseTokenizer:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end a text: the tokenizer's, and those that the model's files name."""
-        named = self.generation.get("eos_token_id", ())
-        return frozenset((self.eos_id, *(token for token in named if token < self.vocab_size)))
+        ends = self.generation.get("eos_token_id", ())
+        return frozenset((self.eos_id, *(token for token in ends if token < self.vocab_size)))
 
     @cached_property
     def control_pattern(self) -> re.Pattern:
@@ -456,11 +456,11 @@ def added_tokens(document: Mapping[str, Any], config: Mapping[str, Any], generat
                  control: Collection[str]) -> list[dict]:
     """Return a tokenizer.json's added tokens, special also if another file says so, as in transformers."""
     more = [config.get(name) or [] for name in ("additional_special_tokens", "extra_special_tokens")]
-    named = [value for key, value in config.items() if key.endswith("_token")]
-    named += [token for each in more for token in (each.values() if isinstance(each, dict) else each)]
-    named += [token for token in (config.get("added_tokens_decoder") or {}).values()
+    mentioned = [value for key, value in config.items() if key.endswith("_token")]
+    mentioned += [token for each in more for token in (each.values() if isinstance(each, dict) else each)]
+    mentioned += [token for token in (config.get("added_tokens_decoder") or {}).values()
               if isinstance(token, dict) and token.get("special")]
-    texts = [token.get("content") if isinstance(token, dict) else token for token in named]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in mentioned]
     names, ends = {*control, *filter(None, texts)}, generation.get("eos_token_id", ())
     stored = document.get("added_tokens") or []
     if not all(isinstance(token, dict) and {"id", "content", "special"} <= token.keys() for token in stored):

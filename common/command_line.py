@@ -68,8 +68,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, description: str, epilog: str = "", **options):
         script = f"scripts/{os.path.basename(sys.argv[0])}"
-        own = f"{PROGRAM} {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
-        options["prog"] = os.environ.get("PADDOCK_COMMAND") or options.get("prog", own)
+        program = f"{PROGRAM} {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
+        options["prog"] = os.environ.get("PADDOCK_COMMAND") or options.get("prog", program)
         super().__init__(description=description, epilog=epilog, formatter_class=HelpFormatter, **options)
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 

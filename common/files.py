@@ -193,12 +193,12 @@ def disk_errors(path: Path, failure: type[PaddockError] = CheckpointError,
     except NotAFileError as error:
         raise failure(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
-        place = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
-        place = path if "/tmp-" in place else place  # as `store.temporary_of` does
+        written = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
+        written = path if "/tmp-" in written else written  # as `store.temporary_of` does
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""
         room = f"{needed}{free_bytes(path):,} bytes free; free some space, or " if is_full else ""
-        raised = failure(f"{place} cannot be written: {error.strerror or error}; {room}{advice}")
+        raised = failure(f"{written} cannot be written: {error.strerror or error}; {room}{advice}")
         raised.errno = error.errno  # also on ranks that only get the message
         raise raised from error
 

@@ -150,14 +150,14 @@ def command(script: str, *arguments: str | Path, python: str | Path = "") -> str
     folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
     known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
     by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
-    own, found = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
+    installed, on_path = os.path.join(sys.prefix, "bin", "paddock"), shutil.which("paddock") or os.devnull
     is_installed = PROGRAM == "paddock" and script in COMMANDS
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    if is_installed and not python and os.path.realpath(found) == os.path.realpath(own):
+    if is_installed and not python and os.path.realpath(on_path) == os.path.realpath(installed):
         start = ["paddock", *COMMANDS[script].split()]
     elif by_name:
         start = ["./paddock", *COMMANDS[script].split()]

@@ -94,13 +94,13 @@ ANEW = "copy it again, or delete its folder and prepare the data again"
 
 
 class WatchedFile:
-    """A file that is read in pieces, and must not change meanwhile, unless it has no `status`.
+    """A file that is read in pieces, and must not change meanwhile.
 
     If only its times change, or an equal file replaces it, it is hashed again and reading continues.
     `scattered` disables read-ahead: random access is 100 times faster when not cached.
     """
 
-    def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
+    def __init__(self, path: Path, status: os.stat_result, scattered: bool = False,
                  digest: Optional[str] = None):
         self.path, self.status, self.digest = path, status, digest
         try:
@@ -118,7 +118,7 @@ class WatchedFile:
             # Read the status after the content, so that no change in between is missed.
             content, now = self._pread(offset, size), os.fstat(self.descriptor)
             # Ignore the change time, which backups with hard links change.
-            is_same = before is None or (now.st_size, now.st_mtime_ns, now.st_ino) == (
+            is_same = (now.st_size, now.st_mtime_ns, now.st_ino) == (
                 before.st_size, before.st_mtime_ns, before.st_ino)
             if is_same and len(content) == size:
                 return content
@@ -129,8 +129,6 @@ class WatchedFile:
                         return self.read(offset, size)
         except OSError as error:
             raise self._unreadable(error) from error
-        if before is None:
-            raise DataError(f"{self.path}: is cut short; start again to recompute the missing rows")
         change = f"it had {before.st_size:,} bytes and now has {now.st_size:,}"
         if before.st_ino != now.st_ino:
             change = "another file has its name"

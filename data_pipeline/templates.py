@@ -321,11 +321,11 @@ def is_said(words: str, message: Mapping[str, Any], partly: bool = False) -> boo
         words, message["content"], message.get("reasoning_content") or ""))
     content = content if partly else reasoning + content
     start = words.find(content)
-    found, rest = start == 0 or partly and start > 0, words[start + len(content):]
+    is_in_order, rest = start == 0 or partly and start > 0, words[start + len(content):]
     for call in message.get("tool_calls") or ():
         _, name, rest = rest.partition(call["function"]["name"])
-        found = found and bool(name)
-    return found and (partly or not rest or bool(message.get("tool_calls")))
+        is_in_order = is_in_order and bool(name)
+    return is_in_order and (partly or not rest or bool(message.get("tool_calls")))
 
 
 def _raise_exception(message: str) -> None:

@@ -97,7 +97,7 @@ def generation(run: Run) -> Result:
     # Score on one rank, because importing the packages takes seconds.
     metrics, scores = ranks.broadcast(ranks.on_rank0(lambda: score_texts(answers, references)))
     metrics |= ranks.broadcast(ranks.on_rank0(lambda: own_score(config.metric, prompts, answers, references)))
-    own = [config.metric.rpartition(":")[2]] if config.metric else []
+    user_metrics = [config.metric.rpartition(":")[2]] if config.metric else []
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
     line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
@@ -107,10 +107,10 @@ def generation(run: Run) -> Result:
                f"ROUGE-L: {percent['rouge_l']:.2f} +- {percent['rouge_l_stderr']:.2f} | "
                f"BLEU: {percent['bleu']:.2f} | N: {len(answers)}")
     summary += "".join(f" | {name}: {metrics[f'generation_{name}']:.4g} +- "
-                       f"{metrics[f'generation_{name}_stderr']:.2g}" for name in own)
+                       f"{metrics[f'generation_{name}_stderr']:.2g}" for name in user_metrics)
     table = [Row("generation", name, metrics[f"generation_{name}"],
                  metrics.get(f"generation_{name}_stderr"), None, len(answers))
-             for name in ("exact_match", *ROUGE, "bleu", *own)]
+             for name in ("exact_match", *ROUGE, "bleu", *user_metrics)]
     return Result(metrics, line, summary, table)
 
 

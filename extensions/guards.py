@@ -181,13 +181,13 @@ def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
     gradients = {name: fsdp.local_rows(parameter.grad) for name, parameter in model.named_parameters()
                  if parameter.grad is not None}
     shares = {name: count_bad(gradient) / max(1, gradient.numel()) for name, gradient in gradients.items()}
-    kept, room = {}, KEPT_BYTES
+    copies, bytes_left = {}, KEPT_BYTES
     for name in sorted(filter(shares.get, shares), key=shares.__getitem__):
         gradient = gradients[name]
-        if gradient.nbytes <= room:
-            room -= gradient.nbytes
-            kept[f"{kind}.{name}"] = gradient.to("cpu", copy=True)
-    return kept
+        if gradient.nbytes <= bytes_left:
+            bytes_left -= gradient.nbytes
+            copies[f"{kind}.{name}"] = gradient.to("cpu", copy=True)
+    return copies
 
 
 @collective
@@ -249,14 +249,14 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     bad = [report for report in reports if not report["finite"]]
     first = (bad or reports)[0]
-    places = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
+    bad_tensors = [f"{entry['kind']} {entry['tensor']} ({entry['non_finite']} of {math.prod(entry['shape'])})"
               for entry in first["tensors"]]
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    more = f" and {len(bad_tensors) - 1} more" if len(bad_tensors) > 1 else ""
     ranks = ", ".join(str(report["rank"]) for report in bad)
     run.log.info(f"NON-FINITE in step {first['step']}, "
                  f"{f'from rank {ranks}' if bad else 'but finite when recomputed'}: loss "
                  f"{float(first['loss']):.4g}, |g| {float(first['grad_norm']):.4g}, in "
-                 f"{(places or ['no remaining tensor'])[0]}{more}.")
+                 f"{(bad_tensors or ['no remaining tensor'])[0]}{more}.")
     if run.config.debug:
         more = f"all of them: {folder / 'report.txt'}; to load rows and gradients in Python:"
         for line in (*affected(first)[:1 + TENSORS_SHOWN], more, *how_to_load(folder, first["rank"])):

@@ -162,13 +162,13 @@ class Rollouts:
                 else:
                     ids = self.generate(batch, config.grpo_group, (config.seed, step, place))
             with phase("reward"):
-                found = self.reward(batch, ids, with_values=not config.distillation_enabled)
-                advantages_PG = advantages(self.by_group(found), scaled=config.grpo_loss != "dr_grpo")
+                rewarded = self.reward(batch, ids, with_values=not config.distillation_enabled)
+                advantages_PG = advantages(self.by_group(rewarded), scaled=config.grpo_loss != "dr_grpo")
                 trained = training_batch(batch, ids, advantages_PG, self.together, *self.row_size)
                 batches.append(trained.to(ranks.device))
             units, place = units + int(count(trained)), place + size
             is_kept = kept(batch).repeat_interleave(config.grpo_group).tolist()
-            for answer, advantage in compress(zip(found, advantages_PG.flatten().tolist()), is_kept):
+            for answer, advantage in compress(zip(rewarded, advantages_PG.flatten().tolist()), is_kept):
                 answers.append(answer._replace(advantage=advantage) if is_logged else answer._replace(
                     prompt="", text="", record=answer.record if answer.failure else ""))
         every = [Answer(*each) for rank in ranks.all_gather_json(answers) for each in rank]

@@ -177,9 +177,9 @@ class Phases:
         compared = table_of(self.to_compare, COMPARED)  # of its last two phases, `own_pauses` are compared
         count, pauses = len(compared), [self.own_pauses[phase] for phase in COMPARED]
         variances = compared.var(0, ddof=1) / count if count > 1 else np.zeros(len(COMPARED))
-        own = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)),
+        local = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)),
                *compared.sum(0) / max(1, count) + pauses, *variances, time.perf_counter() - self.compared_at]
-        every = np.array(self.run.ranks.all_gather_json(own))
+        every = np.array(self.run.ranks.all_gather_json(local))
         means = dict(zip(STEP_PHASES, every[:, :len(STEP_PHASES)].mean(0).tolist()))
         step_seconds = sum(means.values())
         if count >= COMPARED_STEPS - 1:  # the first step is excluded
@@ -202,12 +202,12 @@ class Phases:
         log, step = self.run.log, self.run.progress.step
         hosts = self.run.ranks.all_gather_json(socket.gethostname())
         for rank, phase, ratio in news:
-            place = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
+            label = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
             if ratio:
-                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as on other ranks")
+                log.warn(f"{label} is slow: its {phase} takes {ratio:.2f} times as long as on other ranks")
                 log.event("slow rank", step, rank=rank, phase=phase, ratio=round(ratio, 3), host=hosts[rank])
             else:
-                log.info(f"{place} is no longer slow in {phase}")
+                log.info(f"{label} is no longer slow in {phase}")
                 log.event("slow rank ended", step, rank=rank, phase=phase)
 
     def read_pauses(self) -> dict[str, float]:

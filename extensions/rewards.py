@@ -73,20 +73,20 @@ def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
 
 def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer's value is exactly that of `record["answer"]`, else 0; see docs/online.md."""
-    wanted, found = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    wanted, given = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
     if wanted is None:
         raise ValueError(f"the record's answer {text[:80]!r} is not one number; correct the record, or use "
                          "REWARD=math_verify, which also compares expressions")
-    return Misunderstood() if found is None else float(found == wanted)
+    return Misunderstood() if given is None else float(given == wanted)
 
 
 def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return what `numeric` does; where one is not a number, 1 if math-verify finds them equal, else 0."""
     from math_verify import parse, verify
 
-    wanted, found = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
-    if wanted is not None and found is not None:
-        return float(found == wanted)
+    wanted, given = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    if wanted is not None and given is not None:
+        return float(given == wanted)
     if not (expected := parse(text) or parse(f"${text}$")):
         raise ValueError(f"math-verify finds nothing in the record's answer {text[:80]!r}")
     return float(verify(expected, parsed)) if (parsed := parse(answer)) else Misunderstood()

@@ -316,8 +316,8 @@ class KTO(PairwiseObjective):
         for batch in batches:
             point = max(total / max(count, 1), 0.0)  # NaN stays
             batch.stored["point_B1"] = torch.full_like(batch.stored["reference_BP2"][:, :1, 0], point)
-        own = [self.only(batch, 1) for batch in batches]
-        return Prepared(own, round(sum(pairs for _, pairs in sums)), {})
+        trained = [self.only(batch, 1) for batch in batches]
+        return Prepared(trained, round(sum(pairs for _, pairs in sums)), {})
 
     def side(self, batch) -> Tensor:
         """Return (B, T), on the CPU: 1 for tokens of a record's own answer, -1 of the other, 0 of padding."""
@@ -335,12 +335,13 @@ class KTO(PairwiseObjective):
         # The odd number after the last pair is that of padding.
         document_ids_BT = host.document_ids_BT.gather(1, order_BT).where(is_kept_BT, last // 2 * 2 + 1)
         targets_BT = host.targets_BT.gather(1, order_BT).where(is_kept_BT, IGNORE_INDEX)
-        kept = replace(host, tokens_BT=host.tokens_BT.gather(1, order_BT) * is_kept_BT, targets_BT=targets_BT,
-                       document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
-                       target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
+        one_side = replace(
+            host, tokens_BT=host.tokens_BT.gather(1, order_BT) * is_kept_BT, targets_BT=targets_BT,
+            document_ids_BT=document_ids_BT, padding=int((~is_kept_BT).sum()),
+            target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten())
         if host is not batch:
-            kept = kept.to(batch.tokens_BT.device)
-        return replace(kept, stored=batch.stored)
+            one_side = one_side.to(batch.tokens_BT.device)
+        return replace(one_side, stored=batch.stored)
 
     def gains(self, model: nn.Module, batch) -> tuple[Tensor, Tensor]:
         """Return the (B, P, 2) log-probabilities of the own and the other answer, and their gains over the

@@ -71,9 +71,9 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
     text, table = str(value).strip().lower(), CONVERTED.get(form, {})
     words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
     star = None if isinstance(value, list) else table.get("*")
-    found = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
-    if found and None not in found:
-        pairs = (pair.split("=") for each in found for pair in each.split())
+    translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
+    if translations and None not in translations:
+        pairs = (pair.split("=") for each in translations for pair in each.split())
         settings = {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
         return settings if settings.keys() <= Config.model_fields.keys() else None  # without extensions/
     if form in COMPUTED:
@@ -106,8 +106,8 @@ def advice(name: str, known: Iterable[str] = Config.model_fields,
 
 def unknown(where: str, name: str, shown: str = "") -> str:
     """Return the message for an unknown name; empty if it may be one of the extensions, which are missing."""
-    found = advice(name)
-    return f"{where}: unknown setting {shortened(shown or name)}; {found}" * (not may_be_missing(found))
+    sentence = advice(name)
+    return f"{where}: unknown setting {shortened(shown or name)}; {sentence}" * (not may_be_missing(sentence))
 
 
 def may_be_missing(advice: str) -> bool:

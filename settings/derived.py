@@ -114,8 +114,8 @@ def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[s
     decided |= {name for name in changed if saved and is_decided(name)}
     decided |= {name for name, other in (("epochs", "max_steps"), ("max_steps", "epochs"))
                 if name in in_env and other in above_env}
-    kept = {name: getattr(config, name) for name in given if name not in decided}
-    conflicts = " ".join(rules(with_all_rows((record if saved else config).model_copy(update=kept))))
+    remaining = {name: getattr(config, name) for name in given if name not in decided}
+    conflicts = " ".join(rules(with_all_rows((record if saved else config).model_copy(update=remaining))))
     return decided | {name for name in changed & in_env - (FOR_ONE_START - OF_A_RUN)
                       if re.search(rf"\b{name.upper()}\b", conflicts)}
 
@@ -195,12 +195,12 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
 def settings_of_start(config: Config, decided: Container[str]) -> dict[str, Any]:
     """Return the tokenizer of the prepared data or the start, and the start's row length if it is shorter."""
     start, tokenizer, length = config.named_checkpoint, config.tokenizer_path, config.max_seq_len
-    places = [] if start is None else [Path(start), Path(config.output_dir) / start]
-    folders = [folder for place in places for folder in checkpoints_of(place)]
+    candidates = [] if start is None else [Path(start), Path(config.output_dir) / start]
+    folders = [folder for place in candidates for folder in checkpoints_of(place)]
     if tokenizer is None:
         beside = (str(folder) for folder in folders
                   if any(os.path.isfile(folder / f"tokenizer.{form}") for form in ("json", "model")))
-        on_hub = [] if start is None or any(map(os.path.exists, places)) else [start.partition("@")[0]]
+        on_hub = [] if start is None or any(map(os.path.exists, candidates)) else [start.partition("@")[0]]
         of_data = (name for name, _ in data_manifests(config.data_path)
                    if os.path.exists(name) or is_hub_name(name))
         tokenizer = next(chain(of_data, beside, on_hub), None)

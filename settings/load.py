@@ -77,11 +77,11 @@ class Layer:
         """Set a value; a second one for a setting is an error, unless another trainer's name implies it."""
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         value = SEPARATORS[name].join(value) if is_list and SEPARATORS[name] else value
-        first, place = self.values.get(name, (value, ""))
-        if place and not ((is_implied or name in self.implied) and str(first).lower() == str(value).lower()):
-            self.problems.append(f"{where}{shown} is set a second time (first at {place}); keep one")
+        first, before = self.values.get(name, (value, ""))
+        if before and not ((is_implied or name in self.implied) and str(first).lower() == str(value).lower()):
+            self.problems.append(f"{where}{shown} is set a second time (first at {before}); keep one")
         else:
-            self.implied |= {name} if is_implied and not place else set()
+            self.implied |= {name} if is_implied and not before else set()
             self.values[name] = (value, where)
 
     def accept(self, alias: str, value: Any, where: str) -> bool:
@@ -111,7 +111,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     `${NAME}` and `${NAME:-default}` are expanded from the environment, then from earlier lines.
     """
     # dotenv_values of python-dotenv does not report line numbers, duplicates or errors.
-    layer, places, earlier = Layer(), {}, {}
+    layer, set_at, earlier = Layer(), {}, {}
     try:
         text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
@@ -140,11 +140,11 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
             if not layer.accept(key, value, where):
                 layer.refuse(key, unknown(where, key))
-        elif name in places:
+        elif name in set_at:
             layer.problems.append(
-                f"{where}: {key} is set a second time (first at {places[name]}); keep one")
+                f"{where}: {key} is set a second time (first at {set_at[name]}); keep one")
         else:
-            places[name] = where
+            set_at[name] = where
             if value and name in Config.model_fields:
                 layer.put(name, value, where, f": {key}")
             elif value:
@@ -273,21 +273,21 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
     layers = [env, *map(read_config_file, map(Path, flags.config_files)), Layer(environment), flags]
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
-    config, named = validate(given)[0], given.get("preset")
+    config, preset_pair = validate(given)[0], given.get("preset")
     is_new = (is_run and config.training_stage == "pretrain" and not derived.SIZES & given.keys()
               and (config.debug or config.preset) and not derived.run_to_resume(config)[1])
-    if is_new and config.debug and not named and not LENGTHS & given.keys():
-        named = ("debug" if config.pretrain_data_path else "sample,debug", given["debug"][1])
-    if named:
+    if is_new and config.debug and not preset_pair and not LENGTHS & given.keys():
+        preset_pair = ("debug" if config.pretrain_data_path else "sample,debug", given["debug"][1])
+    if preset_pair:
         naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=1)
-        preset = read_preset(*named) if isinstance(named[0], str) else Layer()
-        preset.values["preset"] = named
+        preset = read_preset(*preset_pair) if isinstance(preset_pair[0], str) else Layer()
+        preset.values["preset"] = preset_pair
         if "preset" not in given:
-            preset.notes["DEBUG"] = f"DEBUG=true alone, for a new run, is --preset {named[0]}"
+            preset.notes["DEBUG"] = f"DEBUG=true alone, for a new run, is --preset {preset_pair[0]}"
         if given.get("lora_base_quantization", ("none",))[0] != "none" and preset.values.pop("sharding", ()):
             preset.notes["PRESET"] = ("LORA_BASE_QUANTIZATION replaces the preset's SHARDING with none, "
                                       "since a quantized matrix cannot be divided by rows")
-        if is_new and named[0] == "production":
+        if is_new and preset_pair[0] == "production":
             preset.values["depth"] = (PRODUCTION_DEPTH, "PRESET=production")
         preset.is_env = naming == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
@@ -465,10 +465,10 @@ def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
     """Yield an error if TEACHER_MODEL has no effect, unless distillation was switched off deliberately."""
     if config.teacher_model is None or config.distillation_enabled:
         return
-    named, off = (max((number for number, layer in enumerate(layers) if name in layer.values), default=-1)
-                  for name in ("teacher_model", "distillation_enabled"))
-    if off < named:
-        where = layers[named].values["teacher_model"][1]
+    teacher, switch = (max((index for index, layer in enumerate(layers) if name in layer.values), default=-1)
+                       for name in ("teacher_model", "distillation_enabled"))
+    if switch < teacher:
+        where = layers[teacher].values["teacher_model"][1]
         yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
                "DISTILLATION_ENABLED=true; set that too, or DISTILLATION_ENABLED=false to train without it")
 

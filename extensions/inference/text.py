@@ -70,10 +70,10 @@ class TextStream:
         self.stopped, self._held_back = bool(matches), ""
         if matches:
             return text[:min(matches)[1]]
-        held = max((length for stop in self._stop for length in range(1, len(stop))
+        partial = max((length for stop in self._stop for length in range(1, len(stop))
                     if text.endswith(stop[:length])), default=0)
-        self._held_back = text[len(text) - held:]
-        return text[:len(text) - held]
+        self._held_back = text[len(text) - partial:]
+        return text[:len(text) - partial]
 
 
 class Prompt(NamedTuple):

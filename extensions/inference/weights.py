@@ -119,5 +119,5 @@ def prompts_to_try(model: LanguageModel, data_path: Optional[str]) -> list[str]:
     # User messages of single-turn examples that the manifest does not shorten
     before, after = decode(prompt.ids).split("?", 1)
     message = rf"{re.escape(before)}([^\u27e6]*?){re.escape(after.strip())}\s*(\u27e6|\nchosen: |$)"
-    found = dict.fromkeys(match[1] for text in examples if (match := re.match(message, text.strip())))
-    return [text for text in found if " tokens ...] " not in text]
+    messages = dict.fromkeys(match[1] for text in examples if (match := re.match(message, text.strip())))
+    return [text for text in messages if " tokens ...] " not in text]

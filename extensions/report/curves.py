@@ -132,8 +132,8 @@ class Curve:
     def best(self, higher: bool = False) -> Optional[tuple[float, int]]:
         """Return the lowest (or highest) value, and its step."""
         x, y = self.known()
-        place = (-y if higher else y).argmin() if len(y) else None
-        return (y[place].item(), x[place].item()) if len(y) else None
+        index = (-y if higher else y).argmin() if len(y) else None
+        return (y[index].item(), x[index].item()) if len(y) else None
 
     def at(self, step: int) -> Optional[float]:
         x, y = self.known()

@@ -242,14 +242,14 @@ class RunReader:
 
     def signature(self) -> tuple:
         """Return a value that changes when the run writes something or ends."""
-        found = []
+        stamps = []
         for path in (self.folder / name for name in (*schema.SCHEMAS, "config.json", "data.json")):
             try:
-                facts = os.stat(path)
-                found.append((path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+                status = os.stat(path)
+                stamps.append((path, status.st_ino, status.st_size, status.st_mtime_ns))
             except OSError:
-                found.append((path,))
-        return holder_runs(self.folder / "run.lock"), found
+                stamps.append((path,))
+        return holder_runs(self.folder / "run.lock"), stamps
 
     def item_scores(self) -> Iterator[ItemScores]:
         return read_item_scores(self.folder / "evaluations.jsonl")
@@ -296,10 +296,10 @@ class RunReader:
     def _measure(self, step: int, at: float, step_seconds: float) -> None:
         """Add a line to the last process that started before its step; the clock may have been set back."""
         self.recent.append((step, self.clock[1]))
-        place = bisect_left(self.resumed, (step, -1)) - 1
-        if place < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
+        index = bisect_left(self.resumed, (step, -1)) - 1
+        if index < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
             return  # before the first start
-        process = self.processes[self.resumed[max(0, place)][1]]
+        process = self.processes[self.resumed[max(0, index)][1]]
         if process.last_time is None:
             self.recent = deque([self.recent[-1]], maxlen=RECENT_LINES)
         process.add_line(step, at, step_seconds)
@@ -436,8 +436,8 @@ class RunReader:
             yield ["invalid, left out", ", ".join(bad)]
 
     def newest_checkpoint(self) -> Optional[Path]:
-        found = (self.folder / "checkpoints").glob("step-*")
-        return max((path for path in found if path.name[5:].isdecimal()), default=None)
+        folders = (self.folder / "checkpoints").glob("step-*")
+        return max((path for path in folders if path.name[5:].isdecimal()), default=None)
 
     def chosen_samples(self, most: int) -> list[dict[str, Any]]:
         """Return at most `most` samples from evenly spaced steps, including the last step."""
@@ -469,8 +469,8 @@ class RunReader:
             elif kind == "slow rank ended":
                 text = f"{rank} is as fast as other ranks again in {phase}"
             else:
-                facts = [f"{name}: {value}" for name, value in event.items()
+                fields = [f"{name}: {value}" for name, value in event.items()
                          if name not in ("time", "step", "event")]
-                text = event.get("text") or ", ".join(facts) or kind
+                text = event.get("text") or ", ".join(fields) or kind
             alarms.append({"step": event["step"], "kind": kind, "text": str(text)})
         return sorted(alarms, key=lambda alarm: alarm["step"])

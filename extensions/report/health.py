@@ -41,9 +41,9 @@ HEADLINES = {"grpo": Headline("val_reward", "reward", "Held-out reward", "traini
 def time_text(seconds: float) -> str:
     """Return seconds in at most two units: 25 s, 2 min 05 s, 3 h 10 min, 2 d 04 h."""
     seconds = round(seconds)
-    place = next((place for place, (_, size) in enumerate(UNITS) if seconds >= size), 3)
-    unit, size = UNITS[place]
-    smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[place + 1:place + 2]]
+    index = next((index for index, (_, size) in enumerate(UNITS) if seconds >= size), 3)
+    unit, size = UNITS[index]
+    smaller = [f"{int(seconds % size // part):02} {name}" for name, part in UNITS[index + 1:index + 2]]
     return " ".join([f"{int(seconds // size)} {unit}", *smaller])
 
 
@@ -59,14 +59,15 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
 
     A paired test of the item scores in `trends` decides. Without them, two standard errors do.
     """
-    found = [name for name in (main.curve, main.training) if name in curves and len(curves[name].recent) > 1]
-    if not found:
+    measured = [name for name in (main.curve, main.training)
+                if name in curves and len(curves[name].recent) > 1]
+    if not measured:
         return
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
-    curve, trend, label = curves[found[0]], trends.get(found[0]), main.title.lower()
-    first, last, test = curve.known()[1][0].item(), newest[found[0]], trend and trend.change()
-    margin, proof, is_few = 2 * (newest.get(f"{found[0]}_stderr") or 0.0), " (unpaired)", False
-    if found[0] == main.training:
+    curve, trend, label = curves[measured[0]], trends.get(measured[0]), main.title.lower()
+    first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.change()
+    margin, proof, is_few = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)", False
+    if measured[0] == main.training:
         label, last, proof = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item(), ""
         margin = 2 * np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
@@ -87,7 +88,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
     texts, last_text = [], value_text(last, main.percent)
-    if any(math.isnan(curves[name].y[-1]) for name in (found[0], LOSS.training) if name in curves):
+    if any(math.isnan(curves[name].y[-1]) for name in (measured[0], LOSS.training) if name in curves):
         outcome, last_text, proof = "diverged", "not finite", ""
     elif outcome == "worse" and "divergence" in kinds:
         outcome = "diverged"
@@ -110,7 +111,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
         yield None, (f"The validation loss has risen since step {losses.best.step:,}, where it was "
                      f"{value_text(rise.a)}{difference_text(rise, losses.last.kind)}.")
     best, step = curve.best()
-    if found[0] == LOSS.curve and not test and outcome == "better" and last > best + max(
+    if measured[0] == LOSS.curve and not test and outcome == "better" and last > best + max(
             1.5 * margin, 0.02 * abs(best)):
         yield False, f"The validation loss has risen since step {step:,}, where it was {value_text(best)}."
 

@@ -41,9 +41,9 @@ def is_own(origin: str, headers: Headers) -> bool:
     """
     if site := headers.get("sec-fetch-site"):
         return site == "same-origin"
-    scheme, _, place = origin.lower().partition("://")
+    scheme, _, authority = origin.lower().partition("://")
     hosts = (headers.get(name, "").partition(",")[0].strip().lower() for name in ("host", "x-forwarded-host"))
-    return scheme in ("http", "https") and place != "" and place in hosts
+    return scheme in ("http", "https") and authority != "" and authority in hosts
 
 
 class Guard:
