@@ -83,6 +83,8 @@ def import_gguf() -> Any:
 
 def gguf_name(name: str) -> str:
     *place, module, _ = name.split(".")
+    if module not in NAMES:
+        raise CheckpointError(f"llama.cpp's models have no {name}; use --to hf")
     block = f"blk.{place[1]}." if len(place) > 1 else ""
     return f"{block}{NAMES[module]}.{'bias' if module in ('bq', 'bk', 'bv') else 'weight'}"
 

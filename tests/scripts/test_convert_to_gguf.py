@@ -122,7 +122,7 @@ def test_the_fields_of_a_gguf_file_hold_rotation_and_control_tokens(tmp_path, mo
     assert ids == {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "eot": "<|eot_id|>"}
 
 
-def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path):
+def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path, monkeypatch):
     for number, (settings, message) in enumerate((({"model_type": "smollm3", "no_rope_every": 2}, "NO_ROPE_EVERY=4, and this model has 2"),
                                                   ({}, "splits text like"), ({}, "has no merges"))):
         folder = save(tmp_path / str(number), **settings)
@@ -134,6 +134,9 @@ def test_what_llama_cpp_cannot_run_is_refused(gguf, tmp_path):
         (folder / "tokenizer.json").write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=message):
             script.convert(folder, tmp_path / "out.gguf", "f32")
+    monkeypatch.delitem(script.NAMES, "ffn_norm")  # as after a recipe that adds a parameter
+    with pytest.raises(CheckpointError, match="no layers.0.ffn_norm.weight; use --to hf"):
+        script.convert(folder, tmp_path / "out.gguf", "f32")
     (tmp_path / "out.gguf").touch()
     with pytest.raises(CheckpointError, match="already exists; choose a new file"):
         script.convert(folder, tmp_path / "out.gguf", "f32")
