@@ -13,7 +13,7 @@ import pytest
 from commands import python
 from recipes import ROOT, apply, changes_of
 
-IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn")  # of a copy
+IMPORTED_FROM = (".", "tests", "tests/system", "tests/learn", "tests/settings")  # of a copy
 
 
 def prove(proof, changes: list[tuple[str, str, str]], prepared, folder: Path) -> subprocess.CompletedProcess:
@@ -48,6 +48,7 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     import transformers
     from factories import UNMEASURED, Prepared, TinyRun
     from memory_trace import trace
+    from test_load import test_the_sample_is_the_sample_beside_any_env
 
     from checkpoint.huggingface import load_model_weights
     from config import Config, parameter_count
@@ -76,6 +77,7 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
                     mlp_bias=True)
     forecast = estimate_memory(config, 1000, 2, "cpu").total
     assert forecast == pytest.approx(trace(config, 1000, torch.bfloat16).peak, rel=0.01)
+    test_the_sample_is_the_sample_beside_any_env()  # last, as it writes a .env
 
 
 def prove_lion(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
@@ -222,6 +224,19 @@ def test_no_change_of_a_recipe_can_be_left_out(title, number, prepared, tmp_path
     changes = changes_of(title)
     del changes[number]
     assert prove(RECIPES[title], changes, prepared, tmp_path).returncode == 1
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_ruff_finds_nothing_in_a_recipe(title):
+    ruff = pytest.importorskip("ruff").find_ruff_bin()
+    changes = changes_of(title)
+    for path in {path for path, *_ in changes if path.endswith(".py")}:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        for _, old, new in (change for change in changes if change[0] == path):
+            code = code.replace(old, new)
+        done = subprocess.run([ruff, "check", "--output-format", "concise", "--stdin-filename", path, "-"], input=code, cwd=ROOT,
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_every_recipe_is_proved():
