@@ -54,7 +54,8 @@ class RunConfig(Section):
     compile: bool = safe(
         True, "use torch.compile if a compiler is available; default on a CPU: only for large models")
     extensions: str = safe(
-        "forecast,cpu_kernels,exclude,online,report,card,trackers,reproducible,guards,evaluate,profile",
+        "forecast,cpu_kernels,exclude,online,report,card,trackers,reproducible,rounding,guards,evaluate,"
+        "profile",
         "comma-separated modules of extensions/ that the run calls; others follow these", separator=",")
     debug: bool = safe(
         False, "report the first module whose output is not finite (slow); alone: --preset debug")
@@ -257,6 +258,21 @@ class OptimConfig(Section):
     def updates_per_step(self) -> int:
         """Updates on the batches of a step; GRPO may make several."""
         return 1
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether matrices are held in bf16, without a float32 copy."""
+        return False
+
+    @property
+    def special_update(self) -> bool:
+        """Whether extensions/rounding.py updates the weights: in bf16, or during the backward pass."""
+        return False
+
+    @property
+    def keeps_bad_steps(self) -> bool:
+        """Whether a step that is not finite has changed the weights."""
+        return False
 
 
 class EvaluationConfig(Section):

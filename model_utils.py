@@ -116,7 +116,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
     """Return a Transformer on the rank's device. Its initial weights depend only on SEED, not on sharding."""
     model = model_on_meta(config, vocab_size, dtype)
+    matrices = [each for each in model.parameters() if each.ndim > 1 and config.bf16_weights]
+    for parameter in matrices:
+        parameter.data = parameter.data.to(torch.bfloat16)
     allocate_model(model, config, ranks)
+    for parameter in model.parameters():
+        parameter.is_held = True  # unlike what FSDP gathers
     generator = torch.Generator(ranks.device).manual_seed(config.seed)
 
     @contextmanager
@@ -125,7 +130,7 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
         yield tensor
         fsdp.put(parameter, tensor)
 
-    model.init_weights(generator, full_tensor if fsdp.is_sharded(model) else nullcontext)
+    model.init_weights(generator, full_tensor if fsdp.is_sharded(model) or matrices else nullcontext)
     return model
 
 

@@ -99,7 +99,7 @@ def train(loaded: Settings) -> int:
     try:
         with status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"), open_run(loaded) as run:
             print_overview(run)
-            reducer = make_reducer(run.model, run.ranks, run.config)
+            reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
             start_writing(run)
             ACTIVITY.phase, ACTIVITY.step = "other", run.progress.step
             hooks = ACTIVITY.hooks  # runs may be nested

@@ -108,7 +108,8 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
     run = Run(config, RunContext(ranks, StopSignals(), None), inputs, None, model, Optimizer(model, config),
               None, Progress(), objective, None)
-    reducer, rows = make_reducer(model, ranks, config), inputs.order(config, ranks).micro_batches(0)[:8]
+    reducer = make_reducer(model, ranks, config, run.optimizer)
+    rows = inputs.order(config, ranks).micro_batches(0)[:8]
     batches = [inputs.rows(micro_batch).to(device) for micro_batch in rows]
 
     def step(number: int) -> None:
@@ -305,7 +306,8 @@ class Check:
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
                 text = (f"planning for {counted(config.world_size, 'GPU')} of "
                         f"{config.device_memory:g} GB (DEVICE_MEMORY) instead of this machine; "
-                        f"{str(dtype).removeprefix('torch.')} with fp32 master weights; "
+                        f"{str(dtype).removeprefix('torch.')} with "
+                        f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
                         f"{'eager' if not config.compile or config.debug else 'compiled'}")
             else:
                 device = prepare_device(config)

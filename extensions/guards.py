@@ -269,7 +269,7 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
         where = ("was not finite, but is finite on every rank when recomputed: a transient fault, most "
                  "likely in the hardware or the network")
         advice = "resume with the same command; if it happens again, find the faulty machine"
-    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {saved}. {folder} has "
+    raise NonFiniteError(f"step {run.progress.step + 1} {where}; {saved}. {folder} has "
                          "a report (report.txt), its rows (rank-*.json), tokens and non-finite gradients "
                          f"(rank-*.safetensors){how_to_examine(run)}. To continue, {advice}")
 
@@ -287,7 +287,7 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
         run.log.warn(f"{text}{skipped}{how_to_examine(run)}")
         return
     folder, _, saved = dump_step(run, batches, result)
-    raise LossSpikeError(f"{text}. Nothing was updated, {saved}, and {folder} has its rows"
+    raise LossSpikeError(f"{text}; {saved}, and {folder} has its rows"
                          f"{how_to_examine(run)}; to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
 
 

@@ -22,7 +22,7 @@ from common.activity import waiting
 from common.errors import SettingsError
 from config import Config
 from dataloaders import first_micro_batch
-from learn.optim import REDUCERS, Reducer
+from learn.optim import REDUCERS, Optimizer, Reducer
 from model_utils import seed_step
 from parallel.fsdp import SHARD, is_divided, is_sharded, local_rows, local_span
 from parallel.ranks import Ranks, collective
@@ -93,7 +93,8 @@ class ReproducibleReducer(Reducer):
     the scale is a function of settings and data.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, config: Config):
+    def __init__(self, model: nn.Module, ranks: Ranks, config: Config,
+                 optimizer: Optional[Optimizer] = None):
         self.model, self.ranks, self.seed = model, ranks, config.seed
         micro_batches = config.reproducible_micro_batches
         if is_sharded(model):
@@ -166,14 +167,19 @@ class ReproducibleReducer(Reducer):
         self.ranks.all_reduce(self.integers)
         divisors = (units * self.scale).where(self.not_finite == 0, torch.nan).unbind()
         for parameter, integers, divisor in zip(self.full, self.sums, divisors):
-            gradient = integers.view(torch.float32)[:len(integers)]  # in the same memory
+            gradient = integers.view(parameter.dtype)[:len(integers)]  # in the same memory
             parameter.grad = gradient.copy_(integers.double().div_(divisor)).view_as(parameter)
-        for each, divisor in zip(self.sharded.values(), divisors[len(self.full):]):
+        for (module, each), divisor in zip(self.sharded.items(), divisors[len(self.full):]):
             if each.integers is not None:
                 if self.model.copies is not None:
                     with waiting():
                         dist.all_reduce(each.integers, group=self.model.copies)
                 each.gradients.copy_(each.integers.double().div_(divisor))
+                for rows in (local_rows(parameter.grad) for parameter in module.parameters()
+                             if is_divided(parameter)):
+                    if rows.dtype != each.gradients.dtype:  # FSDP has converted, and so copied them
+                        first = rows.storage_offset()
+                        rows.copy_(each.gradients[first:first + rows.numel()].view_as(rows))
         largest = self.largest.max().int().view(torch.float32).double()
         lowest = 2.0**(self.exponent - 2 * HEADROOM_BITS) if self.exponent > LOWEST_EXPONENT else 0.0
         return (largest <= 2.0**self.exponent) & ((largest > lowest) | (largest == 0)), largest
@@ -188,7 +194,7 @@ class ReproducibleReducer(Reducer):
             rows = local_rows(parameter.grad)
             start, end = local_span(parameter) if parameter.ndim > 1 else (0, 1)
             if end > start and (is_divided(parameter) or mesh is None or mesh.get_local_rank(SHARD) == 0):
-                sums[start:end] = row_sums(rows.square().view(end - start, -1))
+                sums[start:end] = row_sums(rows.float().square().view(end - start, -1))
         if mesh is not None:
             with waiting():
                 dist.all_reduce(sums_R, group=mesh.get_group(SHARD))

@@ -171,6 +171,60 @@ class PrepareAheadConfig(Section):
                    "schedule, because the size of the data is not known; set it")
 
 
+class RoundingConfig(Section):
+    """Weights and optimizer states in fewer bytes."""
+
+    weight_dtype: Literal["fp32", "bf16"] = fixed(
+        "fp32", "dtype of matrices; bf16 = stochastic rounding, no fp32 copy, 2 bytes a gradient; no LoRA")
+    optimizer_dtype: Literal["fp32", "bf16"] = fixed(
+        "fp32", "dtype of the optimizer's state of matrices; bf16 = stochastic rounding; no LoRA")
+    update_in_backward: bool = curve(
+        False, "update a matrix when its gradient is complete, and free that; a bad step is not undone")
+
+    @property
+    def bf16_weights(self) -> bool:
+        return self.weight_dtype == "bf16"
+
+    @property
+    def special_update(self) -> bool:
+        return self.bf16_weights or self.optimizer_dtype != "fp32" or self.update_in_backward
+
+    @property
+    def keeps_bad_steps(self) -> bool:
+        return self.update_in_backward
+
+    def rules(self) -> Iterator[str]:
+        """Check that the optimizer and the step support the features."""
+        used = {"WEIGHT_DTYPE=bf16": self.bf16_weights,
+                f"OPTIMIZER_DTYPE={self.optimizer_dtype}": self.optimizer_dtype != "fp32",
+                "UPDATE_IN_BACKWARD=true": self.update_in_backward}
+        for feature in (feature for feature, is_used in used.items() if is_used):
+            if self.lora_enabled:
+                yield (f"{feature} is for full training, and adapters are small; remove it, or set "
+                       "LORA_ENABLED=false")
+            if self.precision == "fp16":
+                yield f"PRECISION=fp16 does not work with {feature}; use bf16, or fp32"
+            if self.device == "mps":
+                yield f"{feature} does not work on an Apple GPU; remove it, or set DEVICE=cpu"
+        if not self.update_in_backward:
+            return
+        refused = {
+            "DEBUG=true": (self.debug, "set DEBUG=false"),
+            f"LOSS_SPIKE_POLICY={self.loss_spike_policy}": (
+                self.loss_spike_policy != "warn", "set LOSS_SPIKE_POLICY=warn"),
+            "REPRODUCIBLE=true": (self.reproducible, "set REPRODUCIBLE=false"),
+            f"MAX_GRAD_NORM={self.max_grad_norm:g}": (self.max_grad_norm > 0, "set MAX_GRAD_NORM=0"),
+            f"OPTIMIZER={self.optimizer}": (self.optimizer != "adamw", "set OPTIMIZER=adamw"),
+            f"{self.accumulation_steps} micro-batches a step": (
+                self.accumulation_steps > 1, "set MICRO_BATCH_SIZE=0, or a smaller TOTAL_BATCH_SIZE"),
+            f"{self.updates_per_step} updates a step": (self.updates_per_step > 1, "set GRPO_UPDATES=1"),
+            "SHARDING=none on several ranks": (
+                self.world_size > 1 and self.sharding == "none", "set SHARDING=full, or hybrid")}
+        for feature, (is_used, remedy) in refused.items():
+            if is_used:
+                yield f"UPDATE_IN_BACKWARD=true does not work with {feature}; {remedy}, or remove it"
+
+
 class ReportConfig(Section):
     """The report."""
 
@@ -272,5 +326,5 @@ def step_window(text: Optional[str]) -> Optional[range]:
 
 # By extension, in the order of the documents.
 SECTIONS = {"prepare_ahead": PrepareAheadConfig, "exclude": ExcludeConfig, "online": OnlineConfig,
-            "evaluate": EvaluateConfig, "report": ReportConfig, "card": CardConfig,
-            "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}
+            "rounding": RoundingConfig, "evaluate": EvaluateConfig, "report": ReportConfig,
+            "card": CardConfig, "trackers": TrackersConfig, "guards": GuardsConfig, "profile": ProfileConfig}

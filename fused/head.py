@@ -164,7 +164,8 @@ def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, fac
 
 def sum_gradients_in_float32(parameter: Tensor) -> None:
     """Give a parameter that ranks gathered in bf16 a float32 gradient."""
-    if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
+    is_gathered = parameter.dtype != torch.float32 and not hasattr(parameter, "is_held")
+    if parameter.requires_grad and parameter.is_leaf and is_gathered:
         parameter.grad_dtype = torch.float32
 
 

@@ -48,6 +48,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     return final + fraction * (peak - final)
 
 
+FLOATS = (torch.float32, torch.bfloat16)  # dtypes of the optimizer's state
 MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # minimum batches per shape; maximum numbers in a batch
 
 # ------------------------------------------------------------------------------------------ gradients
@@ -62,7 +63,8 @@ class Reducer:
 
     loss_scale: Tensor | float = 1.0
 
-    def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig):
+    def __init__(self, model: nn.Module, ranks: Ranks, config: OptimConfig,
+                 optimizer: Optional["Optimizer"] = None):
         self.ranks, self.unwrapped = ranks, model
         gradient_sync = ranks.world_size > 1 and not is_sharded(model)
         self.model = in_ddp(model, config.gradient_dtype) if gradient_sync else model
@@ -107,20 +109,28 @@ class Reducer:
 REDUCERS: dict[str, type[Reducer]] = {}  # of extensions
 
 
-def make_reducer(model: nn.Module, ranks: Ranks, config: Config) -> Reducer:
-    """Return the reducer of a run; with REPRODUCIBLE, that of the extension."""
+def make_reducer(model: nn.Module, ranks: Ranks, config: Config, optimizer: "Optimizer") -> Reducer:
+    """Return the reducer of a run; with REPRODUCIBLE or a special update, that of the extension."""
     if not config.reproducible:
-        return Reducer(model, ranks, config)
+        reducer = REDUCERS["rounding"] if config.special_update else Reducer
+        return reducer(model, ranks, config, optimizer)
     if "reproducible" not in REDUCERS:
         raise SettingsError("REPRODUCIBLE=true needs extensions/reproducible.py, and its name in EXTENSIONS; "
                             "or set REPRODUCIBLE=false")
-    return REDUCERS["reproducible"](model, ranks, config)
+    return REDUCERS["reproducible"](model, ranks, config, optimizer)
 
 
 def in_ddp(model: nn.Module, gradient_dtype: str = "fp32") -> DistributedDataParallel:
     """Return the model in DDP, which without `device_ids` moves no CPU tensors of a batch to the GPU."""
+    def exchange_in_float32(group, bucket) -> torch.futures.Future[Tensor]:
+        summed = bucket.buffer().float().div_(torch.distributed.get_world_size())
+        work = torch.distributed.all_reduce(summed, async_op=True)
+        return work.get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
+
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if gradient_dtype == "bf16":
+    if gradient_dtype == "fp32" and any(each.dtype == torch.bfloat16 for each in model.parameters()):
+        parallel.register_comm_hook(None, exchange_in_float32)
+    elif gradient_dtype == "bf16":
         # As another function, because DDP refuses the original with gloo, although it works there.
         parallel.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     return parallel
@@ -166,10 +176,12 @@ class EagerOptimizer(torch.optim.Optimizer):
     """
 
     state_names: ClassVar[tuple[str, ...]]  # tensors that it keeps for each parameter
+    state_dtype = torch.float32  # of those of matrices
     grad_scale: Optional[Tensor] = None
     found_inf: Optional[Tensor] = None
     sharded: Mapping[Tensor, Tensor] = {}  # by local rows: the parameter that they belong to
     ranks = Ranks()  # they have equal gradients
+    names: Mapping[Tensor, str] = {}
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
@@ -224,16 +236,18 @@ class Muon(EagerOptimizer):
             if self.grad_scale is not None:
                 torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
             for parameter in parameters:
-                if not self.state[parameter]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                if "momentum_buffer" not in self.state[parameter]:
+                    buffer = torch.zeros_like(parameter, dtype=self.state_dtype)
+                    self.state[parameter]["momentum_buffer"] = buffer
             buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-            self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+            self._assign(buffers, (torch.lerp(buffer.float(), gradient.float(), 1 - group["momentum"])
                                    for buffer, gradient in zip(buffers, gradients)))
             decay, batches = 1 - group["lr"] * group["weight_decay"], self._batches(parameters)
             for batch, updates in zip(batches, self._updates(batches, group["momentum"])):
                 lr = group["lr"] * 0.2 * math.sqrt(max(self._whole(batch[0]).shape))
-                self._assign(batch, ((parameter * decay).sub_(update.to(parameter), alpha=lr)
-                                     for parameter, update in zip(batch, updates)))
+                self._assign(batch, ((parameter.float() * decay).sub_(
+                    update.to(parameter.device, torch.float32), alpha=lr)
+                    for parameter, update in zip(batch, updates)))
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         return self.sharded.get(parameter, parameter)
@@ -260,11 +274,11 @@ class Muon(EagerOptimizer):
         """Yield the orthogonalized updates (P, local rows, C) of each batch."""
         like = self._whole(batches[0][0])
         device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
-        dtype = torch.bfloat16 if device.type == "cuda" else like.dtype
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
         def stack(index: int) -> Tensor:
-            gradients = [parameter.grad for parameter in batches[index]]
-            buffers = [self.state[parameter]["momentum_buffer"] for parameter in batches[index]]
+            gradients = [parameter.grad.float() for parameter in batches[index]]
+            buffers = [self.state[parameter]["momentum_buffer"].float() for parameter in batches[index]]
             return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(device, dtype)
 
         shapes = [torch.Size((len(batch), *self._whole(batch[0]).shape)) for batch in batches]
@@ -298,7 +312,12 @@ class Optimizer:
         self.sharded = {nn.Parameter(local_rows(p)): p for p in trained.values() if local_rows(p) is not p}
         rows_of = {p: rows for rows, p in self.sharded.items()}
         self.names = {rows_of.get(p, p): name for name, p in trained.items()}
-        of_matrices, of_rest = OPTIMIZERS[config.optimizer]
+        kind = f"rounded {config.optimizer}" if config.special_update else config.optimizer
+        if kind not in OPTIMIZERS:
+            raise SettingsError("WEIGHT_DTYPE, OPTIMIZER_DTYPE and UPDATE_IN_BACKWARD need OPTIMIZER=adamw "
+                                "or muon, and extensions/rounding.py, with its name in EXTENSIONS; or remove "
+                                "them")
+        of_matrices, of_rest = OPTIMIZERS[kind]
         # Orthogonalizing both factors of an adapter does not orthogonalize their product.
         matrices = [p for p, name in self.names.items() if of_matrices is not of_rest and p.ndim >= 2
                     and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
@@ -310,7 +329,7 @@ class Optimizer:
             decayed = {"params": matrices, "weight_decay": config.weight_decay}
             self.optimizers.append(of_matrices.from_config([decayed], config))
         for optimizer in self.optimizers:
-            optimizer.sharded, optimizer.ranks = self.sharded, ranks
+            optimizer.sharded, optimizer.ranks, optimizer.names = self.sharded, ranks, self.names
 
     @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
@@ -357,9 +376,16 @@ class Optimizer:
         places = {f"{self.names[p]}.{entry}": (optimizer, p, entry) for optimizer in self.optimizers
                   for group in optimizer.param_groups for p in group["params"]
                   for entry in optimizer.state_names}
-        saved = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
-        wanted = {key: "torch.float32 ()" if entry == "step" else
-                  f"{p.dtype} {tuple(self.sharded.get(p, p).shape)}" for key, (_, p, entry) in places.items()}
+        # Muon counts its updates only if it rounds.
+        counts = {key: each for key, each in tensors.items() if key.endswith(".step")}
+        tensors = {key: each for key, each in tensors.items() if key in places or key not in counts}
+        tensors |= {key: counts[min(counts)] for key, (_, _, entry) in places.items()
+                    if entry == "step" and key not in counts and counts}
+        # Float32 and bf16 are converted.
+        saved = {key: f"{'float' if tensor.dtype in FLOATS else tensor.dtype} {tuple(tensor.shape)}"
+                 for key, tensor in tensors.items()}
+        wanted = {key: f"float {() if entry == 'step' else tuple(self.sharded.get(p, p).shape)}"
+                  for key, (_, p, entry) in places.items()}
         if saved != wanted:
             key = min(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
             raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
@@ -368,5 +394,7 @@ class Optimizer:
         for key, (optimizer, parameter, entry) in places.items():
             # A fused AdamW counts its steps on the parameter's device.
             rows = (0, 1) if entry == "step" else local_span(self.sharded.get(parameter, parameter))
-            optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
+            dtype = optimizer.state_dtype if entry != "step" and parameter.ndim > 1 else torch.float32
+            read = lazy(tensors[key]).read(*rows).to(dtype)
+            optimizer.state[parameter][entry] = read.to(parameter.device, copy=True)
             tick()

@@ -240,14 +240,18 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
         nn.utils.vector_to_parameters(mean, gradients)
 
 
-def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the global norm of the tensors. Collective within a shard group if some are divided."""
+def total_norm(tensors: Iterable[Tensor], norms: Sequence[Tensor] = ()) -> Tensor:
+    """Return the global norm of the tensors. Collective within a shard group if some are divided.
+
+    Args:
+        norms: those of the tensors' local rows, if they are known.
+    """
     tensors = [*tensors]
+    norms = [*norms] or local_norms([*map(local_rows, tensors)])
     mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
     if mesh is None:
-        return nn.utils.get_total_norm(tensors)
+        return torch.linalg.vector_norm(torch.stack(norms))
     # Building a tensor from a Python list would make the host wait for the device.
-    norms = [*torch._foreach_norm([*map(local_rows, tensors)])]
     divided = [index for index, tensor in enumerate(tensors) if is_divided(tensor)]
     sharded = torch.stack([norms[index] for index in divided]).to(mesh.device_type)
     if mesh[SHARD].size() > 1:
@@ -258,6 +262,11 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     for index, norm in zip(divided, sharded.unbind()):  # in the order of the tensors, for the sum's bits
         norms[index] = norm
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def local_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norm of each tensor, in float32."""
+    return [*torch._foreach_norm(tensors, 2, torch.float32)]
 
 
 @collective

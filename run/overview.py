@@ -80,8 +80,9 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     if why_eager and config.activation_checkpointing == "selective":
         raise SettingsError("ACTIVATION_CHECKPOINTING=selective needs the compiler, but "
                             f"{why_eager}; use block, or none")
-    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with fp32 master "
-            f"weights; attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
+    return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with "
+            f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
+            f"attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
 

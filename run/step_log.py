@@ -70,18 +70,20 @@ def counts(run: Run, result: StepResult) -> bool:
 @collective
 def save_before(run: Run) -> str:
     """Save the state before a step that does not count, unless it is bad too; return a clause on it."""
+    if run.config.keeps_bad_steps:
+        return "but its gradients have changed the weights, which are not saved"
     if run.undo:  # earlier updates of the step were finite, so the state before it is good
         run.undo()
     elif not run.ranks.all_agree(all(bool(fsdp.local_rows(each).isfinite().all())
                                      for each in run.model.parameters())):
-        return "the weights were already non-finite and are not saved"
+        return "nothing was updated, the weights were already non-finite and are not saved"
     try:
         finish_saving(run)
         if run.saved is None:
             save_checkpoint(run, wait=True)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))
-    return f"the state before it {'is' if run.saved else 'could not be'} saved"
+    return f"nothing was updated, the state before it {'is' if run.saved else 'could not be'} saved"
 
 
 @collective
@@ -89,9 +91,9 @@ def stop_before(run: Run, result: StepResult) -> NoReturn:
     """Save the state before a step that does not count, and raise an error if no extension has done so."""
     step, saved = run.progress.step + 1, save_before(run)
     if result.finite:
-        raise LossSpikeError(f"loss spike in step {step}: {result.loss:.4f}. Nothing was updated, {saved}; "
+        raise LossSpikeError(f"loss spike in step {step}: {result.loss:.4f}; {saved}; "
                              "to continue past it, set LOSS_SPIKE_POLICY=skip or warn")
-    raise NonFiniteError(f"step {step} was not finite; nothing was updated, {saved}. To continue, try a "
+    raise NonFiniteError(f"step {step} was not finite; {saved}. To continue, try a "
                          "lower LEARNING_RATE")
 
 

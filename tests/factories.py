@@ -30,7 +30,7 @@ from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
-from extensions import cpu_kernels, reproducible  # noqa: F401, which they register
+from extensions import cpu_kernels, reproducible, rounding  # noqa: F401, which they register
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
 from learn.optim import Optimizer, make_reducer
@@ -416,7 +416,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses], gradient_exponent=exponent), saving=None,
                           extensions=(), phase=lambda name: contextlib.nullcontext(),
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
-    reducer = make_reducer(model, ranks, config)
+    reducer = make_reducer(model, ranks, config, run.optimizer)
     count = sum(int(run.objective.count(batch)) for batch in batches)
     result = train.train_step(run, reducer, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model

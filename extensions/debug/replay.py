@@ -255,7 +255,7 @@ def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> St
             seed_step(run.config.seed, run.progress.step, rank)
         return objective.loss_sum(model, batch)
 
-    reducer = make_reducer(run.model, run.ranks, run.config)
+    reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
     if not run.config.reproducible:  # which has the same bits on any number of ranks
         run = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
     return train_step(run, reducer, batches, count, learning_rate(run.progress.updates, run.config))

@@ -1,0 +1,254 @@
+"""bf16 weights and states: the rounding is unbiased, the update is AdamW's, and runs keep their promises."""
+
+import math
+import re
+
+import pytest
+import torch
+from factories import TinyRun, assert_same_run
+
+from checkpoint.tensors import open_tensors, read_all
+from config import Config, rules
+from extensions import rounding
+from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of, random_bits, round_into
+from learn.optim import Optimizer
+from model_utils import build_model
+from parallel.ranks import Ranks
+from settings.load import load_config
+
+BF16 = {"WEIGHT_DTYPE": "bf16", "OPTIMIZER_DTYPE": "bf16"}
+MUON, BACKWARD = {"OPTIMIZER": "muon"}, {"UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}
+
+
+def bits_at(update: int, shape=(64, 96), first_row: int = 0, name: str = "w") -> torch.Tensor:
+    keys = keys_of(7, name, first_row, torch.device("cpu"))
+    return random_bits(*bits_of_lines(*shape, keys, torch.tensor(update, dtype=torch.int32)))
+
+
+def test_rounding_is_unbiased_and_its_bits_are_independent():
+    updates, values = 200, torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    below = (values.view(torch.int32) & -2**16).view(torch.float32)
+    above = ((values.view(torch.int32) & -2**16) + 2**16).view(torch.float32)
+    chance, errors = ((values - below) / (above - below)).double(), {}
+    variance = chance * (1 - chance)
+    for purpose in (WEIGHTS, MOMENT, SQUARES):
+        rounded = torch.empty(updates, *values.shape, dtype=torch.bfloat16)
+        for update in range(updates):
+            round_into(rounded[update], values, bits_at(update), purpose)
+        is_above = rounded.float() == above
+        assert (is_above | (rounded.float() == below)).all()
+        errors[purpose] = is_above.double() - chance
+        z = errors[purpose].sum(0) / (updates * variance).sqrt().clamp(min=1e-6)
+        # The sum over all elements is normal too: 5 standard errors have a chance of 6e-7.
+        assert abs(float(z.mean())) * math.sqrt(z.numel()) < 5 and 0.9 < float(z.var()) < 1.1 and float(z.abs().max()) < 6
+    squared = float(variance.square().sum())
+    weights = errors[WEIGHTS]
+    lagged = {"update": (weights[1:] * weights[:-1]).sum(), "row": (weights[:, 1:] * weights[:, :-1]).sum(),
+              "column": (weights[:, :, 1:] * weights[:, :, :-1]).sum(), "moment": (weights * errors[MOMENT]).sum(),
+              "squares": (weights * errors[SQUARES]).sum(), "each": (errors[MOMENT] * errors[SQUARES]).sum()}
+    for name, product in lagged.items():
+        assert abs(float(product)) < 5 * math.sqrt(updates * squared), name
+
+
+def test_a_number_that_bf16_has_is_stored_as_it_is_and_nearest_rounding_would_lose_small_updates():
+    weights = torch.randn(64, 96).bfloat16()
+    stored, nearest = weights.clone(), weights.clone()
+    for update in range(100):
+        round_into(stored, stored.float(), bits_at(update), WEIGHTS)
+    assert torch.equal(stored, weights)
+    for update in range(300):  # a hundredth of the last bit's half each
+        change = weights.float() * 2**-15
+        round_into(stored, stored.float() + change, bits_at(update), WEIGHTS)
+        nearest.copy_(nearest.float() + change)
+    assert torch.equal(nearest, weights)
+    assert float((stored.float() / weights.float() - 1).mean()) == pytest.approx(300 * 2**-15, rel=0.02)
+
+
+def test_bits_are_those_of_the_row_of_the_whole_matrix_and_of_the_name():
+    whole = bits_at(3)
+    assert torch.equal(bits_at(3, (20, 96), first_row=40), whole[40:60])
+    for other in (bits_at(4), bits_at(3, name="v"), bits_at(3, first_row=1)):
+        assert float((other == whole).double().mean()) < 1e-3
+
+
+def tiny_model(**settings) -> tuple[torch.nn.Module, Optimizer]:
+    config = Config(**{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 80, "compile": False,
+                       "weight_decay": 0.1} | settings)
+    model = build_model(config, 300, Ranks(), torch.float32)
+    return model, Optimizer(model, config)
+
+
+def oracle(start: torch.Tensor, gradients: list[torch.Tensor], decay: float, rate: float) -> torch.Tensor:
+    """AdamW's weights in float64. Source: Loshchilov & Hutter 2019, algorithm 2."""
+    weights, m, v = start.double(), 0.0, 0.0
+    for number, gradient in enumerate((each.double() for each in gradients), 1):
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        change = m / (1 - 0.9**number) / ((v / (1 - 0.95**number)).sqrt() + 1e-8)
+        weights = weights - rate * (change + decay * weights)
+    return weights
+
+
+@pytest.mark.parametrize("weight_dtype, state_dtype, chunk", [("fp32", "fp32", 2**16), ("bf16", "fp32", 2**16), ("bf16", "bf16", 512)])
+def test_the_update_is_adamws_in_float64_up_to_the_rounding(weight_dtype, state_dtype, chunk, monkeypatch):
+    monkeypatch.setitem(rounding.CHUNK, "cpu", chunk)
+    model, optimizer = tiny_model(weight_dtype=weight_dtype, optimizer_dtype=state_dtype, update_in_backward=True)
+    starts, rng = {name: each.detach().float().clone() for name, each in model.named_parameters()}, torch.Generator().manual_seed(0)
+    history: dict[str, list[torch.Tensor]] = {name: [] for name in starts}
+    for _ in range(6):
+        for name, parameter in model.named_parameters():
+            # Scaled by 3, and by the position, so that all averages differ.
+            parameter.grad = torch.randn(parameter.shape, generator=rng).mul_(0.01).to(parameter.dtype)
+            history[name].append(parameter.grad.float() / 3)
+        optimizer.step(0.01, torch.tensor(3.0), torch.tensor(0.0))
+        before = {name: each.detach().clone() for name, each in model.named_parameters()}
+        optimizer.step(0.01, torch.tensor(3.0), torch.tensor(1.0))  # skipped
+        assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        wanted = oracle(starts[name], history[name], 0.1 if parameter.ndim > 1 else 0.0, 0.01)
+        error = parameter.detach().double() - wanted
+        if parameter.dtype == torch.float32:
+            assert float((error / wanted.abs().clamp(min=0.01)).abs().max()) < 2e-5, name
+        else:
+            # Six roundings of at most one unit each, and no bias: within 5 standard errors.
+            largest = torch.maximum(wanted.abs(), starts[name].double().abs()) + 0.01
+            unit = 2.0 ** (largest.log2().floor() - 7)
+            assert float((error / unit).abs().max()) < 6
+            relative = error / unit
+            assert abs(float(relative.mean())) < 5 * float(relative.std()) / math.sqrt(relative.numel()) + 2e-3, name
+    state = optimizer.state_tensors()
+    assert float(state["norm.weight.step"]) == 6
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[state_dtype]
+    assert state["layers.0.attention.wq.weight.exp_avg"].dtype == dtype and state["norm.weight.exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_a_compiled_update_rounds_by_the_same_bits():
+    results = []
+    for is_compiled in (False, True):
+        model, optimizer = tiny_model(weight_dtype="bf16", optimizer_dtype="bf16", compile=is_compiled, n_layers=1)
+        rng = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=rng).mul_(0.01).to(parameter.dtype)
+            optimizer.step(0.01)
+        assert bool(optimizer.optimizers[0].rounding.compiled) == is_compiled
+        results.append(torch.cat([each.detach().float().flatten() for each in model.parameters()]))
+    # Another order of operations in float32 rarely crosses the threshold of a rounding.
+    assert float((results[0] != results[1]).double().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("settings", [BF16, BF16 | MUON, BF16 | BACKWARD, {"OPTIMIZER_DTYPE": "bf16"}],
+                         ids=["adamw", "muon", "backward", "states"])
+def test_a_resumed_run_has_the_same_bits(settings, prepared, tmp_path):
+    whole, run = (TinyRun(prepared, tmp_path / name, MAX_STEPS=4, **settings) for name in ("whole", "run"))
+    assert whole.train() == 0
+    assert run.train(STOP_STEP=2) == run.train() == 0
+    assert_same_run(whole, run, step=4)
+
+
+def test_updates_in_the_backward_pass_are_those_after_it(prepared, tmp_path):
+    runs = [TinyRun(prepared, tmp_path / name, MAX_STEPS=3, **BF16 | BACKWARD | changes)
+            for name, changes in (("backward", {}), ("after", {"UPDATE_IN_BACKWARD": "false"}))]
+    assert [run.train() for run in runs] == [0, 0]
+    assert_same_run(*runs, step=3, logs=("metrics", "ledger"))
+
+
+def test_gradients_are_freed_during_the_backward_pass(monkeypatch, prepared, tmp_path):
+    held, update = [], rounding.RoundedAdamW.update
+
+    def watched(self, parameter):
+        update(self, parameter)
+        held.append(sum(each.grad is not None for each in self.names if each.ndim > 1))
+
+    monkeypatch.setattr(rounding.RoundedAdamW, "update", watched)
+    assert TinyRun(prepared, tmp_path, MAX_STEPS=1, **BF16 | BACKWARD).train() == 0
+    assert max(held) == 1 and len(held) > 10
+
+
+@pytest.mark.parametrize("layout", [(2, {}), (2, {"SHARDING": "full"}), pytest.param((2, {"SHARDING": "full"} | BACKWARD | {
+    "MICRO_BATCH_SIZE": 4}), marks=pytest.mark.slow)], ids=["ddp", "full", "backward"])
+def test_two_ranks_compute_what_one_does_up_to_the_order_of_sums(layout, prepared, tmp_path):
+    world_size, settings = layout
+    one, two = (TinyRun(prepared, tmp_path / name, MAX_STEPS=4, SAVE_EVERY=1, **BF16 | settings) for name in ("one", "two"))
+    assert one.train(SHARDING="none", **{"MICRO_BATCH_SIZE": 8} if "UPDATE_IN_BACKWARD" in settings else {}) == 0
+    two.ends([0] * world_size, DRIFT_CHECK_EVERY=2)
+    losses = [[entry["loss"] for entry in run.lines("ledger")] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=3e-4) and losses[1] != [losses[1][0]] * 4
+    weights = [read_all(open_tensors(run.checkpoint(1) / "model.safetensors")) for run in (one, two)]
+    differs = torch.cat([(weights[0][name] != each).flatten() for name, each in weights[1].items()])
+    assert float(differs.double().mean()) < 0.15  # other random bits would change a third of them
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_is_converted_both_ways(optimizer, prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path, OPTIMIZER=optimizer, SAVE_EVERY=1)
+    allowed, fp32 = {"ALLOW_RESUME_MISMATCH": "WEIGHT_DTYPE,OPTIMIZER_DTYPE"}, dict.fromkeys(BF16, "fp32")
+    assert run.train(STOP_STEP=1) == run.train(STOP_STEP=2, **BF16 | allowed) == run.train(STOP_STEP=3, **fp32 | allowed) == 0
+    full, half, again = ({name: each for file in ("model", "optimizer")
+                          for name, each in read_all(open_tensors(run.checkpoint(step) / f"{file}.safetensors")).items()}
+                         for step in (1, 2, 3))
+    matrices = [name for name in full if full[name].ndim > 1]
+    assert {half[name].dtype for name in matrices} == {torch.bfloat16} and full.keys() == again.keys()
+    assert {each.dtype for each in again.values()} == {torch.float32}
+    assert float(half["norm.weight.step"]) == 2 and float(again["norm.weight.step"]) == 3
+    # A step changes the averages a little.
+    name = next(name for name in matrices if name.endswith(("exp_avg", "momentum_buffer")))
+    assert float((half[name].float() - full[name]).norm() / full[name].norm()) < 1.5
+    assert run.train(STOP_STEP=4, **BF16) == 5  # fixed
+
+
+def test_bf16_weights_start_another_run_in_float32_and_back(prepared, tmp_path):
+    first = TinyRun(prepared, tmp_path / "first", MAX_STEPS=1, **BF16)
+    assert first.train() == 0
+    for name, settings, dtype in (("full", {}, torch.float32), ("half", BF16, torch.bfloat16)):
+        second = TinyRun(prepared, tmp_path / name, MAX_STEPS=0, PRETRAIN_CHECKPOINT=first.folder, RESET_OPTIMIZER="true", **settings)
+        assert second.train() == 0
+        start, end = (read_all(open_tensors(run.checkpoint(step) / "model.safetensors")) for run, step in ((first, 1), (second, 0)))
+        matrix = "model.layers.0.mlp.up_proj.weight"
+        assert end[matrix].dtype == dtype and torch.equal(end[matrix].float(), start[matrix].float())
+
+
+def test_a_step_that_is_not_finite_is_not_saved_after_updates_in_the_backward_pass(prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path, **BF16 | BACKWARD)
+    text = run.ends([4], spoil_a_gradient)
+    assert "its gradients have changed the weights, which are not saved" in text and "nothing was updated" not in text
+    assert run.steps_saved() == [2]
+
+
+def spoil_a_gradient() -> None:
+    """Make a gradient of the third step infinite."""
+    collect, steps = rounding.RoundingReducer.collect, set()
+
+    def spoiled(self, parameter):
+        steps.add(self.number)
+        if self.number == 3:
+            parameter.grad.view(-1)[0] = math.inf
+        collect(self, parameter)
+
+    rounding.RoundingReducer.collect = spoiled
+
+
+REFUSED = [
+    (BF16 | {"LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "WEIGHT_DTYPE=bf16 is for full training"),
+    ({"OPTIMIZER_DTYPE": "bf16", "LORA_ENABLED": "true", "PRETRAIN_CHECKPOINT": "x"}, "OPTIMIZER_DTYPE=bf16 is for full"),
+    (BF16 | {"PRECISION": "fp16", "DEVICE": "auto"}, "PRECISION=fp16 does not work with WEIGHT_DTYPE=bf16"),
+    (BF16 | {"DEVICE": "mps"}, "WEIGHT_DTYPE=bf16 does not work on an Apple GPU"),
+    *((BF16 | BACKWARD | changes, f"UPDATE_IN_BACKWARD=true does not work with {feature}") for changes, feature in (
+        ({"DEBUG": "true"}, "DEBUG=true"), ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip"),
+        ({"REPRODUCIBLE": "true"}, "REPRODUCIBLE=true"), ({"MAX_GRAD_NORM": 1}, "MAX_GRAD_NORM=1"),
+        (MUON, "OPTIMIZER=muon"), ({"MICRO_BATCH_SIZE": 2}, "4 micro-batches a step"),
+        ({"WORLD_SIZE": 2, "MICRO_BATCH_SIZE": 4}, "SHARDING=none on several ranks")))]
+
+
+@pytest.mark.parametrize("settings, error", REFUSED, ids=[error for _, error in REFUSED])
+def test_what_does_not_work_is_refused(settings, error, prepared):
+    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (prepared.settings() | settings).items()]
+    with pytest.raises(Exception, match=re.escape(error)):
+        load_config(flags, {})
+
+
+def test_an_unknown_optimizer_is_refused_by_name():
+    config = Config(weight_dtype="bf16").model_copy(update={"optimizer": "lion"})
+    with pytest.raises(Exception, match="WEIGHT_DTYPE, OPTIMIZER_DTYPE and UPDATE_IN_BACKWARD need OPTIMIZER=adamw or muon"):
+        Optimizer(torch.nn.Linear(2, 2), config)
+    assert not [*rules(Config(weight_dtype="bf16", pretrain_data_path="x", tokenizer_path="x"))]
