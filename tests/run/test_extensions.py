@@ -39,7 +39,7 @@ def test_a_setting_of_a_missing_extension_is_an_error(monkeypatch):
         find("forecast", "--check")
     monkeypatch.setattr(optim, "REDUCERS", {})
     with pytest.raises(SettingsError, match="^REPRODUCIBLE=true needs extensions/reproducible.py, and its name in EXTENSIONS"):
-        optim.make_reducer(None, None, Config(reproducible=True))
+        optim.make_reducer(None, None, Config(reproducible=True), None)
 
 
 def test_a_package_that_an_extension_lacks_is_not_hidden(monkeypatch):
