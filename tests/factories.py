@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -354,18 +353,6 @@ def cached_on_the_hub(model: Path, name: str, cache: Path, monkeypatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return repository / "snapshots" / commit
-
-
-def lazy_module(name: str):
-    """A module that is imported at its first use: each worker of pytest imports all test files, and runs a part of them."""
-    if name in sys.modules:
-        return sys.modules[name]
-    if (spec := importlib.util.find_spec(name)) is None:
-        pytest.skip(f"{name} is not installed", allow_module_level=True)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def new_model(config: ModelConfig, vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:

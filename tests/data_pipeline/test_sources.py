@@ -16,14 +16,16 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from factories import lazy_module
 
 from common.errors import DataError, SettingsError
 from data_pipeline import filters, sources
 from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, read_records, read_texts, source_of
 
-datasets = lazy_module("datasets")
+
+def datasets():
+    """The library; not imported with this file, which each worker of pytest does."""
+    return pytest.importorskip("datasets")
 
 
 def texts_of(path, skip_bad=False, **fields):
@@ -172,11 +174,11 @@ def test_an_object_around_the_array_is_refused_and_the_advice_works(tmp_path, ho
 def saved(tmp_path_factory):
     """Two splits, saved as one data set, as a dictionary, and with a cache of `datasets` beside them."""
     folder = tmp_path_factory.mktemp("saved")
-    train = datasets.Dataset.from_dict({"text": [f"train {number}" for number in range(2300)], "n": range(2300)})
-    test = datasets.Dataset.from_dict({"text": ["test"]})
+    train = datasets().Dataset.from_dict({"text": [f"train {number}" for number in range(2300)], "n": range(2300)})
+    test = datasets().Dataset.from_dict({"text": ["test"]})
     train.save_to_disk(folder / "one", num_shards=3)
-    datasets.DatasetDict(train=train, test=test).save_to_disk(folder / "both")
-    datasets.load_from_disk(folder / "one").map(lambda row: {"text": row["text"].upper()})
+    datasets().DatasetDict(train=train, test=test).save_to_disk(folder / "both")
+    datasets().load_from_disk(folder / "one").map(lambda row: {"text": row["text"].upper()})
     assert list((folder / "one").glob("cache-*.arrow"))
     return folder
 
@@ -286,9 +288,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def offline(tmp_path, monkeypatch):
     """An empty cache of the hub and of `datasets`, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets().config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets().config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     return tmp_path
 
 
@@ -318,7 +320,7 @@ def test_a_snapshot_in_the_hub_s_cache_is_read_offline_if_it_is_whole(offline):
 def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
     folder = offline / "datasets" / "my___my_texts" / "default" / "0.0.0" / COMMIT
     for split in ("train", "test"):
-        data = datasets.Dataset.from_dict({"text": [f"{split} {number}" for number in range(9)]})
+        data = datasets().Dataset.from_dict({"text": [f"{split} {number}" for number in range(9)]})
         data.save_to_disk(offline / split)
         folder.mkdir(parents=True, exist_ok=True)
         next((offline / split).glob("*.arrow")).rename(folder / f"my_texts-{split}.arrow")
@@ -326,7 +328,7 @@ def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
     (folder / "dataset_info.json").write_text(json.dumps({"config_name": "default", "splits": splits, "builder_name": "json",
                                                           "dataset_name": "my_texts", "version": {"version_str": "0.0.0"}}))
     # The library itself finds its cache there.
-    assert [row["text"] for row in datasets.load_dataset("my/MyTexts", split="test")] == [f"test {number}" for number in range(9)]
+    assert [row["text"] for row in datasets().load_dataset("my/MyTexts", split="test")] == [f"test {number}" for number in range(9)]
     for split in ("train", "test"):
         source = Source(name="my/MyTexts", split=split)
         assert identify(source, {})["revision"] == COMMIT
@@ -383,7 +385,7 @@ def test_a_folder_is_split_as_datasets_splits_it(tmp_path, names, splits):
     if splits:
         # The library itself, in a folder whose name it does not take for a glob.
         plain = folder.rename(tmp_path / "plain")
-        loaded = datasets.load_dataset(str(plain), cache_dir=str(tmp_path / "cache"))
+        loaded = datasets().load_dataset(str(plain), cache_dir=str(tmp_path / "cache"))
         assert {split: sorted(rows["text"]) for split, rows in loaded.items()} == {
             split: sorted(names[place] for place in places) for split, places in splits.items()}
         with pytest.raises(DataError, match=f"has no split 'nonsense', only {', '.join(splits)}; choose one with --split"):

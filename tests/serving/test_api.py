@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from factories import lazy_module, wait_until
+from factories import wait_until
 from tiny_server import CONTEXT, is_free, serving, tiny_model
 
 from checkpoint.huggingface import save_model_folder
@@ -15,8 +15,14 @@ from extensions.inference.text import LanguageModel
 from extensions.serving.app import ServeOptions
 from tokenizer import load_tokenizer
 
-openai = lazy_module("openai")
 httpx = pytest.importorskip("httpx")
+
+
+def openai():
+    """The client library; not imported with this file, which each worker of pytest does."""
+    return pytest.importorskip("openai")
+
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -33,7 +39,7 @@ def server(models):
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0) as client:
+    with openai().OpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0) as client:
         yield client
 
 
@@ -107,7 +113,7 @@ def test_content_in_parts_is_accepted(client):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
     together = [{"role": "user", "content": "Hello"}]
     assert chat(client, messages=parts).choices[0].message.content == chat(client, messages=together).choices[0].message.content
-    assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
+    assert len(chat(client, max_tokens=openai().NOT_GIVEN, max_completion_tokens=2).choices) == 1
 
 
 NEUTRAL = [{"top_k": -1, "stop": [""], "max_completion_tokens": -1, "best_of": 1, "min_p": 0, "seed": None, "repetition_penalty": 1.0},
@@ -135,7 +141,7 @@ def test_control_tokens_in_a_prompt_are_reported_and_can_be_parsed(client, model
     assert [each.text for each in complete(client, [ids, ids]).choices] == [by_id.choices[0].text] * 2
     assert [*complete(client, text, stream=True)][0].warning == told.warning
     for prompt, message in ((ids + [512], "512 is not a token id"), ([[]], "expected a text"), ([1, "a"], "expected a text"), ([True], "expected")):
-        with pytest.raises(openai.BadRequestError, match=message):
+        with pytest.raises(openai().BadRequestError, match=message):
             complete(client, prompt)
 
 
@@ -210,7 +216,7 @@ def test_n_answers_have_seeds_that_count_up(client):
 def test_the_server_limits_how_far_a_prompt_is_continued(prepared):
     assert ServeOptions().max_tokens == 4096
     with serving([tiny_model(prepared.tokenizer)], max_tokens=7) as (url, _), \
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            openai().OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         for asked, given in ((None, 7), (12, 7), (7, 7), (3, 3)):
             for answer in (complete(client, max_tokens=asked), chat(client, max_tokens=asked)):
                 assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (given, "length")
@@ -238,7 +244,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("changes, status, param, message", REFUSED, ids=[f"{row[2]}-{number}" for number, row in enumerate(REFUSED)])
 def test_what_cannot_be_done_is_refused_by_name(client, changes, status, param, message):
-    kind = {400: openai.BadRequestError, 404: openai.NotFoundError}[status]
+    kind = {400: openai().BadRequestError, 404: openai().NotFoundError}[status]
     with pytest.raises(kind, match=message) as refused:
         chat(client, **changes)
     assert refused.value.param == param and str(refused.value.message).count("\n") == 0
@@ -273,7 +279,7 @@ def with_tools(prepared, tmp_path_factory):
         template = template.replace(name, known)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     with serving([LanguageModel("tiny", model.model, load_tokenizer(str(folder)), CONTEXT)]) as (url, batchers), \
-            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            openai().OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
         yield client, batchers[0].model
 
 
