@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = os.environ.get("PADDOCK_COMMAND", "./paddock").split()[0]  # as the user calls it
 # Its commands, by the script that each one runs.
 COMMANDS = {
-    "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff",
+    "scripts/at_step.py": "at-step", "scripts/diff_runs.py": "diff", "scripts/without.py": "without",
     "scripts/chat.py": "chat", "scripts/convert_to_gguf.py": "export --to gguf",
     "scripts/doctor.py": "doctor", "scripts/evaluate.py": "eval", "scripts/generate.py": "generate",
     "scripts/import_checkpoint.py": "import", "scripts/inspect_data.py": "inspect",

@@ -175,9 +175,23 @@ class Excluded(NamedTuple):
     sources: list[ExcludedRows]
     counts: Counter  # examples by selector
 
+    def in_rows(self, indices: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the source and the examples of each row."""
+        is_mixed = isinstance(self.rows, MixedRows)
+        for source, row in zip(*(self.rows.locate(indices) if is_mixed else (0 * indices, indices))):
+            yield source, next(self.sources[source].source.in_rows(np.array([row])))
+
+    def affects(self, indices: np.ndarray) -> bool:
+        return any(self.sources[source].out_E[each].any() for source, each in self.in_rows(indices))
+
     @property
     def total(self) -> int:
         return sum(int(each.out_E.sum()) for each in self.sources)
+
+    def examples(self) -> Iterator[tuple[Examples, int]]:
+        """Yield the source and the number of each example that is left out."""
+        for each in self.sources:
+            yield from ((each.source, number) for number in np.flatnonzero(each.out_E).tolist())
 
     def describe(self) -> str:
         examples = sum(len(each.source) for each in self.sources)

@@ -47,18 +47,22 @@ def read_selectors(path: str) -> list[Selector]:
         raise SettingsError(f"{path}: {unreadable(error, 'check the path')}") from error
     selectors = []
     for number, line in enumerate(lines, 1):
-        selector = Selector(*line.strip().partition(" ")[::2])
-        if not line.strip() or line.startswith("#"):
-            continue
-        try:
-            if selector.kind not in ("find", "hash", "line", "source") or not selector.value:
-                raise ValueError("expected find PATTERN, hash HASH, line FILE:LINE or source NAME")
-            if selector.kind == "find":
-                re.compile(selector.value)
-        except (ValueError, re.error) as error:
-            raise SettingsError(f"{path}:{number}: {line[:80]!r}: {error}") from error
-        selectors.append(selector)
+        if line.strip() and not line.startswith("#"):
+            selectors.append(selector_of(line.strip(), f"{path}:{number}"))
     return [*dict.fromkeys(selectors)]
+
+
+def selector_of(line: str, where: str) -> Selector:
+    """Return the selector in a line, or raise SettingsError."""
+    selector = Selector(*line.partition(" ")[::2])
+    try:
+        if selector.kind not in ("find", "hash", "line", "source") or not selector.value:
+            raise ValueError("expected find PATTERN, hash HASH, line FILE:LINE or source NAME")
+        if selector.kind == "find":
+            re.compile(selector.value)
+    except (ValueError, re.error) as error:
+        raise SettingsError(f"{where}: {line[:80]!r}: {error}") from error
+    return selector
 
 
 class OnlineConfig(Section):

@@ -47,7 +47,7 @@ _paddock() {
         :*:--*) words=$(_paddock_values) ;;
     esac
     case "$words$script" in
-        scripts/at_step.py | scripts/diff_runs.py | scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/export.py \
+        scripts/at_step.py | scripts/diff_runs.py | scripts/without.py | scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/export.py \
             | scripts/report.py | scripts/evaluate.py | scripts/verify_checkpoint.py | scripts/convert_to_gguf.py)
             words=$(_paddock_checkpoints) ;;
     esac

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import DataError, SettingsError, run_script  # noqa: E402
+from common.errors import DataError, SettingsError, local_path, run_script  # noqa: E402
 from common.text import aligned, command, print_safely, show
 from data_pipeline.mixture import read_mixture, source_table
 from data_pipeline.prepare import names_of_sources, read_prepared
@@ -87,11 +87,16 @@ def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def main() -> None:
     parser = FlagParser(__doc__, usage="%(prog)s FOLDER [--batch N] [--json]\n"
+                              "       %(prog)s FOLDER --find PATTERN [--exclude FILE]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
                         help="list all prepared sets and mixtures in a folder [data]")
     parser.add_argument("--batch", type=count, default=1, metavar="N",
                         help="show the first N rows that a run would read [1]")
+    parser.add_argument("--find", metavar="PATTERN", help="show examples whose text has this regular "
+                        "expression, and write a file for EXCLUDE_DATA")
+    parser.add_argument("--exclude", type=local_path, default="excluded.txt", metavar="FILE",
+                        help="new file for --find [excluded.txt]")
     parser.add_argument("--json", action="store_true", help="print the statistics as JSON, without rows")
     folder, rest = split_folder(sys.argv[1:])
     flags, config = parser.parse(rest)
@@ -105,6 +110,8 @@ def main() -> None:
     from extensions.debug.inspect import open_data  # imports torch, which takes seconds
 
     data = open_data(Path(folder), config)
+    if flags.find:
+        return show(*data.find(flags.find, flags.exclude))
     facts = data.facts()
     show(*([json.dumps(facts)] if flags.json else data.describe(facts)))
     if flags.batch and not flags.json:

@@ -40,6 +40,7 @@ doctor                           : doctor.py              : check the environmen
 replay RUN --step N              : replay_step.py         : repeat one step and examine it
 diff RUN RUN                     : diff_runs.py           : find where two runs first differ
 at-step RUN STEP --output FOLDER : at_step.py             : re-create any past step, with proof
+without RUN --find PATTERN       : without.py             : train a run without some data, and compare
 inspect DATA                     : inspect_data.py        : show statistics and rows of prepared data
 """
 TABLE = [tuple(map(str.strip, line.split(" : "))) for line in COMMANDS.strip().splitlines()]

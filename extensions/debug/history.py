@@ -78,11 +78,11 @@ def differences(segment: Segment) -> Iterator[str]:
             yield f"step {segment.first} was taken with {name} {then}, but this is {value}; {advice}"
 
 
-def take_steps(segment: Segment, folder: Path, resume: str) -> None:
-    """Repeat the steps of a segment in `folder`/run, by train.py in new processes."""
+def take_steps(segment: Segment, folder: Path, resume: str, changes: Mapping[str, Any] = UNNEEDED) -> None:
+    """Repeat the steps of a segment in `folder`/run, or RUN_NAME, by train.py in new processes."""
     ranks, settings, output = segment.settings["WORLD_SIZE"], folder / "settings.json", folder / "output.txt"
-    changes = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": segment.last, "RESUME": resume}
-    settings.write_text(json.dumps(segment.settings | UNNEEDED | changes))
+    place = {"OUTPUT_DIR": str(folder), "RUN_NAME": "run", "STOP_STEP": segment.last, "RESUME": resume}
+    settings.write_text(json.dumps(segment.settings | place | changes))
     script = [ROOT / "train.py"]
     if ranks > 1:
         script = [ROOT / "scripts/launch.py", f"--nproc-per-node={ranks}"]

@@ -2,12 +2,13 @@
 
 import hashlib
 import os
+import re
 import textwrap
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
+from common.files import disk_errors
 from common.text import command, counted, printable
 from config import STAGE_OF_KIND, Config
 from data_pipeline.chats import show_segment
@@ -23,6 +25,8 @@ from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, so
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerInfo, TokenSet, prepared_folder
 from dataloaders import ExampleRows, MixedRows, Rows, TokenRows, open_mixture, open_set, rows_at
+from extensions.exclude import digest_of, exclude
+from extensions.settings import selector_of
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
@@ -198,6 +202,24 @@ class DataReport:
                  rows_at(positions, len(rows), seed))
         for number, row in enumerate(order.reshape(-1, 1), 1):
             yield from self.describe_row(rows, row, f", number {number} of the run")
+
+    def find(self, pattern: str, output: Path) -> Iterator[str]:
+        """Write a file for EXCLUDE_DATA that names the examples with a pattern; yield lines on them."""
+        selector = selector_of(f"find {pattern}", "--find")
+        if not self.tokenizer:
+            raise SettingsError(f"{self.folder}: set TOKENIZER_PATH to the data's tokenizer, to find texts")
+        if output.exists():
+            raise SettingsError(f"{output} exists; choose another file with --exclude")
+        excluded = exclude(self.rows, self.tokenizer, [selector])
+        lines = [f"hash {digest_of(source.ids(number))}" for source, number in excluded.examples()]
+        with disk_errors(output, DataError, "choose another file with --exclude"):
+            output.write_text("\n".join([f"# {pattern} in {self.folder}", *dict.fromkeys(lines), ""]))
+        yield f"{self.folder}: {excluded.describe()} have this pattern"
+        for source, number in islice(excluded.examples(), SHOWN_DOCUMENTS):
+            text = source.text(number)
+            start = text.rfind(" ", 0, max(0, re.search(pattern, text).start() - COLUMNS)) + 1
+            yield textwrap.shorten(printable(text[start:]), 2 * COLUMNS, placeholder=" ...")
+        yield f"Train without them: EXCLUDE_DATA={output}"
 
     def describe_row(self, rows: Rows, row: np.ndarray, note: str = "") -> Iterator[str]:
         """Yield the lines that show a row, of shape (1,)."""

@@ -180,7 +180,7 @@ def describe_parameters(run: Run) -> list[str]:
 # ------------------------------------------------------------------------------ what the run recorded
 
 
-def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
+def read_settings(run_dir: Path, flags: Layer, step: int, for_replay: bool = True) -> tuple[Config, int]:
     """Return a step's settings for one process, changed by flags, and the run's number of ranks."""
     segments = [file for begins, file in segment_files(run_dir) if begins <= step]
     file = segments[-1] if segments else run_dir / "config.json"
@@ -194,7 +194,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:
         raise SettingsError(*problems)
-    if config.training_stage == "grpo":
+    if config.training_stage == "grpo" and for_replay:
         raise SettingsError(f"{run_dir}: steps of TRAINING_STAGE=grpo cannot be replayed, because the model "
                             "answered before it learned; rollouts.jsonl has the answers of logged steps")
     return config, int(saved.values.get("world_size", (1, ""))[0])

@@ -1,0 +1,305 @@
+"""What would a run be without some data, or with other settings from a step on? Train it, and compare.
+
+The other arm continues a copy of the newest kept checkpoint before the first step that differs, by train.py
+with the recorded settings, so that the change is the only difference. Influence is estimated as in TracIn
+(Pruthi et al. 2020, arXiv:2002.08484), and verified by arms without single examples.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import stdev
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import store
+from common.errors import CheckpointError, SettingsError
+from common.files import atomic_write
+from common.text import show
+from extensions.debug.history import (
+    NO_FLAGS,
+    UNNEEDED,
+    compare_step_logs,
+    differences,
+    kept_checkpoints,
+    read_segments,
+    take_steps,
+)
+from extensions.debug.replay import open_run, read_settings, read_step_log
+from extensions.exclude import Excluded, digest_of, exclude
+from extensions.inference.engine import generate
+from extensions.inference.text import LanguageModel
+from extensions.report.compare import SEEDS, results, tests
+from extensions.report.data import RunReader
+from extensions.report.page import ASSETS, csp_hash, fill_template, join_assets
+from extensions.settings import Selector, read_selectors
+from fused.head import IGNORE_INDEX
+from learn.optim import learning_rate
+from parallel.ranks import Ranks
+from run.adapters import load_for_use
+from run.paired import paired_t
+from run.start import read_inputs
+
+# Arms keep their evaluations and checkpoints.
+UNWATCHED = {name: value for name, value in UNNEEDED.items()
+             if name != "METRIC" and not name.endswith(("_EVERY", "_LAST", "_BEST"))}
+ANSWER_TOKENS, SHOWN_EXAMPLES, BATCH_ROWS = 64, 8, 4
+NUDGE = 0.1  # nats by which a screening changes the loss of the answer, in either direction
+
+
+class Question(NamedTuple):
+    """A prompt and an answer, whose loss tells what examples did."""
+
+    prompt: str
+    answer: str
+
+    def loss(self, model: torch.nn.Module, language: LanguageModel) -> Tensor:
+        """Return the cross-entropy of the answer's tokens in nats."""
+        prompt, answer = encoded(language, self.prompt), language.tokenizer.encode(self.answer)
+        tokens_BT = torch.tensor([[*prompt, *answer]], device=next(model.parameters()).device)
+        targets_BT = tokens_BT[:, 1:].clone()
+        targets_BT[:, :len(prompt) - 1] = IGNORE_INDEX
+        return -model(tokens_BT[:, :-1], targets_BT, mode="sum")
+
+
+def encoded(language: LanguageModel, prompt: str) -> list[int]:
+    """Return the ids of a prompt: a text, or a message to a model that was trained on chats."""
+    if language.no_chat_reason:
+        return [*language.text_prompt(prompt).ids]
+    return [*language.chat_prompt([{"role": "user", "content": prompt}]).ids]
+
+
+def language_of(run_dir: Path) -> LanguageModel:
+    """Return the model of a run's newest checkpoint, in float32."""
+    folder, _ = store.newest_verified(run_dir / "checkpoints")
+    settings = store.read_state(folder)["settings"]
+    model, tokenizer = load_for_use(folder, dtype=torch.float32)
+    return LanguageModel(run_dir.name, model.eval(), tokenizer, settings["MAX_SEQ_LEN"],
+                         settings["TRAINING_STAGE"] == "pretrain")
+
+
+# ------------------------------------------------------------------------------------------------ the arms
+
+
+def left_out(run_dir: Path, selectors: Sequence[Selector]) -> tuple[Excluded, Optional[int]]:
+    """Return what the selectors leave out of a run's data, and the first step that read some of it."""
+    steps = read_step_log(run_dir)
+    config, _ = read_settings(run_dir, NO_FLAGS, min(steps), for_replay=False)
+    inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=False)
+    excluded, order = exclude(inputs.rows, inputs.tokenizer, selectors), inputs.order(config, Ranks())
+    return excluded, next((step for step in steps if excluded.affects(order.all_rows(step - 1))), None)
+
+
+def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> None:
+    """Train another arm of a run in the folder `arm`: with changed settings from step `first` on."""
+    step_log = read_step_log(run_dir)
+    kept = kept_checkpoints(run_dir, first - 1)
+    nearest = max(kept, default=min(step_log) - 1)
+    (arm / "checkpoints").mkdir(parents=True)
+    if kept:
+        for log in run_dir.glob("*.jsonl"):
+            shutil.copy(log, arm)
+        shutil.copytree(kept[nearest], arm / "checkpoints" / kept[nearest].name)
+    before = {"RUN_NAME": arm.name, **UNWATCHED}
+    for segment in read_segments(run_dir, nearest + 1, max(step_log)):
+        for difference in differences(segment):
+            raise CheckpointError(f"{difference}, as the other arm must differ in nothing else")
+        allowed = ",".join(filter(None, [segment.settings["ALLOW_RESUME_MISMATCH"], *changes]))
+        changed = {**before, **changes, "ALLOW_RESUME_MISMATCH": allowed}
+        for begin, end, settings in ((segment.first, min(segment.last, first - 1), before),
+                                     (max(segment.first, first), segment.last, changed)):
+            if begin <= end:
+                show(f"{arm.name}: steps {begin:,} to {end:,}")
+                is_start = not kept and begin == nearest + 1 and segment.settings["RESUME"] != "never"
+                take_steps(segment._replace(first=begin, last=end), arm.parent,
+                           segment.settings["RESUME"] if is_start else "auto", settings)
+    parted, fields = compare_step_logs(step_log, read_step_log(arm))
+    if parted and parted < first:
+        raise CheckpointError(f"{arm}: step {parted} is not the recorded step, by its {fields[0]}: data, "
+                              "code, machine or threads have changed")
+
+
+def with_seeds(run_dir: Path, folder: Path, seeds: int) -> Iterator[tuple[Path, Path]]:
+    """Yield each run and the folder of its other arm: this run, then runs with other seeds."""
+    yield run_dir, folder / "without"
+    settings = read_segments(run_dir, 1, 1)[0].settings
+    for number in range(1, seeds):
+        changes = {name: settings[name] + number for name in SEEDS if settings[name] is not None}
+        run = folder / f"seed-{changes['SEED']}"
+        fork(run_dir, run, min(read_step_log(run_dir)), changes)
+        yield run, run.with_name(f"{run.name}-without")
+
+
+# ---------------------------------------------------------------------------------------------- influence
+
+
+def screen(run_dir: Path, question: Question, excluded: Excluded) -> list[np.ndarray]:
+    """Estimate for each source's examples how much the answer's loss would rise without them (E,).
+
+    The sum over kept checkpoints of learning rate x dot product of the gradients of answer and example. Two
+    forwards give the products of all examples at once: they are derivatives of the examples' losses in the
+    direction of the answer's gradient.
+    """
+    estimates = [np.zeros(len(each.source)) for each in excluded.sources]
+    last = max(read_step_log(run_dir))
+    for step in sorted(kept_checkpoints(run_dir, last)):
+        config, _ = read_settings(run_dir, NO_FLAGS, step)
+        run = open_run(run_dir, config.model_copy(update={"precision": "fp32"}), step + 1, lambda text: None)
+        language = LanguageModel("", run.model, run.inputs.tokenizer, config.max_seq_len,
+                                 config.training_stage == "pretrain")
+        run.model.eval()
+        run.optimizer.zero_grad()
+        question.loss(run.model, language).backward()
+        trained = [each for each in run.model.parameters() if each.grad is not None]
+        direction = [each.grad.clone() for each in trained]
+        start = [each.detach().clone() for each in trained]
+        size = NUDGE / sum(float(each.square().sum()) for each in direction)
+        items = "pairs" if config.training_stage == "dpo" else "chats"
+        order = run.inputs.order(config, run.ranks)
+        rows = np.unique(np.concatenate([order.all_rows(each) for each in range(last)]))
+        for indices in tqdm(np.split(rows, range(BATCH_ROWS, len(rows), BATCH_ROWS)), disable=None,
+                            desc=f"Examples at step {step}", delay=2, leave=False):
+            batch, sides = run.inputs.rows(indices).to(run.ranks.device), []
+            with torch.no_grad():
+                for sign in (1, -1):
+                    for each, before, gradient in zip(trained, start, direction):
+                        torch.add(before, gradient, alpha=sign * size, out=each)
+                    sides.append(run.objective.by_item(run.model, batch, items).total.double().cpu().numpy())
+            slopes = learning_rate(run.progress.updates, config) * (sides[0] - sides[1]) / (2 * size)
+            for row, (source, examples) in zip(slopes, excluded.in_rows(indices)):
+                values = row[items != "pairs":][:len(examples)]  # document 0 has no example
+                np.add.at(estimates[source], examples[:len(values)], values)
+    return estimates
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the rank correlation."""
+    return float(np.corrcoef(*(np.argsort(np.argsort(values)) for values in (a, b)))[0, 1])
+
+
+# --------------------------------------------------------------------------------------------- the experiment
+
+
+class Experiment(NamedTuple):
+    """What the other arm does differently: it leaves out examples, or has other settings from a step on."""
+
+    run_dir: Path
+    folder: Path  # of the arms and the page
+    selectors: Sequence[Selector] = ()
+    settings: Mapping[str, Any] = {}
+    from_step: Optional[int] = None
+    seeds: int = 1
+    prompts: Sequence[str] = ()
+    answer: str = ""
+    verify: int = 3
+
+    def arm(self, run_dir: Path, arm: Path, selectors: Sequence[Selector]) -> tuple[Optional[Excluded], int]:
+        """Train the other arm of a run; return what it leaves out, and the first step that differs."""
+        if not selectors:
+            fork(run_dir, arm, self.from_step, self.settings)
+            return None, self.from_step
+        recorded = read_segments(run_dir, 1, 1)[0].settings.get("EXCLUDE_DATA")
+        lines = [*(read_selectors(recorded) if recorded else ()), *selectors]
+        excluded, first = left_out(run_dir, selectors)
+        if first is None:
+            raise SettingsError(f"{run_dir}: its steps read none of what is named, "
+                                f"{excluded.describe()}; choose other examples")
+        path = arm.with_suffix(".txt")
+        path.write_text("".join(f"{' '.join(line)}\n" for line in lines))
+        fork(run_dir, arm, first, {"EXCLUDE_DATA": str(path.absolute())})
+        return excluded, first
+
+    def run(self) -> Path:
+        """Train all arms, and write the page."""
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise SettingsError(f"{self.folder} exists; choose another folder with --output")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        influence, selectors = None, self.selectors
+        if self.answer:
+            influence, selectors = self.influence()
+        folders = [*with_seeds(self.run_dir, self.folder, self.seeds)]
+        (excluded, first), *_ = [self.arm(*pair, selectors) for pair in folders]
+        pairs = [[*map(RunReader, pair, ("the run", "the other arm"))] for pair in folders]
+        for reader in sum(pairs, []):
+            reader.read()
+        arm = folders[0][1]
+        parted, fields = compare_step_logs(read_step_log(self.run_dir), read_step_log(arm))
+        data = {"title": f"{self.run_dir.name} and its other arm", "first": first, "parted": parted,
+                "fields": fields, "fork": max(kept_checkpoints(self.run_dir, first - 1), default=0),
+                "settings": {name: str(value) for name, value in self.settings.items()},
+                "left_out": excluded and excluded.describe(),
+                "selectors": [" ".join(each) for each in selectors][:SHOWN_EXAMPLES],
+                "examples": [source.text(number) for source, number in
+                             islice(excluded.examples(), SHOWN_EXAMPLES)] if excluded else [],
+                "curves": [[[*zip(*(values.tolist() for values in reader.curves["val_loss"].known()))]
+                            for reader in pair if "val_loss" in reader.curves] for pair in pairs],
+                "tests": tests(pairs[0])[0], "seeds": [*over_seeds(pairs)], "influence": influence,
+                "prompts": side_by_side(self.run_dir, arm, self.prompts)}
+        return write_page(self.folder / "without.html", data)
+
+    def influence(self) -> tuple[dict[str, Any], list[Selector]]:
+        """Screen all examples, and verify the estimates of the top ones; return the page's data and these."""
+        question = Question(self.prompts[0], self.answer)
+        excluded, _ = left_out(self.run_dir, [])
+        estimates = screen(self.run_dir, question, excluded)
+        ranked = sorted(((value, source, example) for source, values in enumerate(estimates)
+                         for example, value in enumerate(values.tolist())), reverse=True)[:self.verify]
+        before, rows, selectors = answer_loss(self.run_dir, question), [], []
+        for number, (value, source, example) in enumerate(ranked, 1):
+            found = excluded.sources[source].source
+            selectors.append(Selector("hash", digest_of(found.ids(example))))
+            arm = self.folder / f"verify-{number}"
+            self.arm(self.run_dir, arm, selectors[-1:])
+            rows.append({"text": found.text(example), "estimate": value,
+                         "truth": answer_loss(arm, question) - before})
+        return {"prompt": question.prompt, "answer": question.answer, "loss": before, "rows": rows,
+                "screened": sum(map(len, estimates)), "correlation": spearman(
+                    *([row[name] for row in rows] for name in ("estimate", "truth")))}, selectors
+
+
+@torch.no_grad()
+def answer_loss(run_dir: Path, question: Question) -> float:
+    language = language_of(run_dir)
+    return float(question.loss(language.model, language))
+
+
+def side_by_side(run_dir: Path, arm: Path, prompts: Sequence[str]) -> list[dict[str, str]]:
+    """Return the greedy continuation or answer of both models to each prompt."""
+    texts = []
+    for language in map(language_of, (run_dir, arm)):
+        ids, tokenizer = [encoded(language, prompt) for prompt in prompts], language.tokenizer
+        outputs = generate(language.model, ids, ANSWER_TOKENS, stop_ids=tokenizer.stop_ids)
+        texts.append([tokenizer.decode(each) for each in outputs])
+    return [{"prompt": prompt, "run": one, "without": other} for prompt, one, other in zip(prompts, *texts)]
+
+
+def over_seeds(pairs: Sequence[Sequence[RunReader]]) -> Iterator[dict[str, Any]]:
+    """Yield the results of the runs and of their other arms over seeds, with a paired test."""
+    readers = [reader for pair in pairs for reader in pair]
+    for row in results(readers) if len(pairs) > 1 else ():
+        values = [cell and cell["value"] for cell in row["cells"]]
+        if None not in values and row["better"]:
+            runs, arms = np.array(values[::2]), np.array(values[1::2])
+            test = paired_t(runs, arms)
+            yield {"name": row["name"], "runs": runs.tolist(), "arms": arms.tolist(), "spread": stdev(runs),
+                   "difference": test.difference, "stderr": test.stderr, "p": test.p}
+
+
+def write_page(path: Path, data: Mapping[str, Any]) -> Path:
+    """Write the page of an experiment, which shows its data by a script, as the report does."""
+    style = join_assets("base.css", "page.css")
+    script = join_assets("elements.js", "chart.js", "without.js")
+    text = json.dumps(data).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
+    policy = (f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
+              "img-src data:; base-uri 'none'; form-action 'none'")
+    page = fill_template((ASSETS / "without.html").read_text(encoding="utf-8"), {
+        "policy": policy, "style": style, "script": script, "data": text})
+    with atomic_write(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return path

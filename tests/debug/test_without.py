@@ -1,0 +1,135 @@
+"""The other arm of a run differs in exactly what it should, and its page states what that did."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from factories import TinyRun
+from scipy.stats import spearmanr, ttest_rel
+
+from common.errors import CheckpointError, SettingsError
+from extensions.debug import without
+from extensions.debug.without import Experiment, Question, left_out, screen, spearman
+from extensions.settings import Selector
+
+COW = [Selector("find", "cow met the")]
+
+
+def data_of(page: Path) -> dict:
+    """The data that a page shows."""
+    return json.loads(re.search('id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> TinyRun:
+    run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), SAVE_EVERY=2, KEEP_EVERY=2, MAX_STEPS=6, LEDGER_CHECKSUM="true",
+                  VALIDATE_EVERY=3, HELLASWAG_EVERY=3, SAMPLE_EVERY=0)
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch):
+    monkeypatch.setattr(without, "show", lambda text: None)
+
+
+def arm_of(trained: TinyRun, folder: Path, name: str = "without") -> TinyRun:
+    arm = TinyRun.__new__(TinyRun)
+    arm.output_dir, arm.settings = folder, trained.settings | {"RUN_NAME": name}
+    return arm
+
+
+@pytest.mark.slow
+def test_another_rate_from_a_step_on_continues_the_checkpoint_before_it(trained, tmp_path):
+    """As a run that was stopped there, and resumed with the other rate."""
+    data = data_of(Experiment(trained.folder, tmp_path / "out", settings={"LEARNING_RATE": 0.003}, from_step=4).run())
+    assert (data["fork"], data["first"], data["parted"]) == (3, 4, 4) and "weights" in data["fields"]
+    by_hand = trained.copy(tmp_path / "by-hand", RUN_NAME="again", LEARNING_RATE=0.01)
+    assert by_hand.train(STOP_STEP=3) == by_hand.train(LEARNING_RATE=0.003) == 0
+    arm = arm_of(trained, tmp_path / "out")
+    assert arm.lines("ledger") == by_hand.lines("ledger") and arm.hashes(6) == by_hand.hashes(6)
+    assert arm.lines("ledger")[:3] == trained.lines("ledger")[:3]
+
+
+@pytest.mark.slow
+def test_runs_of_other_seeds_tell_an_effect_from_chance(trained, tmp_path):
+    data = data_of(Experiment(trained.folder, tmp_path / "out", COW, seeds=3, prompts=["The cow"]).run())
+    assert data["left_out"].startswith("2 of 107 examples") and all("cow met the" in text for text in data["examples"])
+    first, folder = data["first"], tmp_path / "out"
+    ledgers = [run.lines("ledger") for run in (trained, arm_of(trained, folder))]
+    assert ledgers[0][:first - 1] == ledgers[1][:first - 1] and data["parted"] == first
+    assert [line["rows_crc32"] for line in ledgers[0]] == [line["rows_crc32"] for line in ledgers[1]]
+    names = [("run", "without"), *((f"seed-{seed}", f"seed-{seed}-without") for seed in (1338, 1339))]
+    losses = np.array([[(trained if name == "run" else arm_of(trained, folder, name)).metrics()[-1]["val_loss"] for name in pair] for pair in names])
+    (row,) = [each for each in data["seeds"] if each["name"].startswith("validation loss at step 6")]
+    assert np.allclose([row["runs"], row["arms"]], losses.T)
+    expected = ttest_rel(losses[:, 1], losses[:, 0])
+    assert (row["p"], row["difference"] / row["stderr"]) == pytest.approx((expected.pvalue, expected.statistic))
+    assert row["spread"] == pytest.approx(losses[:, 0].std(ddof=1))
+    (prompt,) = data["prompts"]
+    assert prompt["prompt"] == "The cow" and prompt["run"] and prompt["without"]
+
+
+def test_the_screening_is_the_dot_product_of_gradients(trained, monkeypatch):
+    """Of the answer and of each document, by a backward for each, at two checkpoints."""
+    kept = {step: trained.checkpoint(step) for step in (2, 4)}
+    monkeypatch.setattr(without, "kept_checkpoints", lambda run_dir, last: kept)
+    question = Question("The cow", " met the dog.")
+    excluded, _ = left_out(trained.folder, [])
+    (estimates,) = screen(trained.folder, question, excluded)
+    expected, read = np.zeros(len(estimates)), excluded.sources[0].source
+    for step in kept:
+        config, _ = without.read_settings(trained.folder, without.NO_FLAGS, step)
+        run = without.open_run(trained.folder, config, step + 1, lambda text: None)
+        run.model.eval()
+        rows = sorted({row for each in range(6) for row in run.inputs.order(config, run.ranks).all_rows(each).tolist()})
+        language = without.LanguageModel("", run.model, run.inputs.tokenizer, 32, True)
+        trained_weights = [*run.model.parameters()]
+        answer = torch.autograd.grad(question.loss(run.model, language), trained_weights)
+        rate = without.learning_rate(run.progress.updates, config)
+        for row in rows:
+            batch = run.inputs.rows(np.array([row]))
+            for place, document in enumerate(next(read.in_rows(np.array([row])))):
+                targets_BT = batch.targets_BT.where(batch.document_ids_BT == place + 1, -100)
+                if (targets_BT == -100).all():
+                    continue
+                loss = -run.model(batch.tokens_BT, targets_BT, batch.document_ids_BT, mode="sum")
+                gradients = torch.autograd.grad(loss, trained_weights)
+                expected[document] += rate * sum(float((one * other).sum()) for one, other in zip(answer, gradients))
+    assert 30 < np.count_nonzero(expected) < len(expected)
+    assert np.allclose(estimates, expected, rtol=0.01, atol=2e-3 * np.abs(expected).max())
+
+
+@pytest.mark.slow
+def test_the_top_examples_are_verified_by_runs_without_them(trained, tmp_path):
+    data = data_of(Experiment(trained.folder, tmp_path / "out", prompts=["The cow"], answer=" met the dog.", verify=3).run())
+    influence = data["influence"]
+    assert influence["screened"] == 107 and len(influence["rows"]) == 3
+    estimates, truths = ([row[name] for row in influence["rows"]] for name in ("estimate", "truth"))
+    assert estimates == sorted(estimates, reverse=True) and all(truths)
+    assert influence["correlation"] == pytest.approx(spearmanr(estimates, truths).statistic)
+
+
+def test_the_rank_correlation_is_that_of_scipy():
+    dice = np.random.default_rng(0)
+    for count in (3, 10, 50):
+        one, other = dice.normal(size=(2, count))
+        assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic)
+
+
+def test_mistakes_have_one_clear_error(trained, tmp_path):
+    unread = tmp_path / "unread"
+    with pytest.raises(SettingsError, match="its steps read none of what is named, 0 of 107 examples"):
+        Experiment(trained.folder, unread, [Selector("find", "whale")]).run()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(SettingsError, match="exists; choose another folder with --output"):
+        Experiment(trained.folder, tmp_path / "out", COW).run()
+    other = trained.copy(tmp_path / "other")
+    events = other.folder / "events.jsonl"
+    events.write_text(re.sub('"commit": "[^"]*"', '"commit": "abc"', events.read_text()))
+    with pytest.raises(CheckpointError, match="taken with commit abc, but this is"):
+        Experiment(other.folder, tmp_path / "new", COW).run()
