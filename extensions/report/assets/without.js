@@ -21,12 +21,12 @@ function chart() {
     "stroke-dasharray": arm ? "7 4" : "none"})));
   const label = (at, words, anchor) => svg("text", {...at, fill: "currentColor", "font-size": 12, "text-anchor": anchor}, words);
   const border = x(data.first);
-  return h("figure", {class: "box"}, svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", width: "100%",
+  return h("div", {class: "box"}, svg("svg", {viewBox: `0 0 ${width} ${height}`, role: "img", width: "100%",
     "aria-label": `Validation loss of both arms from step ${from} to ${to}; the table below has the differences`},
     lines, svg("line", {x1: border, x2: border, y1: 10, y2: height - bottom, stroke: "var(--muted)", "stroke-dasharray": "2 3"}),
     [high, low].map((loss) => label({x: left - 6, y: y(loss) + 4}, format(loss), "end")),
     [from, to].map((step, i) => label({x: x(step), y: height - 8}, `${i ? "step " : ""}${step.toLocaleString("en")}`, i ? "end" : "start"))),
-    h("figcaption", {}, "Validation loss: ", swatch("var(--color-0)"), " the run, ", swatch("var(--color-1)"),
+    h("p", {}, "Validation loss: ", swatch("var(--color-0)"), " the run, ", swatch("var(--color-1)"),
       ` the other arm (dashed)${data.curves.length > 1 ? "; thin: other seeds" : ""}. The dotted line is the first step that differs.`));
 }
 
@@ -43,9 +43,16 @@ const rows = data.tests.map((test) => {
     `${test.difference < 0 ? "−" : "+"}${size(Math.abs(test.difference))} ± ${size(test.stderr)}${unit}`, pOf(test.p), test.n.toLocaleString("en")];
 });
 
+const seedRow = (each) => {
+  const isShare = /accuracy|match|rouge/.test(each.name), shown = (value) => format(isShare ? 100 * value : value, isShare ? {places: 1} : {});
+  const side = (values) => values.map(shown).join(", ") + (isShare ? " %" : "");
+  return [each.name, side(each.runs), side(each.arms), `± ${shown(each.spread)}`,
+    `${each.difference < 0 ? "−" : "+"}${shown(Math.abs(each.difference))} ± ${shown(each.stderr)}`, pOf(each.p)];
+};
+
 byId("main").replaceChildren(...[
-  h("h1", {}, data.title),
-  section("What differs", change, h("p", {}, `The other arm continues ${data.fork ? `the checkpoint of step ${data.fork.toLocaleString("en")}` : "from the start"}. ${parted}`)),
+  h("h1", {style: "margin-top: 16px"}, data.title),
+  section("What differs", change, h("p", {}, `The other arm ${data.fork ? `continues the checkpoint of step ${data.fork.toLocaleString("en")}` : "begins at the start"}. ${parted}`)),
   section("What it did", chart(), rows.length
     ? table("Paired differences of the other arm on the same items, at the last step", ["", "the run", "the other arm", "difference", "p", "items"], rows)
     : h("p", {}, "The arms have no evaluation of the same items in common."),
@@ -53,8 +60,7 @@ byId("main").replaceChildren(...[
   data.seeds.length > 0 && section("Is it chance?",
     table(`Over ${data.curves.length} seeds, which change initial weights, order and dropout of both arms`,
       ["", "the run, by seed", "the other arm", "spread of seeds", "mean difference", "p"],
-      data.seeds.map((each) => [each.name, each.runs.map((value) => format(value)).join("  "), each.arms.map((value) => format(value)).join("  "),
-        `± ${format(each.spread, {}, 2)}`, `${signed(each.difference)} ± ${format(each.stderr, {}, 2)}`, pOf(each.p)])),
+      data.seeds.map(seedRow)),
     h("p", {class: "note"}, "The spread is the standard deviation of the runs over seeds. The difference is paired by seed.")),
   data.influence && section("Which examples matter for this answer?",
     h("p", {}, "Prompt: ", h("q", {}, data.influence.prompt), ", answer: ", h("q", {}, data.influence.answer), `; its loss is ${format(data.influence.loss)} nats.`),
