@@ -27,7 +27,7 @@ from data_preparation_utils import prepare_from_flags
 from extensions.report.data import holder_runs
 
 POLL_SECONDS = 0.5
-NICENESS = 10  # of the preparation: training takes precedence
+NICENESS = 10  # of the preparation, once training takes precedence
 WORK = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from extensions.preparation import work; work()"
 
 
@@ -99,6 +99,8 @@ def start(argv: Sequence[str], config: Config) -> Path:
         while True:
             ended = child.poll() is not None
             if not (needed := lacking(look(folder), config)):
+                with suppress(OSError):  # it may have ended
+                    os.setpriority(os.PRIO_PGRP, child.pid, NICENESS)
                 return folder
             if ended:
                 raise DataError(why_ended(folder))
@@ -117,7 +119,6 @@ def work() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-    os.nice(NICENESS)
     run_script(lambda: prepare_from_flags("documents", argv))
 
 

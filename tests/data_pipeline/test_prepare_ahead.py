@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from factories import PATIENCE, TinyRun, sentence, write_jsonl
+from commands import Command
+from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
 
 from common.errors import DataError
 from config import Config
@@ -301,3 +304,45 @@ def test_a_run_starts_with_a_shard_and_the_validation(tmp_path, prepared, whole,
     publish(whole, data, 1)
     assert ahead_run(prepared, tmp_path / "few", data, VALIDATION_ROWS=500).train() == 3
     assert "training starts once it has VALIDATION_ROWS=500 held-out rows" in capfd.readouterr().err
+
+
+SLOW = """
+import sys
+if any("extensions.preparation" in argument for argument in sys.orig_argv):
+    import time
+    from data_pipeline import prepare
+    prepare.CHUNK_CHARACTERS, original = 300, prepare.write_json
+    def write_json(path, content):
+        original(path, content)
+        if path.name == prepare.JOURNAL and len(content["splits"]["train"]["shards"]) > 1:
+            time.sleep(60)
+    prepare.write_json = write_json
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_command_resumes_preparation_and_training(tmp_path, prepared, before):
+    """Whatever kills the launcher also ends the preparation, whose shards stay."""
+    run, source = ahead_run(prepared, tmp_path / "runs", write_source(tmp_path)), tmp_path / "site" / "sitecustomize.py"
+    source.parent.mkdir()
+    source.write_text(SLOW)
+    flags = [*run.argv(SHARD_TOKENS=SHARD, VALIDATION_FRACTION=0.1, PREPARATION_WORKERS=1), "--output", tmp_path / "runs" / "sets"]
+    path = {"PYTHONPATH": f"{source.parent}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    command = Command(run, ROOT / "scripts" / "run.py", *flags, env=path)
+    wait_until(lambda: "Waiting for data" in command.text(), command.text)
+    assert "Training starts on the first shard" in command.text() and "Step [4/6]" in command.text()
+    os.killpg(command.pid, signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL, "the preparation has ended, too"
+    again = Command(run, ROOT / "scripts" / "run.py", *flags)
+    assert again.wait() == 0, again.text()
+    assert steps_of(run) == steps_of(before) and run.hashes(6) == before.hashes(6)
+    folder = next(path.parent for path in (tmp_path / "runs" / "sets").glob(f"[0-9a-f]*/{MANIFEST}"))
+    assert "Continuing after the" in (folder.parent / f".{folder.name}.{socket.gethostname()}.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_bad_record_in_the_first_shard_is_an_error_before_the_start(tmp_path, prepared):
+    run = ahead_run(prepared, tmp_path / "runs", write_source(tmp_path, bad=3))
+    command = Command(run, ROOT / "scripts" / "run.py", *run.argv(SHARD_TOKENS=SHARD), "--output", tmp_path / "runs" / "sets")
+    assert command.wait() == 3
+    assert re.search(r"^error: .*text\.jsonl:3: not valid JSON", command.text(), re.MULTILINE) and "Traceback" not in command.text()
