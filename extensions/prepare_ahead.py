@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Optional
@@ -128,6 +128,16 @@ def token_rows(config: Config, manifest: shards.Manifest, files: Sequence[shards
     return TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
 
 
+@dataclass(frozen=True)
+class StartOfShard(shards.Shard):
+    """The first ids of a shard that is still being written, in memory."""
+
+    ids: Optional[np.ndarray] = None
+
+    def read(self, start: int, count: int, file: Optional[shards.WatchedFile] = None) -> np.ndarray:
+        return self.ids[start:start + count]
+
+
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows | TokenRows:
     """Open one split; of validation, the tokens so far, of which evaluations only read the first rows."""
     if split == "train":
@@ -139,13 +149,14 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> AheadRows |
         files = shards.prepared_shards(folder, manifest, split)
         token_set = token_rows(config, manifest, files, tokenizer).token_set
         shards.verify_files(token_set, verify, cache_of(config))
-    if unfinished := held_out - stream.tokens:
-        path = folder / f"{split}-{len(files):05d}.bin"
-        files.append(shards.Shard(path, manifest.dtype, shards.HEADER_BYTES, unfinished))
+    wanted = config.validation_rows * config.max_seq_len + 1
+    if (unfinished := min(held_out, wanted) - stream.tokens) > 0:
+        path, start = folder / f"{split}-{len(files):05d}.bin", shards.HEADER_BYTES
+        ids = np.fromfile(path, np.dtype(manifest.dtype).newbyteorder("<"), unfinished, offset=start)
+        files.append(StartOfShard(path, manifest.dtype, start, len(ids), ids=ids))
     rows = token_rows(config, manifest, files, tokenizer)
     check_rows(config, folder, split, len(rows), f"its {rows.describe()} fill")
-    read = rows.token_set.read(0, min(held_out, config.validation_rows * config.max_seq_len + 1))
-    digest = hashlib.sha256(read.tobytes()).hexdigest()
+    digest = hashlib.sha256(rows.token_set.read(0, min(held_out, wanted)).tobytes()).hexdigest()
     return replace(rows, token_set=replace(rows.token_set, fingerprint=digest))
 
 
