@@ -143,14 +143,18 @@ class ExcludedRows:
     source: Examples
     out_E: np.ndarray
 
+    @property
+    def rows(self) -> Any:
+        return self.source.rows
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.source.rows, name)
+        return getattr(self.rows, name)
 
     def __len__(self) -> int:
-        return len(self.source.rows)
+        return len(self.rows)
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        rows, batch = self.source.rows, self.source.rows(indices)
+        rows, batch = self.rows, self.rows(indices)
         if isinstance(rows, TokenRows):
             tokens_BT = indices[:, None] * rows.row_tokens + np.arange(rows.row_tokens + 1)
             out_BT = self.out_E[np.searchsorted(self.source.starts_E, tokens_BT, "right") - 1]

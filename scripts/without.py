@@ -23,6 +23,7 @@ from extensions.settings import read_selectors, selector_of
 from settings.load import find_run, read_flags, validate
 
 at_least_1 = number(int, "from 1 on", lambda value: value >= 1)
+at_least_2 = number(int, "from 2 on", lambda value: value >= 2)
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT",
                         help="show both models' continuations or answers; can be repeated")
     parser.add_argument("--answer", default="", metavar="TEXT", help="rank examples by their influence on it")
-    parser.add_argument("--verify", type=at_least_1, default=3, metavar="N", help="examples to verify [3]")
+    parser.add_argument("--verify", type=at_least_2, default=3, metavar="N", help="examples to verify [3]")
     parser.add_argument("--output", type=local_path, metavar="FOLDER", help="new folder [RUN-without]")
     args = parser.parse_args()
     selectors = read_selectors(args.exclude) if args.exclude else []

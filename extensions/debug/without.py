@@ -125,10 +125,16 @@ def fork(run_dir: Path, arm: Path, first: int, changes: Mapping[str, Any]) -> No
                               "code, machine or threads have changed")
 
 
+def recorded(run_dir: Path) -> dict[str, Any]:
+    """Return the settings with which a run took its first step."""
+    first = min(read_step_log(run_dir))
+    return read_segments(run_dir, first, first)[0].settings
+
+
 def with_seeds(run_dir: Path, folder: Path, seeds: int) -> Iterator[tuple[Path, Path]]:
     """Yield each run and the folder of its other arm: this run, then runs with other seeds."""
     yield run_dir, folder / "without"
-    settings = read_segments(run_dir, 1, 1)[0].settings
+    settings = recorded(run_dir)
     for number in range(1, seeds):
         changes = {name: settings[name] + number for name in SEEDS if settings[name] is not None}
         run = folder / f"seed-{changes['SEED']}"
@@ -204,8 +210,8 @@ class Experiment(NamedTuple):
         if not selectors:
             fork(run_dir, arm, self.from_step, self.settings)
             return None, self.from_step
-        recorded = read_segments(run_dir, 1, 1)[0].settings.get("EXCLUDE_DATA")
-        lines = [*(read_selectors(recorded) if recorded else ()), *selectors]
+        before = recorded(run_dir).get("EXCLUDE_DATA")
+        lines = [*(read_selectors(before) if before else ()), *selectors]
         excluded, first = left_out(run_dir, selectors)
         if first is None:
             raise SettingsError(f"{run_dir}: its steps read none of what is named, "
@@ -245,9 +251,16 @@ class Experiment(NamedTuple):
 
     def influence(self) -> tuple[dict[str, Any], list[Selector]]:
         """Screen all examples, and verify the estimates of the top ones; return the page's data and these."""
+        settings = recorded(self.run_dir)
+        if settings["TRAINING_STAGE"] != "dpo" and not settings["DOCUMENT_MASK"]:
+            raise SettingsError(f"{self.run_dir}: --answer needs a run with DOCUMENT_MASK=true, in which "
+                                "documents have their own gradients")
         question = Question(self.prompts[0], self.answer)
         excluded, _ = left_out(self.run_dir, [])
         estimates = screen(self.run_dir, question, excluded)
+        if not any(map(np.any, estimates)):
+            raise CheckpointError(f"{self.run_dir}: at its kept checkpoints, the learning rate is 0; set "
+                                  "KEEP_EVERY in the run, to keep earlier ones")
         ranked = sorted(((value, source, example) for source, values in enumerate(estimates)
                          for example, value in enumerate(values.tolist())), reverse=True)[:self.verify]
         before, rows, selectors = answer_loss(self.run_dir, question), [], []

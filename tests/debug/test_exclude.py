@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from data_preparation_utils import PreparationOptions, prepare_mixture
 from dataloaders import RowOrder, open_rows
+from extensions.debug.replay import replay
 from extensions.exclude import Examples, digest_of, exclude
 from extensions.online import training_batch
 from extensions.settings import Selector
@@ -21,7 +22,7 @@ from learn.objectives import PREFERENCE_OBJECTIVES, NextToken
 from learn.optim import Optimizer, clip_scale, gradient_norm, learning_rate
 from model_utils import build_model
 from parallel.ranks import Ranks
-from settings.load import load_config
+from settings.load import load_config, read_flags
 from tokenizer import load_tokenizer
 
 WIDE = {"MAX_SEQ_LEN": 256, "TOTAL_BATCH_SIZE": 1024, "MICRO_BATCH_SIZE": 4}  # several pairs in a row
@@ -239,6 +240,14 @@ def test_a_resumed_run_leaves_out_the_same_and_other_examples_are_an_error(stage
     assert run_of("pretrain", stages, tmp_path / "stopped", MAX_STEPS=4, EXCLUDE_DATA="none").train() != 0
     assert f"EXCLUDE_DATA was {path}, is None" in capsys.readouterr().err
     assert run.lines("ledger") == whole.lines("ledger")
+
+
+def test_a_replayed_step_leaves_out_the_same(stages, tmp_path):
+    run = run_of("pretrain", stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find cow"), **UNMEASURED)
+    assert run.train() == 0
+    lines: list[str] = []
+    replay(run.folder, 3, read_flags([]), info=lines.append)
+    assert "is finite" in lines[-1] and "not the recorded step" not in lines[-1], lines
 
 
 MISTAKES = {"no file": (None, {}, "excluded.txt: cannot be read: No such file or directory; check the path"),

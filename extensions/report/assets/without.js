@@ -54,12 +54,12 @@ byId("main").replaceChildren(...[
   h("h1", {style: "margin-top: 16px"}, data.title),
   section("What differs", change, h("p", {}, `The other arm ${data.fork ? `continues the checkpoint of step ${data.fork.toLocaleString("en")}` : "begins at the start"}. ${parted}`)),
   section("What it did", chart(), rows.length
-    ? table("Paired differences of the other arm on the same items, at the last step", ["", "the run", "the other arm", "difference", "p", "items"], rows)
+    ? table("Paired differences of the other arm on the same items, at the last step", ["result", "the run", "the other arm", "difference", "p", "items"], rows)
     : h("p", {}, "The arms have no evaluation of the same items in common."),
     h("p", {class: "note"}, "Losses: paired t-test. Right or wrong answers: exact McNemar test. The p-values of a metric have Holm's correction.")),
   data.seeds.length > 0 && section("Is it chance?",
     table(`Over ${data.curves.length} seeds, which change initial weights, order and dropout of both arms`,
-      ["", "the run, by seed", "the other arm", "spread of seeds", "mean difference", "p"],
+      ["result", "the run, by seed", "the other arm", "spread of seeds", "mean difference", "p"],
       data.seeds.map(seedRow)),
     h("p", {class: "note"}, "The spread is the standard deviation of the runs over seeds. The difference is paired by seed.")),
   data.influence && section("Which examples matter for this answer?",
