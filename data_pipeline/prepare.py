@@ -101,6 +101,11 @@ class PreparationPlan(NamedTuple):
         return dtype_for(self.tokenizer.vocab_size)
 
     @property
+    def source(self) -> dict:
+        source = {name: without_passwords(value) for name, value in asdict(self.inputs[0]).items() if value}
+        return {"sources": [source | {"identity": self.identities[0]}]}
+
+    @property
     def head(self) -> dict:
         """The fields of the manifest that are known from the start; the journal has them too."""
         kind, tokenizer = self.kind.name, self.tokenizer
@@ -237,10 +242,8 @@ def build(plan: PreparationPlan, folder: Path) -> None:
         if not ahead:  # otherwise training goes on to the end of what it has
             shutil.rmtree(working)
         raise DataError("a source changed while it was read; start again when it no longer changes")
-    source = {name: without_passwords(value) for name, value in asdict(plan.inputs[0]).items() if value}
     write_json(working / MANIFEST, {
-        **plan.head, **prepared,
-        "source": {"sources": [source | {"identity": plan.identities[0]}]}, "settings": plan.settings,
+        **plan.head, **prepared, "source": plan.source, "settings": plan.settings,
         "examples": plan.kind.decode(working, prepared["splits"], plan.tokenizer, plan.dtype)})
     if working != folder:
         working.rename(folder)
@@ -316,7 +319,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 # Documents whose ends are held out have no position.
                 end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {
-                    **plan.head, "chunks": chunks_done, "splits": splits, "removed": removed, **end,
+                    **plan.head, "source": plan.source, "chunks": chunks_done, "splits": splits,
+                    "removed": removed, **end,
                     "refused": {"bad": refused.bad, "bad_records": refused.bad_records}})
                 last_sync, listed = time.monotonic(), finished
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}

@@ -30,6 +30,7 @@ from config import (
     LogConfig,
     parameter_count,
 )
+from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
 from extensions.report.data import segments, setting_lines
@@ -243,18 +244,21 @@ def data_sets(run: Run) -> Iterator[dict[str, Any]]:
     if isinstance(rows, MixedRows):
         shares = rows.source_table(taken)
     for source_rows, entry in zip(rows_by_source(rows), shares):
+        is_complete = getattr(source_rows, "is_complete", True)
         source_rows = getattr(source_rows, "rows", source_rows)  # without stored outputs
-        documents, made, hub_name = made_from(source_rows.token_set.folder)
+        folder = source_rows.token_set.folder
+        documents, made, hub_name = made_from(folder / (DATA_MANIFEST if is_complete else JOURNAL))
         yield entry | {"documents": documents, "tokens": source_rows.token_set.tokens, "made_from": made,
                        "fingerprint": source_rows.fingerprint, "hub_name": hub_name}
 
 
 @cache
-def made_from(folder: Path) -> tuple[str, str, str]:
+def made_from(manifest: Path) -> tuple[str, str, str]:
     """Return a prepared set's number of documents, its source as Markdown, and the source's hub name."""
     try:
-        content = read_json(folder / DATA_MANIFEST)
-        documents = f"{content['splits']['train']['documents']:,}"
+        content = read_json(manifest)
+        is_complete = manifest.name == DATA_MANIFEST
+        documents = f"{content['splits']['train']['documents']:,}" * is_complete
         source = content["source"]["sources"][0]
         files = source.get("identity", {}).get("files") or []
     except (OSError, ValueError, KeyError, IndexError, TypeError):  # not prepared by Paddock

@@ -226,7 +226,8 @@ class Check:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
                 described, *table = describe_data(config, self.inputs)
-                described += "; all shards verified, all ids within the vocabulary"
+                verified = "the shards of the first step" if config.data_grows else "all shards"
+                described += f"; {verified} verified, all ids within the vocabulary"
                 self.line("data", "\n".join([described, *table]))
                 batch = self.inputs.rows(np.array([0]))
                 tokens, targets = batch.tokens_BT[0].tolist(), batch.targets_BT[0].tolist()
@@ -376,7 +377,7 @@ class Check:
         most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
         if inputs and isinstance(inputs.rows, MixedRows):
             passes, source = max((fact["passes"], f" of {fact['source']}") for fact in inputs.sources(config))
-        elif inputs:
+        elif inputs and getattr(inputs.rows, "is_complete", True):
             passes = config.max_steps * config.rows_read / len(inputs.rows)
         most_steps = int(config.max_steps * most_passes / passes) if passes else optimal
         if optimal and tokens < UNDERTRAINED * config.matrix_count:

@@ -123,6 +123,7 @@ def folder_of(config: Config) -> Path:
 
 def token_rows(config: Config, manifest: shards.Manifest, files: Sequence[shards.Shard], tokenizer
                ) -> TokenRows:
+    """Return the rows of these shards."""
     start_id = manifest.document_start_id
     token_set = shards.TokenSet(tuple(files), files[0].path.parent.name, start_id, tokenizer.vocab_size)
     return TokenRows(token_set, config.max_seq_len, start_id if config.document_mask else None)
@@ -249,6 +250,7 @@ class PrepareAhead(Extension):
 
 
 def on_all_ranks(error: DataError | CheckpointError) -> DataError | CheckpointError:
+    """Return an error that one rank reports for all."""
     error.on_all_ranks = True
     return error
 

@@ -200,6 +200,8 @@ def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, pr
     assert steps_of(meanwhile) == steps_of(before) and len(steps_of(before)) == 6
     assert held_out_losses(meanwhile) == held_out_losses(before) and len(held_out_losses(before)) > 2
     assert meanwhile.hashes(6) == before.hashes(6)
+    card = (meanwhile.checkpoint(6) / "README.md").read_text()
+    assert "text.jsonl" in card and "token files" not in card
     usual = TinyRun(prepared, tmp_path / "usual", PRETRAIN_DATA_PATH=whole, HELLASWAG_EVERY=0)
     assert usual.train() == 0 and steps_of(usual) != steps_of(before), "without PREPARE_AHEAD, rows are shuffled over all shards"
 
