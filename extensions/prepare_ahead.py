@@ -16,7 +16,7 @@ from typing import Optional
 
 import numpy as np
 
-from common.activity import phase
+from common.activity import phase, tick
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted
 from config import Config
@@ -231,6 +231,7 @@ class PrepareAhead(Extension):
             return len(self.rows), self.rows.is_complete, failure
 
         while True:
+            tick()  # waiting for data is not a hang
             counts, are_complete, failures = zip(*ranks.all_gather_json(ranks.raise_on_all(state)))
             self.agreed, self.all_agreed = min(counts), all(are_complete)
             if needed <= self.agreed or self.all_agreed:

@@ -14,6 +14,7 @@ import pytest
 from commands import Command
 from factories import PATIENCE, TinyRun, sentence, wait_until, write_jsonl
 
+from common.activity import ACTIVITY
 from common.errors import DataError
 from config import Config
 from data_pipeline import prepare as preparation
@@ -21,6 +22,7 @@ from data_pipeline.shards import MANIFEST
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions import prepare_ahead
 from extensions.preparation import look, rows_in, why_ended
+from parallel.process import EXIT_PREEMPTED
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,12 +88,15 @@ def publish(whole, folder, shards):
 
 def grow_when_waited_for(monkeypatch, whole, folder, first):
     """Publish one more shard each time that a run waits for one; returns the list of their numbers."""
-    published = [first]
+    published, ticks = [first], []
     publish(whole, folder, first)
 
     def sleep(seconds):
-        published.append(published[-1] + 1)
-        publish(whole, folder, published[-1])
+        ticks.append(ACTIVITY.ticks)
+        assert len({*ticks}) == len(ticks), "the watchdog must not take it for a hang"
+        if len(ticks) % 2 == 0:  # each wait has two looks
+            published.append(published[-1] + 1)
+            publish(whole, folder, published[-1])
 
     monkeypatch.setattr(prepare_ahead.time, "sleep", sleep)
     monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
@@ -244,6 +249,14 @@ def test_a_failed_preparation_ends_the_run_with_a_checkpoint(tmp_path, prepared,
     publish(whole, data, 1000)
     assert run.train() == 0
     assert steps_of(run) == steps_of(before)
+
+
+def test_a_signal_ends_the_wait_with_a_checkpoint(tmp_path, prepared, whole, monkeypatch):
+    publish(whole, tmp_path / "grows", 1)
+    monkeypatch.setattr(prepare_ahead, "why_ended", lambda folder: "")
+    monkeypatch.setattr(prepare_ahead.time, "sleep", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    run = ahead_run(prepared, tmp_path / "run", tmp_path / "grows", SAVE_EVERY=0)
+    assert run.train() == EXIT_PREEMPTED and run.steps_saved() == [2]
 
 
 def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared, whole, capfd):
