@@ -146,7 +146,7 @@ def with_seeds(run_dir: Path, folder: Path, seeds: int) -> Iterator[tuple[Path, 
 
 
 def screen(run_dir: Path, question: Question, excluded: Excluded) -> list[np.ndarray]:
-    """Estimate for each source's examples how much the answer's loss would rise without them (E,).
+    """Estimate for each source's examples the rise of the answer's loss without them (E,), up to a factor.
 
     The sum over kept checkpoints of learning rate x dot product of the gradients of answer and example. Two
     forwards give the products of all examples at once: they are derivatives of the examples' losses in the

@@ -100,6 +100,14 @@ def masked_by_hand(rows, tokenizer, pattern: str, row: int) -> tuple[list[int], 
         IGNORE_INDEX if is_out[place] or is_out[place + 1] else flat[place + 1] for place in range(first, first + rows.row_tokens)]
 
 
+def test_the_targets_of_all_rows_are_those_masked_by_hand(stages):
+    _, rows, tokenizer = opened(stages, "pretrain")
+    selectors, indices = [Selector("find", "cow met"), Selector("find", "fed the dog")], np.arange(len(rows))
+    batch = exclude(rows, tokenizer, selectors).rows(indices)
+    by_hand = [masked_by_hand(rows, tokenizer, "cow met|fed the dog", row) for row in indices.tolist()]
+    assert (batch.tokens_BT.tolist(), batch.targets_BT.tolist()) == tuple(map(list, zip(*by_hand)))
+
+
 def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_path):
     """Losses and weights of an own loop over cross-entropies of all logits."""
     settings = {**UNMEASURED, "MAX_STEPS": 4, "KEEP_LAST": 1}
@@ -109,6 +117,7 @@ def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_
     order = RowOrder(len(rows), config.rows_read, config.rows_read, config.row_seed)
     model = build_model(config, tokenizer.vocab_size, Ranks(), torch.float32)
     optimizer, masked = Optimizer(model, config), 0
+    counted = [line["counted"] for line in run.metrics() if "counted" in line]
     for step, line in enumerate(run.lines("ledger")):
         losses, units = 0, 0
         for row in order.all_rows(step).tolist():
@@ -117,6 +126,7 @@ def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_
             logits_BTV = model(torch.tensor([tokens]), None, torch.from_numpy(documents[None].astype(np.int32)), mode="logits")
             losses = losses + F.cross_entropy(logits_BTV[0].float(), torch.tensor(targets), ignore_index=IGNORE_INDEX, reduction="sum")
             units, masked = units + sum(target != IGNORE_INDEX for target in targets), masked + targets.count(IGNORE_INDEX)
+        assert units == counted[step]
         optimizer.zero_grad()
         (losses / units).backward()
         norm = gradient_norm(model)

@@ -65,7 +65,7 @@ byId("main").replaceChildren(...[
   data.influence && section("Which examples matter for this answer?",
     h("p", {}, "Prompt: ", h("q", {}, data.influence.prompt), ", answer: ", h("q", {}, data.influence.answer), `; its loss is ${format(data.influence.loss)} nats.`),
     h("p", {}, `${data.influence.screened.toLocaleString("en")} examples were screened (TracIn); the top ones were left out one by one. The rank correlation of estimate and truth is ${format(data.influence.correlation, {}, 2)} over ${data.influence.rows.length}.`),
-    table("Rise of the answer's loss without an example, in nats", ["example", "estimate", "truth"],
+    table("Rise of the answer's loss without an example: the truth in nats, the estimate up to a factor", ["example", "estimate", "truth"],
       data.influence.rows.map((row) => [row.text.length > 240 ? `${row.text.slice(0, 240)} …` : row.text, signed(row.estimate, 3), signed(row.truth, 3)]))),
   data.prompts.length > 0 && section("Prompts, side by side", table("Greedy continuations or answers", ["prompt", "the run", "the other arm"],
     data.prompts.map((each) => [each.prompt, each.run, each.without]))),
