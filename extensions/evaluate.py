@@ -23,7 +23,7 @@ from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
 from dataloaders import Rows, open_rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
-from extensions.dclm_core import evaluate_core, read_bundle
+from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
 from extensions.inference.weights import packed_weights
 from extensions.online import Rewards
@@ -264,10 +264,11 @@ class Harness:
     """Tasks of lm-evaluation-harness, or CORE, and their options, for a single process."""
 
     tasks: Sequence[str]
-    include_path: Optional[str] = None  # folder of additional tasks, or of CORE's bundle
+    include_path: Optional[str] = None  # folder of additional tasks
     num_fewshot: Optional[int] = None  # None: the task's default
     limit: Optional[int] = None  # items per task; None: all
     use_model_tokenizer: bool = True  # False: TOKENIZER_PATH
+    core: Optional[list[dict]] = None  # tasks of CORE, evaluated instead of `tasks`
 
     def evaluate(self, folder: Path, base: Optional[str], config: Config,
                  device: torch.device) -> tuple[dict[str, float], list[Row]]:
@@ -290,8 +291,8 @@ class Harness:
                                 max_length=config.max_seq_len if is_checkpoint else None)
             try:
                 with foreign_call():  # the harness does not tick
-                    if self.tasks == ["core"]:
-                        return evaluate_core(model, manager)
+                    if self.core:
+                        return evaluate_core(model, self.core)
                     output = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
                                              limit=self.limit, task_manager=manager, log_samples=False)
             except (OSError, ValueError) as error:  # what `datasets` raises
@@ -313,16 +314,13 @@ class Harness:
 
     @cached_property
     def task_classes(self) -> tuple[Any, Any, Any]:
-        """lm_eval's task manager (for CORE, its tasks), evaluation function and model class.
-
-        Unknown tasks raise SettingsError.
-        """
+        """lm_eval's task manager, evaluation function and model class. Unknown tasks raise SettingsError."""
         with requires_package("lm_eval", "--tasks"):
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
-        if self.tasks == ["core"]:
-            return read_bundle(Path(self.include_path), self.limit), None, HFLM
+        if self.core:
+            return None, simple_evaluate, HFLM
         # Scanning the thousands of built-in tasks is slow.
         for include_defaults in (False, True) if self.include_path else (True,):
             manager = TaskManager(include_path=self.include_path, include_defaults=include_defaults)

@@ -17,7 +17,9 @@ the run logged. For other models, choose the data with flags. Flags also change 
 computes the CORE metric of DCLM and nanochat from the items in nanochat's eval_bundle.
 """
 
+import csv
 import json
+import random
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +28,12 @@ from typing import NamedTuple, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
+from common.errors import DataError, PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.files import disk_errors  # noqa: E402
 from common.text import aligned, print_safely, show, status_line  # noqa: E402
 from settings.load import read_flags  # noqa: E402
+
+BUNDLE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"  # the items of CORE
 
 
 def parse_args():
@@ -71,6 +75,27 @@ def parse_args():
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json {args.json}: the folder {args.json.parent} does not exist")
     return args, flags
+
+
+def read_bundle(folder: Path, limit: Optional[int]) -> list[dict]:
+    """Return the tasks of CORE, each with its first items in nanochat's order."""
+    import yaml
+
+    try:
+        with open(folder / "eval_meta_data.csv", encoding="utf-8") as file:
+            percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+        tasks = yaml.safe_load((folder / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
+        for task in tasks:
+            with open(folder / "eval_data" / task["dataset_uri"], encoding="utf-8") as file:
+                items = [*map(json.loads, file)]
+            random.Random(1337).shuffle(items)
+            task |= {"items": items[:limit], "chance": percent[task["label"]] / 100}
+            if len(task["items"]) <= task["num_fewshot"][0]:
+                raise ValueError(f"{task['label']} has {len(task['items'])} items, too few for its examples")
+    except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"--include-path {folder}: {error!r}; name the unpacked folder of {BUNDLE}, and set "
+                        "no --limit, or a larger one") from error
+    return tasks
 
 
 def table(rows) -> list[str]:
@@ -172,8 +197,9 @@ def main() -> None:
 
     *earlier, folder = map(find_model, args.model)
     config = settings_for(folder, flags, args.data)
+    core = read_bundle(Path(args.include_path), args.limit) if args.tasks == "core" else None
     harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit,
-                                    "tokenizer_path" not in flags.values)
+                                    "tokenizer_path" not in flags.values, core)
     if harness:
         if config.world_size > 1:
             raise SettingsError("--tasks runs in a single process; start it without torchrun, or run lm_eval "

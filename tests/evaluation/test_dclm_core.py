@@ -7,7 +7,8 @@ import random
 import pytest
 
 from common.errors import DataError
-from extensions.dclm_core import evaluate_core, read_bundle, requests_of
+from extensions.dclm_core import evaluate_core, requests_of
+from scripts.evaluate import read_bundle
 
 TASKS = """icl_tasks:
 - {label: colors, dataset_uri: a/colors.jsonl, num_fewshot: [1], icl_task_type: multiple_choice, continuation_delimiter: "\\nAnswer: "}
