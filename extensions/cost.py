@@ -28,6 +28,16 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name.rpartition(".")[2]: shape for name, shape in config.block_shapes.items() if len(shape) == 2}
 
 
+def weight_bytes(config: Config) -> int:
+    """Return the bytes of a number in a trained matrix and, but for REPRODUCIBLE, in its gradient."""
+    return 2 if config.bf16_weights else FLOAT32
+
+
+def state_bytes(config: Config) -> int:
+    """Return the bytes of a number in the optimizer's state of a matrix."""
+    return 2 if config.optimizer_dtype == "bf16" else FLOAT32
+
+
 def targets_of(config: Config) -> set[str]:
     return set(config.lora_target_modules.split(",")) if config.lora_enabled else set()
 
@@ -238,7 +248,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
         copied = sum(math.prod(shapes[name]) for joined in (("wq", "wk", "wv"), ("w1", "w3"))
                      for name in joined if targets_of(config).isdisjoint(joined))
     budget = config.activation_memory_budget if config.activation_checkpointing == "selective" else 1
-    if budget == 1 and compute_bytes < FLOAT32 and not sharded and not config.lora_enabled:
+    if budget == 1 and compute_bytes != weight_bytes(config) and not sharded and not config.lora_enabled:
         copied = in_block
     elif budget < MATMULS_KEPT:
         copied = 0
@@ -269,6 +279,7 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
                device_type: str) -> float:
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
     tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
+    is_cast = compute_bytes != weight_bytes(config)
     # Per logit of a chunk: its value and gradient, if compiled; else a float32 copy, overwritten by it.
     copy = compute_bytes if half or vocab_size % 128 else 0
     logit = 2 * compute_bytes if config.compile else FLOAT32 + copy
@@ -281,7 +292,7 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int,
         if device_type == "cuda":
             logit += FLOAT32 if config.compile else 4 * FLOAT32
     # The ranks of a sharded model gather it in the compute dtype.
-    cast = sizes.vocabulary if half and sizes.learned and config.sharding == "none" else 0
+    cast = sizes.vocabulary if is_cast and sizes.learned and config.sharding == "none" else 0
     hidden = tokens * config.dim * compute_bytes  # its gradient
     return -(-tokens // chunks) * padded(vocab_size) * logit + cast + sizes.learned + hidden
 
@@ -349,7 +360,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         gathered *= 2
     # A block's gradients before their exchange, or all returned by its compiled backward; its gathered
     # weights, and those of the next block.
-    exchanged = FLOAT32 * sizes.block_count if sharded or config.compile else 0
+    exchanged = (FLOAT32 if sharded else weight_bytes(config)) * sizes.block_count
+    exchanged *= sharded or config.compile
     blocks = 2 * sizes.block_weights if sharded else 0
 
     # The head: the last norm's input and output. What was gathered last
@@ -362,6 +374,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     # The backward of its first blocks, with the gradients of product, gate, up and residual stream. The
     # head's gradient waits for its exchange, and for the embedding's if they are one matrix.
     waiting = sizes.learned if config.tie_embeddings or not (before or sharded) else 0
+    if not sharded:  # converted when it is complete
+        waiting *= weight_bytes(config) / FLOAT32
     learned = sizes.learned if sharded else waiting
     inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks
     last_norm = 0 if config.compile else FLOAT32 * 3 * tokens * config.dim + blocks / 2 + learned
@@ -378,6 +392,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
         whole_gradients -= 1
     if config.reproducible:  # converted to int64, after FSDP has copied it
         whole_gradients = 4 if sharded else whole_gradients + 2
+    if config.bf16_weights and not sharded and not config.reproducible:  # in float32, then converted
+        whole_gradients = 2 - (not before) / 2 if config.tie_embeddings else 1.5 - (not before) / 2
     end = exchanged * sharded + whole_gradients * sizes.learned
     phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
@@ -407,24 +423,30 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     # Weights are float32, but a frozen base is in the compute dtype or quantized.
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     trained = count = parameter_count(config, padded(vocab_size))
-    weights = float(count * FLOAT32)
+    vectors = config.dim + config.n_layers * sum(
+        math.prod(shape) for shape in config.block_shapes.values() if len(shape) == 1)
+    weights = float(weight_bytes(config) * (count - vectors) + FLOAT32 * vectors)
     if config.lora_enabled:
         trained = adapter_count(config) + sizes.trained_matrices * sizes.learned // FLOAT32
         base = QUANTIZED_BYTES.get(config.lora_base_quantization, compute_bytes)
         weights = base * config.matrix_count + compute_bytes * (count - config.matrix_count)
         weights += trained * FLOAT32
-    moments = moment_count(config, trained)
+    moments = state_bytes(config) * moment_count(config, trained)
 
     # The share of one rank.
     ranks, frozen = config.ranks_per_copy, float(teacher)
-    gradient = FLOAT32
+    gradient = weight_bytes(config)
+    if config.sharding == "hybrid" and config.accumulation_steps > 1:  # FSDP adds them in float32
+        gradient = FLOAT32
     if config.reproducible:  # int64, which become gradients in the same memory; FSDP allocates its own
-        gradient = 2 * FLOAT32 if ranks == 1 else 3 * FLOAT32
-    held = [weights / ranks, trained * gradient / ranks, moments * FLOAT32 / ranks]
+        gradient = 2 * FLOAT32 + (0 if ranks == 1 else FLOAT32 + 2 * config.bf16_weights)
+    if config.update_in_backward:
+        gradient = 0
+    held = [weights / ranks, trained * gradient / ranks, moments / ranks]
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
     gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
-    copy = FLOAT32 * (trained + moments)
+    copy = (FLOAT32 * trained if config.lora_enabled else weights) + moments
     before_step = copy * (config.updates_per_step > 1)
     frozen += before_step * (device_type == "cpu")
     copied = copy * config.async_save

@@ -495,7 +495,8 @@ def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs],
     needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))
 
     trained = trained_bytes(model) // cost.FLOAT32
-    stored = cost.FLOAT32 * (trained + cost.moment_count(config, trained))
+    stored = cost.weight_bytes(config) * trained
+    stored += cost.state_bytes(config) * cost.moment_count(config, trained)
     return StepPlan(parameter_count(config, vocab_size), needed, computed, stored), described
 
 

@@ -138,6 +138,12 @@ def store(tensors: Sequence[Tensor], rows_R1: Tensor, columns_C: Tensor, purpose
     round_into(target, values, random_bits(rows_R1, columns_C), purpose)
 
 
+def add(tensors: Sequence[Tensor], rows_R1: Tensor, columns_C: Tensor) -> None:
+    """Add the second tensor to the first."""
+    target, other = tensors
+    round_into(target, target.float() + other, random_bits(rows_R1, columns_C), SUM)
+
+
 class RoundedAdamW(EagerOptimizer):
     """AdamW that computes in float32, and stores weights and moments of matrices in their dtypes."""
 
@@ -275,7 +281,7 @@ class RoundingReducer(Reducer):
         rows, gradient = self.matrices[parameter], local_rows(parameter.grad)
         if (earlier := self.sums.pop(parameter, None)) is not None:
             number = torch.full((), self.number, dtype=torch.int32, device=gradient.device)
-            self.rounding(store, rows, [gradient, gradient.float() + earlier], number, SUM)
+            self.rounding(add, rows, [gradient, earlier], number)
         if not self.is_last:
             self.sums[parameter], parameter.grad = gradient, None
         elif self.config.update_in_backward:

@@ -391,7 +391,6 @@ def allocate_copies(run: Run) -> bool:
     return not shortage
 
 
-@phase("save")
 @collective
 def pin_early(run: Run) -> None:
     """On a GPU, allocate the copies after the first step, which compiles: pinning takes seconds.
@@ -400,8 +399,9 @@ def pin_early(run: Run) -> None:
     """
     config = run.config
     if run.ranks.device.type == "cuda" and config.async_save and 0 < config.save_every < config.max_steps:
-        tensors_to_save(run)
-        allocate_copies(run)
+        with phase("save"):
+            tensors_to_save(run)
+            allocate_copies(run)
 
 
 @phase("save")

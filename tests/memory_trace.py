@@ -15,11 +15,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lora
-from checkpoint.schema import SavedProgress
 from config import Config, ModelConfig
 from dataloaders import Batch
 from extensions.forecast import probe_objective
 from extensions.reproducible import ReproducibleReducer
+from extensions.rounding import RoundingReducer
 from fused import matmul
 from learn.objectives import Distillation, Objective, reference_is_live
 from learn.optim import Optimizer, Reducer, clip_scale
@@ -27,6 +27,7 @@ from learn.teacher import LlamaTeacher
 from model import Transformer
 from parallel.fsdp import local_rows, make_mesh, shard_model
 from parallel.ranks import Ranks
+from run.life import Progress
 
 
 class Traced(NamedTuple):
@@ -67,6 +68,9 @@ def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional
           mesh) -> tuple[Transformer, Optional[Transformer], Objective]:
     """Return the model, the frozen model (or None) and the objective, as a run builds them."""
     model, frozen = Transformer(config, vocab_size, dtype), None
+    for parameter in model.parameters():
+        if config.bf16_weights and parameter.ndim > 1:
+            parameter.data, parameter.is_held = parameter.data.bfloat16(), True
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())
         lora.cast_base(model, dtype)
@@ -110,11 +114,12 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
             micro_batches, units = min(2, config.accumulation_steps), torch.ones((), dtype=torch.float64)
-            reducer = Reducer(model, Ranks(), config)
+            reducer = (RoundingReducer if config.special_update else Reducer)(model, Ranks(), config, optimizer)
             with tracker:
                 if config.reproducible:
                     reducer = ReproducibleReducer(model, ranks, config)
-                    reducer.begin(units, SavedProgress(0))
+                if config.reproducible or config.special_update:
+                    reducer.begin(units, Progress())
                 for number in range(1, micro_batches + 1):
                     with reducer.add(0, is_last=number == micro_batches):
                         batch = Batch(tokens_BT, tokens_BT, ids_BT, stored={**stored})
@@ -123,7 +128,8 @@ def trace(config: Config, vocab_size: int, dtype: torch.dtype,
                     reducer.reduce(units)
                 gradients = nbytes(parameter.grad for parameter in trained)
                 scale = clip_scale(reducer.norm(), config.max_grad_norm)
-                optimizer.step(config.learning_rate, scale, torch.zeros(()))
+                # The host of a CPU reads whether the rounded update is skipped, which fake tensors do not know.
+                optimizer.step(config.learning_rate, scale, None if config.special_update else torch.zeros(()))
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
             return Traced(nbytes(model.parameters()), gradients, nbytes(optimizer.state_tensors().values()),
                           nbytes(frozen.parameters()) if frozen else 0, peak)

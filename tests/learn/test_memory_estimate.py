@@ -25,6 +25,8 @@ BLOCK, UNTIED, LONG = {"activation_checkpointing": "block"}, {"tie_embeddings": 
 ONE = {"total_batch_size": 2048, "micro_batch_size": 2}  # a single micro-batch: no gradients are there when it begins
 DPO = {"training_stage": "dpo", "dpo_reference": "live"}
 EXACT = {"reproducible": True}
+HALF = {"weight_dtype": "bf16", "optimizer_dtype": "bf16"}
+IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0.0, "total_batch_size": 32768}
 LORA = {"lora_enabled": True, "lora_rank": 8}
 B8 = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "n_layers": 32, **UNTIED, **LONG}
 B1 = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192, "n_layers": 4, **LONG}
@@ -34,7 +36,12 @@ slow = pytest.mark.slow
 # The settings, the vocabulary, and the dtype.
 TRACED = [
     ({}, SMALL, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), (LORA | FULL, SMALL, "bf16"), (DPO | FULL, SMALL, "bf16"), (EXACT, SMALL, "fp32"),
+    (HALF, SMALL, "bf16"), (HALF | FULL | IN_BACKWARD, SMALL, "bf16"),
     *(pytest.param(*each, marks=slow) for each in (
+        (HALF, SMALL, "fp32"), (HALF | ONE, LARGE, "bf16"), (HALF, LARGE, "bf16"), (HALF | UNTIED | BLOCK, LARGE, "bf16"),
+        (HALF | FULL | LONG, LARGE, "bf16"), (HALF | HYBRID, SMALL, "bf16"), (HALF | IN_BACKWARD | BLOCK, LARGE, "bf16"),
+        (HALF | {"optimizer": "muon"}, SMALL, "bf16"), (HALF | EXACT, SMALL, "bf16"),
+        (B8 | HALF | IN_BACKWARD | BLOCK, LARGE, "bf16"), ({"optimizer_dtype": "bf16"}, SMALL, "bf16"),
         (UNTIED | BLOCK, SMALL, "bf16"), ({"optimizer": "muon"}, SMALL, "bf16"), ({"distillation_enabled": True}, SMALL, "bf16"),
         (FULL | {"cpu_offload": True}, SMALL, "bf16"), ({"attention_backend": "auto", "max_seq_len": 512}, SMALL, "bf16"),
         ({"model_type": "qwen3", "head_width": 96}, SMALL, "bf16"),

@@ -39,7 +39,8 @@ INTENDED: list[tuple[str, str]] = [
     (r"/generation_config\.json$", "its keys have one order, also after a resume")]
 
 # Names of settings and state that the reference does not record, or with another default.
-NEW_SETTINGS = ["EXCLUDE_DATA", "EXTENSIONS", "METRIC", "MLFLOW_ENABLED"]
+NEW_SETTINGS = ["EXCLUDE_DATA", "EXTENSIONS", "METRIC", "MLFLOW_ENABLED", "OPTIMIZER_DTYPE", "UPDATE_IN_BACKWARD",
+                "PREPARE_AHEAD", "WEIGHT_DTYPE"]
 # Settings that only the reference records.
 GONE_SETTINGS = ["PREFETCH_STEPS", "HELLASWAG_BATCH_TOKENS", "LOSS_SPIKE_WINDOW", "MODEL_LANGUAGE", "REWARD_TIMEOUT", "WANDB_PROJECT"]
 STEPS, MIDDLE = 6, 3
