@@ -393,7 +393,9 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     if config.reproducible:  # converted to int64, after FSDP has copied it
         whole_gradients = 4 if sharded else whole_gradients + 2
     if config.bf16_weights and not sharded and not config.reproducible:  # in float32, then converted
-        whole_gradients = 2 - (not before) / 2 if config.tie_embeddings else 1.5 - (not before) / 2
+        whole_gradients = 2 if config.tie_embeddings else 1.5
+        if not before and gradients:  # one of them is the gradient
+            whole_gradients -= 0.5
     end = exchanged * sharded + whole_gradients * sizes.learned
     phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
     phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),

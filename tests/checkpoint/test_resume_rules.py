@@ -24,13 +24,14 @@ PROMISED = {
         rope_low_freq_factor rope_high_freq_factor rope_original_max_len rope_scaling_type
         model_type head_width sliding_window sliding_every no_rope_every
         tie_embeddings document_mask training_stage seed data_seed
-        reproducible reward grpo_group grpo_max_tokens grpo_loss grpo_clip_low grpo_clip_high grpo_beta grpo_updates""",
+        reproducible reward grpo_group grpo_max_tokens grpo_loss grpo_clip_low grpo_clip_high grpo_beta grpo_updates
+        weight_dtype optimizer_dtype exclude_data prepare_ahead""",
     "curve": """
         validation_rows hellaswag_examples generation_eval_examples generation_eval_tokens
         early_stopping_patience early_stopping_skip_steps max_steps learning_rate min_learning_rate warmup_steps lr_schedule
         decay_fraction train_only weight_decay adam_beta1 adam_beta2 adam_eps muon_momentum max_grad_norm gradient_dtype
         loss_spike_policy
-        loss_spike_threshold precision tf32""",
+        loss_spike_threshold precision tf32 update_in_backward""",
 }
 KINDS = dict.fromkeys(Config.model_fields, "safe") | {name: kind for kind, names in PROMISED.items() for name in names.split()}
 EVERYTHING = {"training_stage": "dpo", "lora_enabled": True, "distillation_enabled": True}  # every section plays a part
