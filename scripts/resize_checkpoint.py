@@ -3,7 +3,8 @@
     python scripts/resize_checkpoint.py runs/first --layers 24 --ffn-dim 4096 \\
         --output models/grown
     ./paddock train --run-name grown --resume models/grown --max-steps 2000
-    python scripts/resize_checkpoint.py runs/first --layers 6 --evenly --output models/half
+    python scripts/resize_checkpoint.py runs/first --layers 6 --evenly \\
+        --output models/half
 
 The numbers of new layers are printed; TRAIN_ONLY can train these layers alone. A larger model keeps the
 optimizer's state, where that of new parameters starts from zero, and a run from the folder continues the

@@ -3,7 +3,7 @@
     ./paddock without runs/first --find "\\bTim\\b" --seeds 3 --prompt "Tim went"
     ./paddock without runs/first --exclude excluded.txt
     ./paddock without runs/first --set LEARNING_RATE=0.003 --from-step 200
-    ./paddock without runs/first --prompt "Who has the kite?" --answer "Mia" --verify 5
+    ./paddock without runs/first --prompt "Who has it?" --answer Mia
 
 The arm continues a copy of the newest kept checkpoint before the first step that differs (KEEP_EVERY), with
 the recorded settings, threads and ranks. The page shows what was left out, where the runs part, and paired

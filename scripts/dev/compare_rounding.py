@@ -1,12 +1,12 @@
 """Compare the final validation loss in fp32 with that in bf16, rounded stochastically and to the nearest.
 
-    python scripts/dev/compare_rounding.py --seeds 10 -- --preset sample --max-steps 150 --micro-batch-size 2
+    python scripts/dev/compare_rounding.py --seeds 10 -- --preset sample \\
+        --max-steps 150 --micro-batch-size 2
 
 What follows `--` are flags of ./paddock train. Each seed trains once per variant, in this process. The table
 has the mean loss of a variant, and its mean difference from fp32 with the same seed, with the standard error.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 import train
-from common.command_line import run_script
+from common.command_line import CommandParser
+from common.errors import run_script
 from extensions import rounding
 from parallel.fsdp import local_rows
 
@@ -79,8 +80,8 @@ def final_losses(variants: list[str], seeds: int, flags: list[str]) -> Iterator[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser = CommandParser(__doc__)
+    parser.add_argument("--seeds", type=int, default=10, help="runs of each variant [10]")
     parser.add_argument("--variants", default=";".join(VARIANTS),
                         help="separated by semicolons: " + "; ".join(VARIANTS))
     parser.add_argument("flags", nargs="*", help="flags of ./paddock train")

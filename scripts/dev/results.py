@@ -1,7 +1,9 @@
 """Measure a row of docs/results.md: a real model on real data, and another program on the same batches.
 
-    python scripts/dev/results.py hellaswag --model models/smollm2 --items ~/data/hellaswag.jsonl
-    python scripts/dev/results.py sft --model models/smollm2 --gsm8k ~/data/gsm8k --steps 100
+    python scripts/dev/results.py hellaswag --model models/smollm2 \\
+        --items ~/data/hellaswag.jsonl
+    python scripts/dev/results.py sft --model models/smollm2 \\
+        --gsm8k ~/data/gsm8k --steps 100
 
 Rows: hellaswag, sft, lora, dpo, orpo, simpo, kto, grpo, pretrain, distill, gguf. The preference rows and grpo
 start from the run of sft with the same seed, if there is one. Runs are in --work; its results.jsonl gets a
