@@ -527,6 +527,8 @@ def memory_advice(config: Config, room: int, *known) -> str:
     if config.world_size > 1:
         layouts.append({"sharding": "full"})
     layouts += [{**layout, "cpu_offload": True} for layout in (*layouts, {"sharding": "full"})]
+    if not config.lora_enabled:  # last, because it rounds what is trained
+        layouts += [{**layout, "weight_dtype": "bf16", "optimizer_dtype": "bf16"} for layout in layouts]
     broken = {*rules(config, start_is_read=True)}
     for layout, how, rows in product(layouts, recompute, smaller):
         changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
@@ -537,8 +539,10 @@ def memory_advice(config: Config, room: int, *known) -> str:
                                 if value != getattr(config, name))
             return (f"It would fit with {settings} (about {needed.total / GIB:.2f} GiB"
                     f"{host_text(needed)}, for the same global batch)")
-    return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full "
-            "and CPU_OFFLOAD=true: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
+    dtypes = "" if config.lora_enabled else ", WEIGHT_DTYPE=bf16 and OPTIMIZER_DTYPE=bf16"
+    adapters = "" if config.lora_enabled else "LORA_ENABLED=true, "
+    return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full, "
+            f"CPU_OFFLOAD=true{dtypes}: use {adapters}more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
 
 
 def describe_disk(config: Config, size: int) -> str:

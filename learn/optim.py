@@ -395,6 +395,6 @@ class Optimizer:
             # A fused AdamW counts its steps on the parameter's device.
             rows = (0, 1) if entry == "step" else local_span(self.sharded.get(parameter, parameter))
             dtype = optimizer.state_dtype if entry != "step" and parameter.ndim > 1 else torch.float32
-            read = lazy(tensors[key]).read(*rows).to(dtype)
-            optimizer.state[parameter][entry] = read.to(parameter.device, copy=True)
+            optimizer.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(
+                parameter.device, dtype, copy=True)
             tick()

@@ -105,8 +105,8 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
 
 
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
-    a = write_run(tmp_path / "a", {}, [], scored(10, right[0]))
-    same = write_run(tmp_path / "same", {}, [], scored(10, right[0]))
+    a = write_run(tmp_path / "a", {}, [], scored(5, right[1]) + scored(10, right[0]))  # the last common step counts
+    same = write_run(tmp_path / "same", {}, [], scored(5, right[0]) + scored(10, right[0]))
     other = write_run(tmp_path / "other", {}, [], scored(10, right[1], items="def"))
     without = write_run(tmp_path / "without", {}, [], [])
     tests = comparison([a, same, other, without])["tests"]

@@ -1,6 +1,7 @@
 """The API as OpenAI's own client uses it: chats, completions, streams, usage, errors, and what is cancelled."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(client, server,
     assert cancelled.count("cancelled") == 2
 
 
+def test_an_answer_whose_client_disconnects_is_not_continued(client, server, monkeypatch):
+    engine, ended = server[1][0]._engine, []
+    cancel, step = engine.cancel, engine.step
+    monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), ended.append(request.finish_reason)))
+    monkeypatch.setattr(engine, "step", lambda *arguments: (time.sleep(0.05), step(*arguments))[1])  # slower than the client
+    stream = complete(client, stream=True, max_tokens=60, temperature=1.0, seed=3)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: is_free(server[1][0]))
+    assert ended == ["cancelled"]
+
+
 def test_content_in_parts_is_accepted(client):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
     together = [{"role": "user", "content": "Hello"}]
@@ -187,7 +200,8 @@ def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, refe
     assert chat(client).choices[0].logprobs is None
 
 
-def test_penalties_are_subtracted_by_openais_formula(client, models, reference, presence=-0.5, frequency=1.1):
+@pytest.mark.parametrize("presence, frequency", [(-0.5, 1.1), (0.3, -0.25)])
+def test_penalties_are_subtracted_by_openais_formula(presence, frequency, client, models, reference):
     """logits - presence * (count > 0) - frequency * count, where the prompt does not count."""
     import torch
     prompt, written = models[0].chat_prompt(HELLO).ids, []
