@@ -542,7 +542,8 @@ def memory_advice(config: Config, room: int, *known) -> str:
     dtypes = "" if config.lora_enabled else ", WEIGHT_DTYPE=bf16 and OPTIMIZER_DTYPE=bf16"
     adapters = "" if config.lora_enabled else "LORA_ENABLED=true, "
     return ("It would not fit even with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full, "
-            f"CPU_OFFLOAD=true{dtypes}: use {adapters}more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
+            f"CPU_OFFLOAD=true{dtypes}: use {adapters}more ranks, shorter rows (MAX_SEQ_LEN) or a smaller "
+            "model")
 
 
 def describe_disk(config: Config, size: int) -> str:

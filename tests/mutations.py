@@ -102,7 +102,7 @@ FAULTS = [
     fault("weight decay: norms decay", "learn/optim.py", '"weight_decay": 0.0',
           '"weight_decay": config.weight_decay', OPTIM),
     fault("AdamW: bias correction starts anew on resume", "learn/optim.py",
-          "parameter.device, copy=True)", 'parameter.device, copy=True) * (entry != "step")', RESUMED),
+          "parameter.device, dtype, copy=True)", 'parameter.device, dtype, copy=True) * (entry != "step")', RESUMED),
     fault("Muon: size of the update", "learn/optim.py", "math.sqrt(max(self._whole(batch[0]).shape))",
           "math.sqrt(min(self._whole(batch[0]).shape))", OPTIM),
     fault("Muon: MUON_MOMENTUM is ignored", "learn/optim.py", "config.muon_momentum)", "0.95)",
