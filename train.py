@@ -215,8 +215,9 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
         divisor = units.clamp(min=1)  # without units, the gradients are 0 and the loss is NaN
         reducer.begin(divisor, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
-    # The last backward has averaged the gradients over the ranks; `reduce` adds those that FSDP leaves out.
-    # `fits` is false only with REPRODUCIBLE, if its sums have the wrong scale: then the step is tried again.
+    # With DDP or FSDP, the last backward has averaged the gradients over the ranks, and `reduce` adds those
+    # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all; if `fits` is false, its sums had the wrong
+    # scale, and the step is tried again.
     fits, largest = reducer.reduce(divisor)
     if scaler:
         for optimizer in run.optimizer.optimizers:

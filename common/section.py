@@ -35,7 +35,7 @@ def interval(times: int, most: int, meaning: str):
 class Section(BaseModel):
     """A group of settings; frozen, so that the logged values are those in use.
 
-    The methods are called by their section with all settings, because every section has its own.
+    `is_used` and `rules` get the whole Config as `self`, so a section's rule may read every setting.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,

@@ -25,7 +25,7 @@ class Extension:
     def before_update(self, run, batches: list) -> None: ...  # gradients are complete, but not clipped
     def step_end(self, run, batches: list, result) -> None: ...  # before the step counts; may stop the run
     def metrics(self, run) -> dict: return {}  # for the line of a logged step, which has just been counted
-    def evaluate(self, run) -> dict: return {}  # for `run.progress.pending_metrics`, after the evaluations
+    def evaluate(self, run) -> dict: return {}  # metrics; after each step, and before the first
     def checkpoint_texts(self, run) -> dict: return {}  # small files of the next checkpoint, by name
     def saved(self, run) -> None: ...  # a checkpoint is complete
     def state_dict(self) -> dict: return {}  # JSON in each checkpoint

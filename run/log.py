@@ -204,6 +204,7 @@ class RunLog:
         self.shown_prefix = f"{self.prefix} " * (config.world_size > 1)  # on a terminal
         self.on_console = rank == 0 or config.log_all_ranks
         self.file = LineFile(self.warn)
+        self.warn_without_targets = once(self.warn)
         self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`

@@ -35,6 +35,9 @@ def log_step(run: Run, result: StepResult) -> None:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
+        if not result.count:
+            run.log.warn_without_targets(f"step {step} has no targets: it counts, but changes no weight; "
+                                         "others may follow, whose loss is null in the logs")
         if result.checksums:
             entry |= {"weights": f"{total_checksum(result.checksums):016x}",
                       "tensors": "".join(f"{checksum >> 32:08x}" for checksum in result.checksums)}
