@@ -189,7 +189,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
     import torch
 
     from config import Config
-    from extensions import cost, cpu_kernels, profile  # noqa: F401, which they register
+    from extensions import cost, cpu_kernels  # noqa: F401, which they register
+    from extensions.profile import peak_memory_bytes
     from fused.head import choose_head_chunk
     from learn.optim import Optimizer, clip_scale, gradient_norm
     from model_utils import bf16_is_fast, build_model, why_not_compile
@@ -255,7 +256,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> Iterat
                    "first_loss": first_loss if causal_loss is None else causal_loss, "last_loss": last_loss,
                    "tokens_per_second": tokens / wall, "cpu_seconds_per_million_tokens": cpu / tokens * 1e6,
                    "first_step_seconds": first_step_seconds,
-                   "peak_memory_gib": profile.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+                   "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
         figures |= more_figures(config, work, device, dtype, tokens / wall)
         if "paddock" not in words:
             del figures["memory_forecast_gib"]
