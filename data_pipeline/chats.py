@@ -71,10 +71,12 @@ FIELDS: dict[str, frozenset[str]] = {level: frozenset(names.split()) for level, 
 Record, Names = Mapping[str, Any], Collection[str]
 Drop = Callable[[str], Any]  # is called with the name of a field that is dropped; `str` does nothing
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
+# Tables often hold messages as text: JSON, which is read, or as Python prints them, which is refused.
+WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:.*\}\s*\]\s*""", re.DOTALL)
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens, segments or split of a record change.
-EXAMPLES_VERSION = 3
+EXAMPLES_VERSION = 4
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
@@ -255,7 +257,7 @@ def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) ->
     used = {*FIELDS["record"], *FIELDS.get(request, ()), request, "chosen", "rejected"}
     drop_others(record, used, drop)
     prompt = _unmarked(_request_in(request, record, drop)) if request else []
-    chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
+    chosen, rejected = (_spoken_turns(_parsed(name, record[name])) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same kind")
     if isinstance(chosen, str) and not prompt:
@@ -351,10 +353,17 @@ def _request_in(column: str, record: Record, drop: Drop) -> Messages:
         content, more = text_in(column, value), record.get("input")
         content += "" if _is_blank(more) else "\n\n" + text_in("input", more)
         return [*turns, {"role": "user", "content": content}]
+    value = _parsed(column, value)
     spoken = _spoken_turns(value)
     if spoken is not value and not spoken[-1]["content"].strip():
         spoken = spoken[:-1]  # the line `Assistant:`, after which the answer follows
     return [*turns, *messages_in(column, spoken, "user", drop)]
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return the list of a text that is messages in JSON, and any other value unchanged."""
+    is_written = isinstance(value, str) and WRITTEN_DIALOG.fullmatch(value)
+    return json_in(name, value, list) if is_written else value
 
 
 def _spoken_turns(value: Any) -> Any:
@@ -380,7 +389,8 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
 def messages_in(name: str, value: Any, role: str = "", drop: Drop = str, may_be_blank: bool = False
                 ) -> Messages:
     """Return the messages in a column. With a `role`, the column may also be a text, one message of it."""
-    if isinstance(value, str) and role:
+    value = json_in(name, value, list) if isinstance(value, str) and not role else _parsed(name, value)
+    if isinstance(value, str):
         return [{"role": role, "content": text_in(name, value)}]
     if isinstance(value, Mapping):
         value = [value]

@@ -47,6 +47,10 @@ def read(kind, tmp_path, *records, **options):
     ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "input_text", "text": "y?"}]},
                    {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [ASK, SAY]),
+    # Messages as their JSON, as in columns of tables.
+    ({"messages": json.dumps([SYSTEM, ASK, SAY])}, [SYSTEM, ASK, SAY]),
+    ({"prompt": json.dumps([ASK]), "completion": f" {json.dumps([SAY], indent=1)}\n"}, [ASK, SAY]),
+    ({"instruction": "Why?", "output": '[{"name": "a"}]'}, [ASK, {**SAY, "content": '[{"name": "a"}]'}]),
     ({"messages": [{"role": "user", "content": " Why?\n"}, SAY]}, [{"role": "user", "content": " Why?\n"}, SAY]),
 ])
 def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
@@ -58,6 +62,8 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
     ({"text": "x"}, "is not a chat: it has 'text'"),
     ({"messages": None}, r"is not a chat: it has 'messages' \(null\)"),
     ({"messages": "Why?"}, "messages is text, expected a list"),
+    ({"messages": str([ASK, SAY])}, "messages is text, expected a list, or its JSON"),
+    ({"prompt": "Why?", "completion": str([SAY])}, "completion is text, expected a list, or its JSON"),
     ({"messages": [ASK, "So."]}, r"messages\[1\] is text, expected a message"),
     ({"messages": [None]}, r"messages\[0\] is null, expected a message"),
     ({"messages": [SYSTEM]}, "only a system message"),
@@ -107,6 +113,7 @@ SO, NO = "So.", "No."
     ({"chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}]}, [ASK], (SO, NO)),
     ({"chosen": [ASK, SAY, *AGAIN], "rejected": [ASK, SAY, AGAIN[0], SAY]}, [ASK, SAY, AGAIN[0]], (NO, SO)),
     ({"prompt": "Why?", "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}], "messages": [ASK]}, [ASK], (SO, NO)),
+    ({"chosen": json.dumps([ASK, SAY]), "rejected": json.dumps(share(("human", "Why?"), ("gpt", NO)))}, [ASK], (SO, NO)),
     ({"instruction": "Why", "input": "1", "chosen": "1", "rejected": "2"}, [{**ASK, "content": "Why\n\n1"}], ("1", "2")),
     ({"question": "Why?", "chosen": SO, "rejected": NO}, [ASK], (SO, NO)),
     # The prompt is what the texts share: up to a line's end, else a sentence's, else a word's.
