@@ -37,6 +37,8 @@ PACKERS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 # Longest first: UTF-16's mark is the start of UTF-32's.
 BYTE_ORDER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF32_BE: "UTF-32",
                     codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
+BINARY_STARTS = {b"\x1f\x8b": ".gz", b"BZh9": ".bz2", b"\xfd7zXZ": ".xz",
+                 b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
 class NotAFileError(OSError):
@@ -59,10 +61,14 @@ class WrongContentError(OSError):
 
 
 def check_start(path: str | Path, start: bytes, is_text: bool = False) -> None:
-    """Raise WrongContentError if a file starts like a git-lfs pointer, or like text in UTF-16 or UTF-32."""
+    """Raise WrongContentError if a file is a git-lfs pointer, packed "text", or text in UTF-16 or UTF-32."""
     if start.startswith(LFS_POINTER):
         raise WrongContentError(path, "a git-lfs pointer, not the file itself", "install git-lfs and run git "
                                 f"lfs pull in {Path(path).absolute().parent}, or download the file again")
+    suffix = next((suffix for mark, suffix in BINARY_STARTS.items() if start.startswith(mark)), None)
+    if suffix and is_text:
+        raise WrongContentError(path, f"not text but a {suffix} file",
+                                f"rename it to {Path(path).name}{suffix}")
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), None)
     # Without a mark, every second byte of English text is 0.
     zeros = start[::2].count(0), start[1::2].count(0)

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import importlib
 import json
 import lzma
 import os
@@ -516,6 +517,16 @@ def test_the_command_for_text_that_is_not_utf8_converts_it(tmp_path, name, encod
     command = str(refused.value).partition("with: ")[2].partition("\n")[0].replace("ENCODING", "WINDOWS-1251")
     subprocess.run(["bash", "-c", command], check=True)
     assert [found.strip() for found in texts_of(path)[0]] == [text] and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("module", ["gzip", "bz2", "lzma"])
+def test_the_new_name_for_a_packed_file_that_is_named_like_text_works(tmp_path, module):
+    for name, content in (("x.jsonl", b'{"text": "So."}'), ("x.txt", b"So.")):
+        (tmp_path / name).write_bytes(importlib.import_module(module).compress(content))
+        with pytest.raises(DataError, match=f"{name}: it is not text but a .* file; rename it to ") as refused:
+            texts_of(tmp_path / name)
+        (tmp_path / name).rename(tmp_path / str(refused.value).rpartition(" ")[2])
+        assert texts_of(tmp_path / str(refused.value).rpartition(" ")[2])[0] == ["So."]
 
 
 def test_a_file_in_which_most_is_utf8_gets_no_command_that_would_spoil_it(tmp_path):
