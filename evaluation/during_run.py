@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from checkpoint import item_scores
-from checkpoint.store import BEST
 from common.activity import phase
 from common.files import json_sha256
 from fused.head import IGNORE_INDEX
@@ -20,7 +19,6 @@ from model_utils import forced_eager
 from parallel.ranks import RunContext, collective, widened
 from run.life import Run
 from run.log import evaluation_columns
-from run.paired import difference_text
 
 CHOICE_TOKENS = 16_384  # per forward pass for multiple choice
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
@@ -105,27 +103,15 @@ def evaluate(run: Run) -> None:
         best = ""
         if metric == "val_loss" and progress.step > 0:
             loss = result.metrics["val_loss"]
-            _, first = run.log.history.first.get("val_loss", (0, loss))
+            _, first = run.log.first.get("val_loss", (0, loss))
             is_best = progress.note_validation(loss, config.early_stopping_skip_steps)
             best = " | best so far" if is_best and loss <= first else ""
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
                      evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
-        warn_of_a_rise(run)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     for extension in run.extensions:
         metrics.update(extension.evaluate(run))
-
-
-def warn_of_a_rise(run: Run) -> None:
-    """Warn once, on rank 0, if the validation loss is now significantly above its best."""
-    history = run.log.history
-    best, rise = history.losses.best, history.losses.rise()
-    if rise and history.risen_from != best.step:
-        history.risen_from = best.step
-        advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
-        run.log.warn(f"the validation loss is above its best, {rise.a:.4f} at step {best.step}"
-                     f"{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: {advice}")
 
 
 # ------------------------------------------------------------------------------------------ validation

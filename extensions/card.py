@@ -4,6 +4,7 @@ The card's text is in card.md.jinja. Absolute paths are cut to their last name, 
 a machine and its users.
 """
 
+import hashlib
 import re
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from checkpoint.huggingface import name_of_download
 from checkpoint.manifest import CARD
+from checkpoint.schema import LogFile
 from common import __version__
 from common.files import commit, read_json, read_plain
 from common.remote import HUB_NAME
@@ -37,6 +39,7 @@ from extensions.report.data import segments, setting_lines
 from model_utils import device_name
 from run.extensions import Extension
 from run.life import Run, trained_count
+from run.log import EVALUATED
 
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
@@ -56,15 +59,64 @@ INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it
 class Card(Extension):
     """Writes the card of each checkpoint."""
 
+    history: Optional["History"] = None
+
     def checkpoint_texts(self, run: Run) -> dict[str, str]:
         try:
-            return {CARD: run_card(run)} if run.ranks.is_rank0 else {}
+            if not run.ranks.is_rank0:
+                return {}
+            self.history = self.history or History(run.config.total_batch_size)
+            self.history.read(run.folder, run.progress.step)
+            return {CARD: run_card(run, self.history)}
         except Exception as error:  # of any kind: a card must not prevent saving weights
             run.log.warn(f"the checkpoint has no model card: {type(error).__name__}: {error}")
             return {}
 
 
 EXTENSION = Card
+
+
+class History:
+    """What the lines of ledger.jsonl and metrics.jsonl add up to."""
+
+    def __init__(self, tokens_per_step: int):  # TOTAL_BATCH_SIZE
+        self.tokens_per_step = tokens_per_step
+        self.ledger, self.metrics = LogFile(Path("ledger.jsonl")), LogFile(Path("metrics.jsonl"))
+        self.lines: list[tuple[int, bytes]] = []  # of the ledger, that are not in the digest yet
+        self.digest, self.last = hashlib.sha256(), 0
+        self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
+        self.scores: dict[str, tuple[int, float]] = {}  # the newest of each evaluation, with its step
+        self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
+
+    def read(self, folder: Path, step: int) -> None:
+        """Read the new lines in a run's folder; a bad step after `step` may have a line in the ledger."""
+        self.ledger.path, self.metrics.path = folder / "ledger.jsonl", folder / "metrics.jsonl"
+        self.lines += [(entry.step, line) for line in self.ledger.new_lines()
+                       if (entry := self.ledger.parse(line))]
+        if self.lines and self.logged_step is None:
+            self.logged_step = self.lines[0][0] - 1
+        while self.lines and self.lines[0][0] <= step:
+            self.last, line = self.lines.pop(0)
+            self.digest.update(line)
+        for line in self.metrics.new_lines():
+            if entry := self.metrics.parse(line):
+                self._add_metrics(entry.step, entry.model_extra)
+
+    def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.scores |= {name: (step, value) for name, value in metrics.items()
+                        if EVALUATED.match(name) and isinstance(value, (int, float))}
+        if "train_loss" in metrics:
+            steps = step - self.logged_step if self.logged_step is not None else 0
+            tokens = max(0, steps) * self.tokens_per_step
+            self.logged_step, self.all_tokens = step, self.all_tokens + tokens
+            if isinstance(joules := metrics.get("joules_per_token"), float):
+                self.joules += joules * tokens
+                self.measured_tokens += tokens
+
+    def ledger_sha256(self, step: int) -> str:
+        """Return the SHA-256 of the ledger's lines up to a step; empty if they are not known."""
+        return self.digest.hexdigest() if self.last == step else ""
+
 
 # ------------------------------------------------------------------------------ writing and reading cards
 
@@ -139,11 +191,11 @@ def sections_of(card: str) -> dict[str, str]:
 # ---------------------------------------------------------------------------------- the text of cards
 
 
-def run_card(run: Run) -> str:
+def run_card(run: Run, history: History) -> str:
     """Return the card of a run's next checkpoint. Called on rank 0 only."""
     config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
-    data, scores = [*data_sets(run)], [*newest_scores(run)]
-    digest = run.log.history.ledger_sha256(progress.step)
+    data, scores = [*data_sets(run)], [*newest_scores(run, history.scores)]
+    digest = history.ledger_sha256(progress.step)
     task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
     results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
                 "metrics": [{"type": score.metric, "value": score.value}]} for score in scores]
@@ -167,7 +219,7 @@ def run_card(run: Run) -> str:
                 for line in setting_lines(config.public())
                 if line["changed"] and line["name"] not in NOT_IN_RECIPE]
     return card_text(
-        metadata, run.folder.name, run=run, config=config, progress=progress, history=run.log.history,
+        metadata, run.folder.name, run=run, config=config, progress=progress, history=history,
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
         trained=trained_count(run.model, vocab_size), stage=STAGES[config.training_stage],
         adapts=progress.base if config.lora_enabled else None,
@@ -278,9 +330,8 @@ def made_from(manifest: Path) -> tuple[str, str, str]:
 Score = namedtuple("Score", "data metric value step stderr n chance", defaults=(None, None, None))
 
 
-def newest_scores(run: Run) -> Iterator[Score]:
+def newest_scores(run: Run, scores: Mapping[str, tuple[int, float]]) -> Iterator[Score]:
     """Yield the newest result of each evaluation."""
-    scores = run.log.history.scores
     titles = {choices.name: choices.title for choices in run.inputs.choice_sets}
 
     def beside(*names: str) -> list[Optional[float]]:

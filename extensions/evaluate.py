@@ -25,7 +25,7 @@ from dataloaders import Rows, open_rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
-from extensions.inference.weights import packed_weights
+from extensions.inference.weights import load_for_use, merge, packed_weights
 from extensions.online import Rewards
 from extensions.settings import EvaluateConfig
 from fused.head import IGNORE_INDEX
@@ -33,7 +33,6 @@ from model import Transformer
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
 from parallel.ranks import RunContext, collective
-from run.adapters import load_for_use, merge
 from run.extensions import Extension
 from run.folder import RunFolder
 from run.life import Inputs, Progress, Run

@@ -1,8 +1,11 @@
-"""Reports on bad steps (the first bad module, files in debug/), loss spikes, and ranks that drift apart."""
+"""Reports on bad steps (the first bad module, files in debug/), rising losses, and ranks that drift apart."""
 
 import json
 import math
-from collections.abc import Callable
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Optional
@@ -11,11 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from checkpoint.schema import LogFile, read_entries
+from checkpoint.store import BEST
 from checkpoint.tensors import write_tensors
 from common.errors import DriftError, LossSpikeError, NonFiniteError
 from common.text import command, counted
 from dataloaders import Batch
 from evaluation.during_run import due
+from extensions.report.paired import difference_text, item_scores, trends
 from learn.optim import Reducer
 from model_utils import forced_eager, seed_step
 from parallel import fsdp
@@ -25,18 +31,24 @@ from run.life import Run, StepResult, follow_folder
 from run.step_log import checksum, save_before
 from train import accumulate_gradients
 
+DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 ROWS_SHOWN = 16
 TENSORS_SHOWN = 3  # on the console, with DEBUG
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 
 class Guards(Extension):
-    """Explains steps that do not count, reports loss spikes, and compares the ranks' weights."""
+    """Explains steps that do not count, reports losses that rise, and compares the ranks' weights."""
 
     first_bad: Optional["FirstBad"] = None
+    risen_from: Optional[int] = None  # step of the best loss above which a rise was reported
 
     def run_start(self, run: Run) -> None:
         self.first_bad = FirstBad(run.model) if run.config.debug else None
+        self.divergence, self.losses = Divergence(), trends()["val_loss"]
+        self.evaluations = LogFile(run.folder / "evaluations.jsonl")
+        for line in read_entries(run.folder / "ledger.jsonl") if run.ranks.is_rank0 else ():
+            self.divergence.add(line["loss"], line["grad_norm"])
 
     def step_begin(self, run: Run) -> None:
         if self.first_bad:  # forget evaluations and fp16 overflows
@@ -44,6 +56,13 @@ class Guards(Extension):
 
     def step_end(self, run: Run, batches: list[Batch], result: StepResult) -> None:
         config, step = run.config, run.progress.step + 1
+        loss = result.loss if config.has_loss_curve else None
+        for kind, sentence in self.divergence.add(loss, result.grad_norm).items():
+            text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well below "
+                    f"{config.learning_rate:g}")
+            if run.ranks.is_rank0:
+                run.log.warn(f"step {step}: {text}")
+                run.log.event(kind, step, text=text)
         if not result.finite:
             recheck = partial(recheck_locally, run, batches, result.count)
             stop_non_finite(run, batches, result, self.first_bad, recheck)
@@ -52,8 +71,60 @@ class Guards(Extension):
         if due(config.drift_check_every, step, step >= config.max_steps):
             check_replicas(run)
 
+    def evaluate(self, run: Run) -> dict[str, float]:
+        """Warn once, on rank 0, if the validation loss is now significantly above its best."""
+        if run.ranks.is_rank0 and "val_loss" in run.progress.pending_metrics:
+            self.evaluations.path = run.folder / "evaluations.jsonl"
+            for line in self.evaluations.new_lines():
+                if (entry := self.evaluations.parse(line)) and (scores := item_scores(entry.model_dump())):
+                    self.losses.add(scores)
+            best, rise = self.losses.best, self.losses.rise()
+            run.is_past_best = rise is not None
+            if rise and self.risen_from != best.step:
+                self.risen_from = best.step
+                advice = f"use {run.folder}{BEST}" if best.step else "the start model is better"
+                run.log.warn(f"the validation loss is above its best, {rise.a:.4f} at step {best.step}"
+                             f"{difference_text(rise, best.kind)}. If it keeps rising, the run overfits: "
+                             f"{advice}")
+        return {}
+
 
 EXTENSION = Guards
+
+
+class Divergence:
+    """Recognizes a run that diverges or no longer learns, from the losses and gradient norms of its steps.
+
+    The initial loss is the median of the first DIVERGED_STEPS, but at most twice the first one: noise in a
+    small batch does not decide, and neither do losses that diverged within these steps.
+    """
+
+    def __init__(self):
+        self.first_losses: list[float] = []
+        self.recent: deque[tuple[float, Optional[float]]] = deque(maxlen=DIVERGED_STEPS)
+        self.reported: set[str] = set()
+
+    def add(self, loss: Optional[float], grad_norm: Optional[float]) -> dict[str, str]:
+        """Add a step; return what it shows for the first time, as {kind of event: sentence}."""
+        if loss is None or not math.isfinite(loss):
+            return {}
+        if len(self.first_losses) < DIVERGED_STEPS:
+            self.first_losses.append(loss)
+        self.recent.append((loss, grad_norm))
+        if len(self.recent) < DIVERGED_STEPS:
+            return {}
+        initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
+        shown = {}
+        if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
+            shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
+                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
+                                   f"now {loss:.4f}): the run diverges")
+        if all(norm == 0 for _, norm in self.recent):
+            shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
+                                    "model no longer learns")
+        shown = {kind: sentence for kind, sentence in shown.items() if kind not in self.reported}
+        self.reported |= shown.keys()
+        return shown
 
 
 @collective
@@ -65,8 +136,23 @@ def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     if not fsdp.is_sharded(run.model):
         sums = accumulate_gradients(run, local, batches)
         return math.isfinite(sums["loss"]) and math.isfinite(local.norm())
-    with forced_eager(), fsdp.finite_gradients(run.model) as are_finite:
+    with forced_eager(), finite_gradients(run.model) as are_finite:
         return math.isfinite(accumulate_gradients(run, local, batches)["loss"]) and are_finite()
+
+
+@contextmanager
+def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """Yield to a backward a function: whether this rank's gradients were finite, before their exchange."""
+    finite: list[Tensor] = []
+    with ExitStack() as stack:
+        for module in filter(fsdp.is_sharded, model.modules()):
+            module.unshard()  # each gathering fills the same parameters
+            for parameter in module.parameters():
+                if parameter.requires_grad and not fsdp.is_divided(parameter):
+                    stack.enter_context(parameter.register_hook(
+                        lambda gradient: finite.append(gradient.isfinite().all())))
+            module.reshard()
+        yield lambda: all(map(bool, finite))
 
 
 # ------------------------------------------------------------------------------------ non-finite values

@@ -5,7 +5,6 @@ not divided.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Optional, TypeVar
@@ -282,18 +281,3 @@ def add_shards(values: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
     with waiting():
         dist.all_reduce(counted, group=group)
     return counted
-
-
-@contextmanager
-def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
-    """Yield to a backward a function: whether this rank's gradients were finite, before their exchange."""
-    finite: list[Tensor] = []
-    with ExitStack() as stack:
-        for module in filter(is_sharded, model.modules()):
-            module.unshard()  # each gathering fills the same parameters
-            for parameter in module.parameters():
-                if parameter.requires_grad and not is_divided(parameter):
-                    stack.enter_context(parameter.register_hook(
-                        lambda gradient: finite.append(gradient.isfinite().all())))
-            module.reshard()
-        yield lambda: all(map(bool, finite))

@@ -58,8 +58,3 @@ def find(name: str, purpose: str) -> ModuleType:
     if module := extension_module(name):
         return module
     raise SettingsError(f"{purpose} needs extensions/{name}.py, which does not exist")
-
-
-def load_kernels() -> None:
-    """Load the kernels of extensions, if there are any, for a model that no run trains."""
-    extension_module("cpu_kernels")

@@ -166,6 +166,7 @@ class Run:
     shard: Optional[RankShard] = None  # of the rows that this rank saves
     undo: Optional[Callable[[], None]] = None  # restores the state before a step with several updates
     extensions: Sequence[Extension] = ()
+    is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
 
     @property
     def ranks(self) -> Ranks:
@@ -218,7 +219,7 @@ class Run:
     def to_use(self) -> Path:
         """What commands use: the checkpoint of the current state, or past an optimum RUN:best."""
         config, progress = self.config, self.progress
-        is_past = self.log.history.losses.rise() or (self.finished and progress.step < config.max_steps)
+        is_past = self.is_past_best or (self.finished and progress.step < config.max_steps)
         is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
         if is_past and is_kept:
             return self.folder.with_name(f"{self.folder.name}{store.BEST}")

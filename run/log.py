@@ -1,34 +1,31 @@
-"""The log of a run: console, a text file for each rank, JSON lines, trackers; what the lines add up to."""
+"""The log of a run: console, a text file for each rank, JSON lines, trackers."""
 
-import hashlib
 import json
 import math
 import os
 import re
-import statistics
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
-from checkpoint.item_scores import item_scores, measured_as
+from checkpoint.item_scores import GENERATION, REWARD, VALIDATION
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common.activity import tick
 from common.files import disk_errors, plain
 from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
 from config import Config
 from parallel.process import number_of
-from run.paired import trends
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak_memory_bytes|[mh]fu|"
                     r"power_.*|joules_.*|gpu_.*")
-DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
+# The metric with the result of an evaluation; that of a multiple-choice set is NAME_acc.
+METRIC_OF = {VALIDATION: "val_loss", GENERATION: "generation_n", REWARD: "val_reward"}
 # What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
 COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
            "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
@@ -42,88 +39,9 @@ LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be wai
 CLOSE_RETRY_SECONDS = (0.1, 0.4, 1.5)  # for lines that a disk has refused
 
 
-class RunHistory:
-    """Takes each line of ledger.jsonl and metrics.jsonl, of a step the ledger's first."""
-
-    def __init__(self, tokens_per_step: int):  # TOTAL_BATCH_SIZE
-        self.tokens_per_step = tokens_per_step
-        self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
-        self.first: dict[str, tuple[int, float]] = {}  # the first value of each evaluation, with its step
-        self.scores: dict[str, tuple[int, float]] = {}  # the newest of each
-        self.losses = trends()["val_loss"]
-        self.risen_from: Optional[int] = None  # step of the best loss above which a rise was reported
-        self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
-        self.ledger_step, self.ledger = 0, hashlib.sha256()
-        self.before = 0, self.ledger.copy()
-
-    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in metrics.items():
-            if EVALUATED.match(name) and isinstance(value, (int, float)):
-                self.scores[name] = step, value
-                self.first.setdefault(name, (step, value))
-        if "train_loss" in metrics:
-            steps = step - self.logged_step if self.logged_step is not None else 0
-            tokens = max(0, steps) * self.tokens_per_step
-            self.logged_step, self.all_tokens = step, self.all_tokens + tokens
-            if isinstance(joules := metrics.get("joules_per_token"), float):
-                self.joules += joules * tokens
-                self.measured_tokens += tokens
-
-    def add_evaluation(self, line: dict[str, Any]) -> None:
-        if scores := item_scores(line):
-            self.losses.add(scores)
-
-    def add_ledger(self, step: int, line: bytes) -> None:
-        if self.logged_step is None:
-            self.logged_step = step - 1
-        self.before = self.ledger_step, self.ledger.copy()
-        self.ledger_step = step
-        self.ledger.update(line)
-
-    def ledger_sha256(self, step: int) -> str:
-        """Return the SHA-256 of the ledger's lines up to a step: the newest, or the one before it."""
-        last, digest = self.before if self.ledger_step > step else (self.ledger_step, self.ledger)
-        return digest.hexdigest() if last == step else ""
-
-
-class Divergence:
-    """Recognizes a run that diverges or no longer learns, from the losses and gradient norms of its steps.
-
-    The initial loss is the median of the first DIVERGED_STEPS, but at most twice the first one: noise in a
-    small batch does not decide, and neither do losses that diverged within these steps.
-    """
-
-    def __init__(self):
-        self.first_losses: list[float] = []
-        self.recent: deque[tuple[float, Optional[float]]] = deque(maxlen=DIVERGED_STEPS)
-        self.reported: set[str] = set()
-
-    def add(self, loss: Optional[float], grad_norm: Optional[float]) -> dict[str, str]:
-        """Add a step; return what it shows for the first time, as {kind of event: sentence}."""
-        if loss is None or not math.isfinite(loss):
-            return {}
-        if len(self.first_losses) < DIVERGED_STEPS:
-            self.first_losses.append(loss)
-        self.recent.append((loss, grad_norm))
-        if len(self.recent) < DIVERGED_STEPS:
-            return {}
-        initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
-        shown = {}
-        if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
-            shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
-                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
-                                   f"now {loss:.4f}): the run diverges")
-        if all(norm == 0 for _, norm in self.recent):
-            shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
-                                    "model no longer learns")
-        shown = {kind: sentence for kind, sentence in shown.items() if kind not in self.reported}
-        self.reported |= shown.keys()
-        return shown
-
-
 def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], None]
-               ) -> Iterator[tuple[bytes, Line, bool]]:
-    """Read a log as (raw line, parsed, whether it is kept), and leave in it only what is kept.
+               ) -> Iterator[tuple[Line, bool]]:
+    """Yield each readable line of a log and whether it is kept, and leave only those in the file.
 
     Unreadable lines move into a file beside it, `NAME.bad`. A line that a crash has cut is dropped.
     """
@@ -139,7 +57,7 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
                 continue
             if is_kept := keeps(entry):
                 kept.write(line)
-            yield line, entry, is_kept
+            yield entry, is_kept
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {counted(bad_lines, 'unreadable line')} moved to {aside.name}")
@@ -211,8 +129,7 @@ class RunLog:
         self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         self.ending: list[str] = []  # what a terminal shows last
-        self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
-        self.divergence = Divergence()  # of rank 0; a resumed run fills it from the ledger
+        self.first: dict[str, tuple[int, float]] = {}  # of each evaluation: step and value, on rank 0
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,
              measured: Collection[str] = ()) -> None:
@@ -228,29 +145,29 @@ class RunLog:
 
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
         def stays(name: str, entry: Line) -> bool:
-            is_measured = name == "evaluations" and measured_as(entry.name) in measured
+            is_measured = (name == "evaluations"
+                           and METRIC_OF.get(entry.name, f"{entry.name}_acc") in measured)
             return (entry.step <= step or name == "events"
                     or entry.step == steps_taken and (name in ("ledger", "rollouts") or is_measured))
 
-        for file in sorted(SCHEMAS):  # the ledger before the metrics, as `RunHistory` needs it
+        for file in SCHEMAS:
             path, name = run_dir / file, file.removesuffix(".jsonl")
             if name == "rollouts" and self.config.training_stage != "grpo":
                 continue
             with disk_errors(path):
-                for line, entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
-                    if name == "metrics":
-                        newest = entry
+                for entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
+                    newest = entry if name == "metrics" else newest
                     if name == "metrics" and is_kept:
-                        self.history.add_metrics(entry.step, entry.model_extra)
-                    elif name == "evaluations" and is_kept:
-                        self.history.add_evaluation(entry.model_dump())
-                    elif name == "ledger" and is_kept:
-                        self.history.add_ledger(entry.step, line)
-                        self.divergence.add(entry.loss, entry.grad_norm)
+                        self._note_first(entry.step, entry.model_extra)
             self.lines[name] = LineFile(self.warn).open(path)
         before = newest.model_dump() if newest else {}
         self.previous = {"previous_step": before.get("step"),
                          "previous_time": number(before.get("time"), MOST_SECONDS)}
+
+    def _note_first(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            if EVALUATED.match(name) and isinstance(value, (int, float)):
+                self.first.setdefault(name, (step, value))
 
     def follow(self, run_dir: Path, step: int) -> None:
         """Continue in a renamed folder, with which open files move."""
@@ -278,18 +195,13 @@ class RunLog:
     def append(self, name: str, entry: dict[str, Any]) -> None:
         """Append a line to `name`.jsonl once the run's folder is open; NaN and infinity become null."""
         if name in self.lines:
-            line = json.dumps(finite(entry), ensure_ascii=name != "samples")
-            self.lines[name].write(line)
-            if name == "ledger":
-                self.history.add_ledger(entry["step"], f"{line}\n".encode())
-            elif name == "evaluations":
-                self.history.add_evaluation(entry)
+            self.lines[name].write(json.dumps(finite(entry), ensure_ascii=name != "samples"))
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
         step, metrics = metrics["step"], finite(metrics)
         self.append("metrics", {"step": step, "time": time.time(), **metrics})
-        self.history.add_metrics(step, metrics)
+        self._note_first(step, metrics)
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
         self.send("log", values, step)

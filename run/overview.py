@@ -125,7 +125,7 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
                      f"the last learning rate was {reached:.3g}; without them it would be {planned:.3g}.")
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
-    before = {name: value for name, (step, value) in run.log.history.first.items() if step < progress.step}
+    before = {name: value for name, (step, value) in run.log.first.items() if step < progress.step}
     before = run.ranks.broadcast(before)
     if "val_loss" in latest:
         since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""

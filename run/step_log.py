@@ -29,11 +29,10 @@ def rows_crc32(rows: np.ndarray) -> str:
 
 
 def log_step(run: Run, result: StepResult) -> None:
-    """Append the step's line to ledger.jsonl. Warn once if the run diverges or stops learning."""
-    step = run.progress.step + 1
+    """Append the step's line to ledger.jsonl."""
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
-        entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
+        entry = {"step": run.progress.step + 1, "rows_crc32": rows_crc32(rows), "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
         if not result.count:
             run.log.warn_without_targets(f"step {step} has no targets: it counts, but changes no weight; "
@@ -44,12 +43,6 @@ def log_step(run: Run, result: StepResult) -> None:
         if result.spike:
             entry |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
         run.log.append("ledger", entry)
-        loss = result.loss if run.config.has_loss_curve else None
-        for kind, sentence in run.log.divergence.add(loss, result.grad_norm).items():
-            text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well "
-                    f"below {run.config.learning_rate:g}")
-            run.log.warn(f"step {step}: {text}")
-            run.log.event(kind, step, text=text)
 
 
 def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[float, float]:

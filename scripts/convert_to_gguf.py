@@ -35,9 +35,9 @@ from common.errors import CheckpointError, local_path, requires_package, run_scr
 from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
+from extensions.inference.weights import load_model
 from fused.rotary import precompute_freqs
 from model_utils import find_model
-from run.adapters import load_model
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",

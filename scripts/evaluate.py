@@ -125,9 +125,9 @@ class Measured(NamedTuple):
 
 def measure(folder: Path, config, args, context, compared_with: Optional[Path] = None) -> Measured:
     """Evaluate a model; to compare it, by the objective of another one, and with its answers."""
-    from checkpoint.item_scores import item_scores
     from evaluation.during_run import evaluations
     from extensions.evaluate import open_model, samples
+    from extensions.report.paired import item_scores
 
     has_adapters = (folder / "adapter_config.json").exists()
     base = args.base if has_adapters or compared_with is None else None
@@ -159,7 +159,7 @@ def warn_of_another_tokenizer(folder: Path, run) -> None:
 
 def paired_tests(before: Measured, after: Measured) -> list:
     """Return the paired test of each row, or None."""
-    from run.paired import mcnemar, paired_t
+    from extensions.report.paired import mcnemar, paired_t
 
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):

@@ -52,8 +52,8 @@ from data_pipeline.shards import TokenizerInfo  # noqa: E402
 from data_pipeline.templates import load_chat_format  # noqa: E402
 from dataloaders import ExampleRows, open_example_set  # noqa: E402
 from extensions.inference.engine import generate  # noqa: E402
+from extensions.inference.weights import load_for_use  # noqa: E402
 from learn.objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
-from run.adapters import load_for_use  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)

@@ -384,7 +384,7 @@ FAULTS = [
     fault("goodput: repeated steps count", "extensions/report/goodput.py", "kept_until = min(max(self.started, reached), last_sign)",
           "kept_until = last_sign", "tests/report/test_goodput.py"),
     fault("health: by unpaired errors", "extensions/report/health.py", "trend and trend.change()", "None", "tests/report/test_health.py"),
-    fault("health: a trivial rise counts", "run/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_health.py"),
+    fault("health: a trivial rise counts", "extensions/report/paired.py", "NOT_TRIVIAL * abs(test.a)", "0", "tests/report/test_health.py"),
     fault("health: the steep start counts", "extensions/report/health.py", "curve.recent[len(curve.recent) // 2:]", "curve.recent", "tests/report/test_health.py"),
     fault("paired test: at the first common step", "extensions/report/compare.py", "b, max(common)", "b, min(common)",
           "tests/report/test_compare.py"),

@@ -18,11 +18,11 @@ from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
+from extensions.inference.weights import merge
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
-from run.adapters import merge
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640

@@ -11,7 +11,7 @@ import numpy as np
 from checkpoint.item_scores import REWARD, VALIDATION
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader, format_value
-from run.paired import SIGNIFICANT, Paired, mcnemar, paired_t
+from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t
 from settings.load import describe_settings
 
 MOST_TESTED = 8  # runs in pairwise tests

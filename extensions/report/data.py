@@ -18,7 +18,6 @@ import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from checkpoint import schema
-from checkpoint.item_scores import ItemScores, item_scores, read_item_scores
 from common.errors import CheckpointError
 from common.files import LARGEST_TEXT, plain, read_json, read_text
 from common.text import PROGRAM, counted
@@ -26,7 +25,7 @@ from config import Config
 from extensions.report.curves import Curve, as_json, rounded
 from extensions.report.goodput import KILLED, Process, goodput
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning, time_text
-from run.paired import trends
+from extensions.report.paired import ItemScores, item_scores, read_item_scores, trends
 from settings.load import describe_settings
 
 # -------------------------------------------------------------------------- settings, sources, weights

@@ -10,7 +10,7 @@ import numpy as np
 from common.text import counted
 from extensions.report.curves import Curve, task_names
 from extensions.report.goodput import RESTARTED
-from run.paired import SIGNIFICANT, Trend, difference_text, sign_test
+from extensions.report.paired import SIGNIFICANT, Trend, difference_text, sign_test
 
 Finding = tuple[Optional[bool], str]  # is it good (None = neutral), and the sentence
 UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

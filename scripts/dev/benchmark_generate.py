@@ -103,11 +103,10 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from config import ModelConfig
-    from extensions.inference.weights import pack_weights
+    from extensions.inference.weights import load_for_use, pack_weights
     from lora import cast_base
     from model import Transformer
     from model_utils import DTYPES, device_and_dtype, find_model
-    from run.adapters import load_for_use
 
     named = DTYPES.get("bf16" if args.weights == "int8" else args.weights)
     device, dtype = device_and_dtype(args.device and torch.device(args.device), named)
@@ -117,9 +116,9 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     else:
         vocab, shape = SHAPES[args.shape]
         config = ModelConfig(**shape, init_std=0.04)
-        from run.extensions import load_kernels
+        from config import extension_module
 
-        load_kernels()
+        extension_module("cpu_kernels")
         model = Transformer(config, vocab, dtype).to(device)
         model.init_weights()
         cast_base(model.requires_grad_(False), dtype)

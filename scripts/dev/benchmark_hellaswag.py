@@ -21,11 +21,10 @@ from paired import in_turns, ratio
 from checkpoint.huggingface import save_model_folder
 from common.command_line import CommandParser
 from common.errors import run_script
-from config import Config
+from config import Config, extension_module
 from hellaswag_utils import evaluate_batches, prepare_task, read_items
 from model import Transformer
 from parallel.process import configure_allocator
-from run.extensions import load_kernels
 from tokenizer import load_tokenizer
 
 CPU, LENGTH = torch.device("cpu"), 1024
@@ -47,7 +46,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     config = Config(dim=128, n_layers=17, n_heads=2, n_kv_heads=2, ffn_dim=352, max_seq_len=LENGTH)
     tokenizer = load_tokenizer(args.tokenizer)
-    load_kernels()
+    extension_module("cpu_kernels")
     model = Transformer(config, tokenizer.vocab_size, dtype).eval()
     model.init_weights(torch.Generator().manual_seed(0))
     every = read_items(args.items)

@@ -23,14 +23,13 @@ from paired import ratio
 
 from common.command_line import CommandParser
 from common.errors import run_script
-from config import Config
+from config import Config, extension_module
 from dataloaders import Batch
 from extensions.online import Rollouts
 from fused.head import IGNORE_INDEX
 from model import Transformer
 from parallel.process import configure_allocator
 from parallel.ranks import Ranks, RunContext
-from run.extensions import load_kernels
 from tokenizer import load_tokenizer
 
 
@@ -53,7 +52,7 @@ def main() -> None:
     vocab, shape = SHAPES[args.shape]
     config = Config(**shape, init_std=0.04, max_seq_len=32 + args.new_tokens, grpo_max_tokens=args.new_tokens,
                     grpo_group=args.group, training_stage="grpo", device="cpu")
-    load_kernels()
+    extension_module("cpu_kernels")
     model, tokenizer = Transformer(config, vocab, dtype), load_tokenizer(args.tokenizer)
     model.init_weights(torch.Generator().manual_seed(0))
     rollouts = Rollouts(model, config, tokenizer, RunContext(Ranks(device=torch.device("cpu")), None, None))

@@ -24,7 +24,7 @@ import torch
 
 from common.command_line import CommandParser
 from common.errors import run_script
-from config import Config
+from config import Config, extension_module
 from data_pipeline.chats import LAST, LENGTH_SHIFT, TARGET, ExampleSet
 from dataloaders import ExampleRows, TokenRows, rows_at
 from learn.objectives import DPO, NextToken, frozen_logprobs, stored_reference
@@ -33,7 +33,6 @@ from learn.stored import ReferencedRows
 from lora import add_adapters, cast_base
 from model_utils import bf16_is_fast, build_model
 from parallel.ranks import Ranks
-from run.extensions import load_kernels
 from scripts.dev.paired import huggingface_model, in_turns, ratio
 
 VOCAB, START, LENGTH, ROWS, PEER_ROWS = 4096, 2, 1024, 2, 8
@@ -44,7 +43,7 @@ CONFIG = Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, init_
 
 def new_model(seed: int = 1):
     config = CONFIG.model_copy(update={"seed": seed})
-    load_kernels()
+    extension_module("cpu_kernels")
     return build_model(config, VOCAB, Ranks(), torch.bfloat16 if BF16 else torch.float32)
 
 

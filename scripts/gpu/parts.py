@@ -375,10 +375,10 @@ def generate(task: Task) -> None:
 
 
 def from_probe(task: Task, name: str) -> None:
-    from run.extensions import load_kernels
+    from config import extension_module
     from scripts.gpu import probe  # imports torch at the top
 
-    load_kernels()
+    extension_module("cpu_kernels")
     getattr(probe, name)(task)
 
 

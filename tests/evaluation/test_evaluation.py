@@ -14,16 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_utils
 import train
-from checkpoint.item_scores import ratio_error, read_item_scores
+from checkpoint.item_scores import ratio_error
 from config import Config, PreferenceConfig
 from dataloaders import Batch, open_rows, validation_batches
 from evaluation import during_run
 from evaluation.during_run import validation_loss
 from extensions import evaluate
+from extensions.inference.weights import load_model
+from extensions.report.paired import read_item_scores
 from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run.adapters import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

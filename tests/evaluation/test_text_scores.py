@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from factories import without_clocks
 
-from checkpoint.item_scores import read_item_scores, unpacked_bits
 from data_pipeline.templates import load_chat_format
 from dataloaders import open_rows, read_held_out
 from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
+from extensions.inference.weights import load_model
+from extensions.report.paired import read_item_scores, unpacked_bits
 from parallel.ranks import RunContext, StopSignals, joined_ranks
-from run.adapters import load_model
 from settings.load import load_config, read_flags
 from tokenizer import load_tokenizer
 

@@ -22,7 +22,6 @@ from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate
 from run import step_log
-from run.log import Divergence
 from settings.load import load_config
 from tokenizer import load_tokenizer
 
@@ -142,7 +141,7 @@ def test_a_replica_that_drifts_by_one_bit_stops_the_run_with_its_rank(tiny_run):
 
 def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
     """The kinds of alarms by the step at which they are raised."""
-    divergence = Divergence()
+    divergence = guards.Divergence()
     found = {number: [*divergence.add(*step)] for number, step in enumerate(steps, 1)}
     return {number: kinds for number, kinds in found.items() if kinds}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from checkpoint.item_scores import packed_bits
 from extensions.report.compare import comparison
 from extensions.report.data import RunReader
-from run.paired import mcnemar, paired_t, sign_test
+from extensions.report.paired import mcnemar, paired_t, sign_test
 
 
 @given(st.integers(0, 400), st.integers(0, 400))

@@ -5,11 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from checkpoint.item_scores import REWARD, VALIDATION, ItemScores
+from checkpoint.item_scores import REWARD, VALIDATION
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning
-from run.paired import trends
+from extensions.report.paired import ItemScores, trends
 
 
 def curves(**values: list[float]) -> dict[str, Curve]:

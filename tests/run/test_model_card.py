@@ -29,7 +29,7 @@ from extensions.card import (
     sections_of,
     write_merged_card,
 )
-from run.adapters import merge
+from extensions.inference.weights import merge
 from run.life import trained_count
 from settings.load import load_config
 

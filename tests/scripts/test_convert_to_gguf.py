@@ -12,7 +12,7 @@ from factories import new_model
 from checkpoint import huggingface
 from common.errors import CheckpointError
 from config import ModelConfig
-from run.adapters import load_model
+from extensions.inference.weights import load_model
 from scripts import convert_to_gguf as script
 from tokenizer import Tokenizer
 

@@ -12,9 +12,8 @@ import pytest
 from commands import ROOT
 from factories import start
 
-from checkpoint.item_scores import read_item_scores
 from common.errors import CheckpointError, DataError, SettingsError
-from run.paired import paired_t
+from extensions.report.paired import paired_t, read_item_scores
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 

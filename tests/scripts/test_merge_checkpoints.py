@@ -9,7 +9,7 @@ import torch
 from checkpoint import store
 from checkpoint.huggingface import load_model_weights
 from common.errors import CheckpointError
-from run.adapters import load_model
+from extensions.inference.weights import load_model
 from scripts.merge_checkpoints import merge
 
 

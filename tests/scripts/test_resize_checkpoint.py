@@ -8,8 +8,8 @@ from factories import UNMEASURED, TinyRun, assert_same_run
 from checkpoint import huggingface, store
 from common.errors import CheckpointError, SettingsError
 from config import Config, rules
+from extensions.inference.weights import load_model
 from model_utils import read_model_config
-from run.adapters import load_model
 from scripts.resize_checkpoint import resize
 
 

@@ -1,14 +1,61 @@
-"""Paired tests of two evaluations of the same items, and how one run's evaluations develop."""
+"""Results of evaluations per item, and paired tests of two evaluations of the same items. Without torch."""
 
+import base64
 import math
-from typing import NamedTuple, Optional
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.item_scores import REWARD, VALIDATION, ItemScores, ratio_error
+from checkpoint.item_scores import REWARD, VALIDATION, ratio_error
+from checkpoint.schema import read_entries
 
+BITS = ("correct", "correct_norm", "exact", "preferred")  # booleans in the order of the items
+NUMBERS = ("loss", "count", "rouge_l", "reward")
+LARGEST = 1e30  # larger numbers have infinite sums of squares
 SIGNIFICANT = 0.05
 NOT_TRIVIAL = 0.01  # rise of a loss, as a share of its best, from which it counts
+
+
+class ItemScores(NamedTuple):
+    """One evaluation after one step."""
+
+    step: int
+    name: str
+    items: str  # hash of the items; only scores of the same items can be compared in pairs
+    scores: dict[str, np.ndarray]  # by metric, a value per item: bool for BITS, float64 for NUMBERS
+    kind: str  # plural noun for the items
+
+
+def unpacked_bits(text: str, count: int) -> np.ndarray:
+    """Invert `item_scores.packed_bits`. Raises ValueError if the text does not contain `count` values."""
+    data = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    if len(data) != -(-count // 8):
+        raise ValueError(f"{len(data)} bytes for {count} items")
+    return np.unpackbits(data, count=count).astype(bool)
+
+
+def read_item_scores(path: Path) -> Iterator[ItemScores]:
+    """Yield the valid evaluations in a run's log."""
+    for entry in read_entries(path):
+        if scores := item_scores(entry):
+            yield scores
+
+
+def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:
+    """Return the scores of a line; None if they do not fit the items, or are not finite."""
+    try:
+        n = entry["n"]
+        scores = {name: unpacked_bits(entry[name], n) for name in BITS if name in entry}
+        scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
+        count = scores.get("count", np.ones(n))
+        fits = n > 0 and all(values.shape == (n,) and (np.abs(values) < LARGEST).all()
+                             for values in scores.values()) and count.min() >= 0 and count.any()
+        kind = str(entry.get("kind", "items"))
+        return ItemScores(entry["step"], entry["name"], entry["items"], scores, kind) if fits else None
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 class Paired(NamedTuple):
