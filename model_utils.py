@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
 
@@ -177,24 +178,31 @@ def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, v
 # ------------------------------------------------------------------ compilation and data parallelism
 
 
-def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
-    """Return why torch.compile cannot be used here, or None if it can."""
-    if config.debug:
-        return "DEBUG=true checks every module, which needs eager execution"
-    if device_type == "mps":
-        return "it is not used on mps, where torch calls it a prototype"
+def why_not_compile(config: Config, device_type: str) -> Optional[str]:
+    """Return why the model is not compiled here, or None if it is."""
     language, compilers = "C++", (os.environ.get("CXX"), "g++", "clang++")
     if device_type == "cuda":
         language, compilers = "C", (os.environ.get("CC"), "gcc", "cc", "clang")
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return "triton is not installed"
-    elif " " in (folder := os.path.dirname(torch.__file__)):  # torch does not quote it for the compiler
-        return f"the C++ compiler cannot read {folder}, because its path has a space (move the environment)"
-    if not any(compiler and shutil.which(compiler) for compiler in compilers):
-        return f"no {language} compiler was found (install gcc or set COMPILE=false)"
-    return why_no_kernel(device_type) if device_type == "cuda" else None
+    reason, folder = None, os.path.dirname(torch.__file__)
+    if not config.compile:
+        reason = "COMPILE=false"
+    elif config.debug:
+        reason = "DEBUG=true checks every module, which needs eager execution"
+    elif device_type == "mps":
+        reason = "it is not used on mps, where torch calls it a prototype"
+    elif device_type == "cuda" and not (sys.modules.get("triton") or find_spec("triton")):
+        reason = "triton is not installed"
+    elif device_type == "cpu" and " " in folder:  # torch does not quote it for the compiler
+        reason = (f"the C++ compiler cannot read {folder}, because its path has a space (move the "
+                  "environment)")
+    elif not any(compiler and shutil.which(compiler) for compiler in compilers):
+        reason = f"no {language} compiler was found (install gcc or set COMPILE=false)"
+    elif device_type == "cuda":
+        reason = why_no_kernel(device_type)
+    if reason and config.activation_checkpointing == "selective":
+        raise SettingsError(f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {reason}; use "
+                            "block, or none")
+    return reason
 
 
 @cache
@@ -213,12 +221,11 @@ def why_no_kernel(device_type: str) -> Optional[str]:
     return f"a minimal kernel could not be compiled ({reason}, or set COMPILE=false)"
 
 
-def compile_where_possible(model: Transformer, config: RunConfig, device_type: str) -> Optional[str]:
+def compile_where_possible(model: Transformer, config: Config, device_type: str) -> Optional[str]:
     """Compile the model if COMPILE is true; return the reason if that is not possible, else None."""
-    reason = why_not_compile(config, device_type) if config.compile else None
-    if config.compile and reason is None:
+    if (reason := why_not_compile(config, device_type)) is None:
         compile_model(model)
-    return reason
+    return reason if config.compile else None
 
 
 def compile_model(model: Transformer) -> None:

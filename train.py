@@ -10,7 +10,16 @@ from contextlib import nullcontext
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import exit_if_unread, print_safely, printable, show, status_line, write_line_by_line
+from common.text import (
+    counted,
+    duration,
+    exit_if_unread,
+    print_safely,
+    printable,
+    show,
+    status_line,
+    write_line_by_line,
+)
 from config import KINDS
 from parallel.process import (
     EXIT_PREEMPTED,
@@ -45,7 +54,7 @@ from torch import Tensor
 from common.activity import ACTIVITY, phase
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
-from learn.objectives import Prepared
+from learn.objectives import ONLINE, Prepared
 from learn.optim import Reducer, clip_scale, learning_rate, make_reducer
 from model_utils import seed_step
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog, widened
@@ -53,7 +62,6 @@ from run.extensions import Extension, find
 from run.life import (
     Run,
     StepResult,
-    ending,
     finish_saving,
     how_to_resume,
     pin_early,
@@ -61,10 +69,8 @@ from run.life import (
     save_checkpoint,
     saves_end,
     start_writing,
-    whole_step,
 )
-from run.overview import print_overview, print_summary, provide_sample
-from run.start import open_run
+from run.start import open_run, provide_sample
 from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
 
 
@@ -98,7 +104,6 @@ def train(loaded: Settings) -> int:
     """Start the run and train until it is finished; return the exit code."""
     try:
         with status_line(lambda: f"step {ACTIVITY.step}: {ACTIVITY.phase}"), open_run(loaded) as run:
-            print_overview(run)
             reducer = make_reducer(run.model, run.ranks, run.config, run.optimizer)
             start_writing(run)
             ACTIVITY.phase, ACTIVITY.step = "other", run.progress.step
@@ -125,12 +130,12 @@ def train_loop(run: Run, reducer: Reducer) -> int:
         log.info(f"Nothing to do: the run has finished step {progress.step} of MAX_STEPS={config.max_steps}."
                  f"{early}")
         return 0
-    started, seconds = time.perf_counter(), []
+    started, seconds, first = time.perf_counter(), [], progress.step
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
-            latest = {} if progress.pending_metrics is None else finish_step(run)
-            first = progress.step
+            if progress.pending_metrics is not None:
+                finish_step(run)
             while not (run.finished or run.stops_here):
                 for extension in run.extensions:
                     extension.step_begin(run)
@@ -139,7 +144,10 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     prepared = prepare_step(run, *next(loader))
                     seed_step(config.seed, progress.step, run.ranks.rank)
                     lr = learning_rate(progress.updates, config)
-                result = take_updates(run, reducer, prepared, lr)
+                # GRPO may make several updates on the answers of a step.
+                take = train_step if config.updates_per_step == 1 else ONLINE["updates"]
+                result = take(run, reducer, prepared.batches, prepared.count, lr)
+                result = result._replace(metrics=prepared.metrics | result.metrics)
                 seconds.append(time.perf_counter() - begun)
 
                 # Log the step first: a bad step is not counted, and the run stops.
@@ -160,18 +168,23 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                     finish_saving(run)
                 if result.stop:
                     raise Interrupted
-                latest = finish_step(run)
+                finish_step(run)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run, wait=True)
         stopped = f"Stopped by a signal; step {progress.step} is saved."
         log.info(f"{stopped} To resume: {how_to_resume(run)}.", shown="")
-        log.ending = ending(run, stopped)
+        log.ending = [stopped]
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    print_summary(run, started, first, latest)
+    took = f"; this start took {progress.step - first:,} of them" if first else ""
+    text = (f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took} in "
+            f"{duration(time.perf_counter() - started)}.")
+    for line in (text, *(line for extension in run.extensions for line in extension.summary(run))):
+        log.info(line, shown="")
+    log.ending = [text]
     return 0
 
 
@@ -185,19 +198,6 @@ def prepare_step(run: Run, batches: list[Batch], count: int) -> Prepared:
         with phase("forward"):
             return prepare(batches, run.progress.step)
     return Prepared(batches, count, {})
-
-
-@collective
-def take_updates(run: Run, reducer: Reducer, prepared: Prepared, lr: float) -> StepResult:
-    """Make a step's updates, up to the first that is not finite; `run.undo` restores the state before."""
-    batches, count, metrics = prepared
-    run.undo, restore = None, run.copy_state() if run.config.updates_per_step > 1 else None
-    updates = [train_step(run, reducer, batches, count, lr)]
-    while updates[-1].finite and len(updates) < run.config.updates_per_step:
-        run.undo = restore
-        updates.append(train_step(run, reducer, batches, count, lr))
-    result = whole_step(updates)
-    return result._replace(metrics=metrics | result.metrics)
 
 
 @phase("optimizer")
@@ -297,8 +297,8 @@ def step_metrics(run: Run, result: StepResult, lr: float, seconds: float) -> dic
 
 
 @collective
-def finish_step(run: Run) -> dict[str, Any]:
-    """Evaluate, log and save if due after the last step; return its metrics.
+def finish_step(run: Run) -> None:
+    """Evaluate, log and save if due after the last step.
 
     Raises Interrupted at a stop signal; the resumed run then completes the step.
     """
@@ -311,7 +311,6 @@ def finish_step(run: Run) -> dict[str, Any]:
     is_due = new_best or due(config.save_every, progress.step) or due(config.keep_every, progress.step)
     if run.finished or run.stops_here or (progress.step > 0 and is_due):
         save_checkpoint(run, wait=run.finished or run.stops_here)
-    return metrics
 
 
 if __name__ == "__main__":

@@ -30,6 +30,13 @@ from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory
 from extensions.evaluate import function_of
 from extensions.online import GRPO, Rewards
+from extensions.report.console import (
+    describe_adapters,
+    describe_batch,
+    describe_data,
+    describe_hardware,
+    describe_model,
+)
 from extensions.report.health import time_text
 from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
@@ -41,7 +48,6 @@ from parallel.ranks import Ranks, RunContext, StopSignals
 from run.extensions import load_extensions
 from run.folder import has_run
 from run.life import Inputs, Progress, Run, trained_bytes
-from run.overview import describe_adapters, describe_batch, describe_data, describe_hardware, describe_model
 from run.start import Start, adapted_on_meta, decide_by_data, find_start, prepare_device, read_inputs
 from settings.derived import TOKENS_PER_PARAMETER
 from settings.load import PRESETS_DIR, Settings

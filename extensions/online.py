@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
 from select import select
 from typing import NamedTuple, Optional
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import train
 from checkpoint import item_scores
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
@@ -37,9 +38,10 @@ from extensions.inference.weights import packed_weights
 from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
+from learn.optim import Reducer
 from model import SHARED_PREFIX, Transformer
 from parallel.ranks import RunContext, collective
-from run.life import Run
+from run.life import Run, StepResult
 
 REPLY_SECONDS = 10.0  # for an answer, of all functions together
 START_SECONDS = 120.0  # for the import of the reward functions
@@ -448,5 +450,48 @@ def validation_reward(run: Run) -> Result:
     return Result(metrics, line, summary, [Row("validation", "reward", reward, error, None, len(rewards_N))])
 
 
+@collective
+def take_updates(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr: float) -> StepResult:
+    """Make several updates on a step's batches, up to the first that is not finite.
+
+    `run.undo` restores the state before them. The result has means, and the largest spike.
+    """
+    run.undo, restore = None, copy_state(run)
+    updates = [train.train_step(run, reducer, batches, count, lr)]
+    while updates[-1].finite and len(updates) < run.config.updates_per_step:
+        run.undo = restore
+        updates.append(train.train_step(run, reducer, batches, count, lr))
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(values) / len(updates)
+
+    metrics = {name: mean(each.metrics[name] for each in updates) for name in updates[0].metrics}
+    return updates[-1]._replace(
+        loss=mean(each.loss for each in updates), metrics=metrics, spike=max(each.spike for each in updates),
+        grad_norm=mean(each.grad_norm for each in updates), updated=any(each.updated for each in updates),
+        finite=all(each.finite for each in updates), stop=any(each.stop for each in updates))
+
+
+def copy_state(run: Run) -> Callable[[], None]:
+    """Copy the trained state into host memory; return a function that restores it."""
+    def tensors() -> dict[str, Tensor]:
+        trained = {name: each for name, each in run.model.named_parameters() if each.requires_grad}
+        return trained | run.optimizer.state_tensors()
+
+    copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors().items()}
+    exponent = run.progress.gradient_exponent
+
+    @torch.no_grad()
+    def restore() -> None:
+        for name, tensor in tensors().items():
+            tensor.copy_(copies.get(name, tensor))
+        if len(copies) < len(tensors()):  # before the first update, the optimizer has no state
+            for optimizer in run.optimizer.optimizers:
+                optimizer.state.clear()
+        run.progress.gradient_exponent = exponent
+
+    return restore
+
+
 VALIDATIONS["grpo"] = Validation("Reward", "val_reward", validation_reward)
-objectives.ONLINE["rollouts"], objectives.ONLINE["grpo"] = Rollouts, GRPO
+objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "updates": take_updates}

@@ -5,10 +5,9 @@ import math
 import shlex
 import shutil
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import lora
 from checkpoint import huggingface, peft, store
@@ -26,7 +24,7 @@ from common import __version__
 from common.activity import ACTIVITY, Background, phase
 from common.errors import CheckpointError
 from common.files import commit, disk_errors
-from common.text import DIM, command, counted, paint, printable
+from common.text import counted
 from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
@@ -40,7 +38,6 @@ from parallel.ranks import Ranks, RunContext, classify_exception, collective
 from run import folder as run_folder
 from run.extensions import Extension
 from run.folder import RunFolder
-from run.log import RunLog
 from run.saving import PendingSave, RankShard
 
 PREFETCH_STEPS = 2  # that the loader prepares in advance
@@ -134,18 +131,6 @@ class StepResult(NamedTuple):
     is_written: bool = False  # every rank has written its part of the checkpoint that is being saved
 
 
-def whole_step(updates: Sequence[StepResult]) -> StepResult:
-    """Return the result of a step of these updates: means, the largest spike, and if all were finite."""
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(updates)
-
-    metrics = {name: mean(each.metrics[name] for each in updates) for name in updates[0].metrics}
-    return updates[-1]._replace(
-        loss=mean(each.loss for each in updates), metrics=metrics, spike=max(each.spike for each in updates),
-        grad_norm=mean(each.grad_norm for each in updates), updated=any(each.updated for each in updates),
-        finite=all(each.finite for each in updates), stop=any(each.stop for each in updates))
-
-
 @dataclass
 class Run:
     """Everything that one rank of a run holds."""
@@ -168,13 +153,8 @@ class Run:
     extensions: Sequence[Extension] = ()
     is_past_best: bool = False  # the validation loss is significantly above its best, as an extension finds
 
-    @property
-    def ranks(self) -> Ranks:
-        return self.context.ranks
-
-    @property
-    def log(self) -> RunLog:
-        return self.context.log
+    def __post_init__(self) -> None:
+        self.ranks, self.log = self.context.ranks, self.context.log
 
     @property
     def folder(self) -> Path:
@@ -214,36 +194,6 @@ class Run:
             return "stopped by a signal"
         early = "early stopping" if self.finished else "STOP_STEP"
         return "finished" if self.progress.step >= self.config.max_steps else early
-
-    @property
-    def to_use(self) -> Path:
-        """What commands use: the checkpoint of the current state, or past an optimum RUN:best."""
-        config, progress = self.config, self.progress
-        is_past = self.is_past_best or (self.finished and progress.step < config.max_steps)
-        is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
-        if is_past and is_kept:
-            return self.folder.with_name(f"{self.folder.name}{store.BEST}")
-        return self.saved or self.folder
-
-    def copy_state(self) -> Callable[[], None]:
-        """Copy the trained state into host memory; return a function that restores it."""
-        def tensors() -> dict[str, Tensor]:
-            trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-            return trained | self.optimizer.state_tensors()
-
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors().items()}
-        exponent = self.progress.gradient_exponent
-
-        @torch.no_grad()
-        def restore() -> None:
-            for name, tensor in tensors().items():
-                tensor.copy_(copies.get(name, tensor))
-            if len(copies) < len(tensors()):  # before the first update, the optimizer has no state
-                for optimizer in self.optimizer.optimizers:
-                    optimizer.state.clear()
-            self.progress.gradient_exponent = exponent
-
-        return restore
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -327,29 +277,6 @@ def how_to_resume(run: Run) -> str:
         flags.append(f"--output-dir {shlex.quote(str(run.folder.parent))}")
     plain = "" if PLAIN_NAME.fullmatch(run.folder.name) else ", after giving the folder a plain name"
     return "the same command" + (f" with {' '.join(flags)}{plain}" if flags else "")
-
-
-def ending(run: Run, result: str) -> list[str]:
-    """Return the last lines on a terminal: the result, and commands for the report, use and resuming."""
-    config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
-    if not sys.stdout.isatty():
-        return []
-    if folder.absolute().parent != Path(Config.model_fields["output_dir"].default).absolute():
-        flags += ["--output-dir", folder.parent]
-    if config.resume != "auto":
-        flags += ["--resume", "auto"]
-    if run.progress.step >= config.max_steps:
-        length = "epochs" if config.epochs else "max_steps"
-        twice = 2 * getattr(config, length)
-        flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
-    use = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
-    target = run.to_use
-    is_best = target.name.endswith(store.BEST)
-    lines = {"result": printable(result), "report": command("scripts/report.py", folder),
-             "use it": command(use, target if is_best else folder)}
-    if not (is_best and run.finished):  # past an optimum, more steps do not help
-        lines["resume"] = command("scripts/run.py", *flags)
-    return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
 
 
 @collective

@@ -129,6 +129,7 @@ class RunLog:
         self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
         self.ending: list[str] = []  # what a terminal shows last
+        self.latest: dict[str, Any] = {}  # the newest line of metrics
         self.first: dict[str, tuple[int, float]] = {}  # of each evaluation: step and value, on rank 0
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0,
@@ -199,7 +200,7 @@ class RunLog:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
-        step, metrics = metrics["step"], finite(metrics)
+        self.latest, step, metrics = metrics, metrics["step"], finite(metrics)
         self.append("metrics", {"step": step, "time": time.time(), **metrics})
         self._note_first(step, metrics)
         values = {name: value for name, value in metrics.items()
@@ -235,7 +236,7 @@ class RunLog:
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
-        if self.ending and self.on_console:
+        if self.ending and self.on_console and sys.stdout.isatty():
             print_safely("\n".join(f"{self.shown_prefix}{line}" for line in self.ending), sys.stdout, True)
         for tracker in self.trackers:
             tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)

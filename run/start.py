@@ -4,6 +4,8 @@ Training, replay and --check share this path. It writes nothing into the run's f
 """
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
@@ -22,8 +24,8 @@ from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
-from common.text import counted
-from config import FEED_FORWARD, MODEL_SETTINGS, Config, mps_rules, numeric_rules, rules, shape_rules
+from common.text import ROOT, command, counted
+from config import FEED_FORWARD, MODEL_SETTINGS, SAMPLE, Config, mps_rules, numeric_rules, rules, shape_rules
 from fused.head import choose_head_chunk
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -58,6 +60,20 @@ class Start(NamedTuple):
     warnings: list[str]
     base: Optional[Path] = None  # current location of the model that the run started from
     remembered: Mapping[str, Any] = {}  # fields of Progress that let a later start find it
+
+
+def provide_sample(config: Config, may_write: bool) -> None:
+    """Create the sample if the settings name its files and it is missing. Local rank 0 does so for all."""
+    named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
+    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
+        return
+    if not may_write:
+        raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
+                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        script = ROOT / "scripts" / "make_sample.py"
+        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+            raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
 
 
 @contextmanager

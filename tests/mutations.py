@@ -214,7 +214,7 @@ FAULTS = [
           "logprob_BT.detach()", GRPO),
     fault("GRPO: answers of a group draw the same numbers", "extensions/online.py", "key[2] + row, index]", "key[2] + row, 0]",
           f"{ROLLOUTS}::test_the_log_has_every_answer_with_its_rewards"),
-    fault("GRPO: updates go on after one that is not finite", "train.py", "while updates[-1].finite and len(updates)", "while len(updates)",
+    fault("GRPO: updates go on after one that is not finite", "extensions/online.py", "while updates[-1].finite and len(updates)", "while len(updates)",
           f"{ROLLOUTS}::test_after_an_update_that_is_not_finite_no_other_update_runs"),
     fault("GRPO: ranks draw the same numbers", "extensions/online.py",
           "first_micro_batch(micro_batches, ranks.rank, ranks.world_size) * size", "0",

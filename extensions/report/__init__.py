@@ -6,6 +6,7 @@ The package needs no torch.
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Optional
@@ -21,20 +22,36 @@ LOWEST_PRIORITY = 19
 
 
 class Report(Extension):
-    """Writes the report of rank 0's run with REPORT=true, in a process, which may fail."""
+    """Prints the run's start and results, and writes the report of rank 0's run with REPORT=true.
 
+    A process writes it, and may fail.
+    """
+
+    started: Optional[float] = None
     process: Optional[subprocess.Popen] = None
     warned = False
+
+    def run_start(self, run) -> None:
+        from extensions.report.console import print_overview  # with torch
+
+        print_overview(run)
+        self.started = time.perf_counter()
 
     def saved(self, run) -> None:
         if run.config.report and run.log.lines:
             self.start(run)
 
     def run_end(self, run, error: Optional[BaseException]) -> None:
+        if error is None and run.log.ending and run.ranks.is_rank0:
+            from extensions.report.console import ending, print_results
+
+            was_stopped = run.progress.pending_metrics is not None or not (run.finished or run.stops_here)
+            result = run.log.ending[0] if was_stopped else print_results(run, self.started)
+            run.log.ending = ending(run, result)
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
         if run.config.report and run.log.lines and self.finish(run, seconds):
-            if run.log.ending:
+            if len(run.log.ending) > 1:
                 run.log.ending[1] += f"  (wrote {REPORT})"  # on the same line
             run.log.info(f"Look at the run: {path}, in a browser", "" if run.log.ending else None)
         if run.log.lines and path.is_file():

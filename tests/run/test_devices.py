@@ -19,13 +19,13 @@ import train
 from common.errors import SettingsError
 from config import Config, RunConfig, mps_rules
 from evaluation import during_run
+from extensions.report.console import describe_hardware
 from fused import attention, head, matmul
 from fused.attention import choose_kernel
 from fused.head import HeadGradients, slices
 from learn import objectives
 from learn.optim import Optimizer
 from parallel.process import why_no_kernels
-from run.overview import describe_hardware
 from run.start import prepare_device
 from scripts import doctor
 
@@ -139,7 +139,7 @@ def test_what_mps_cannot_do_is_refused_by_name(monkeypatch):
         with pytest.raises(SettingsError, match=f"{shown} does not work on an Apple GPU; .*DEVICE=cpu"):
             prepare_device(Config(device="mps", **{name: value}))
     assert not [*mps_rules(Config())] and prepare_device(Config(device="mps")) == MPS
-    assert "prototype" in model_utils.why_not_compile(RunConfig(), "mps")
+    assert "prototype" in model_utils.why_not_compile(Config(), "mps")
     assert model_utils.choose_dtype(RunConfig(), "mps") == torch.float32
 
 

@@ -122,7 +122,7 @@ def test_the_license_and_the_name_come_from_the_base(tmp_path):
 
 
 def test_a_card_that_fails_is_a_warning(tiny_run, monkeypatch, capsys):
-    def fail(facts):
+    def fail(*facts):
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr("extensions.card.run_card", fail)

@@ -1,8 +1,6 @@
-"""What a run prints at its start and at its end, and the sample data that it may need."""
+"""What a run prints at its start and at its end."""
 
 import math
-import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -12,16 +10,15 @@ import torch
 
 import lora
 import model_utils
-from common.errors import DataError, SettingsError
-from common.text import ROOT, command, counted, duration
-from config import KIND_OF_STAGE, KINDS, SAMPLE, Config, parameter_count
+from checkpoint import store
+from common.text import DIM, command, counted, duration, paint, printable
+from config import KIND_OF_STAGE, KINDS, Config, parameter_count
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows
 from fused.attention import choose_kernel
 from learn.optim import learning_rate
 from model import Transformer
-from parallel.ranks import collective
-from run.life import Inputs, Run, ending, trained_count
+from run.life import Inputs, Run, trained_count
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -76,10 +73,7 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
-    why_eager = model_utils.why_not_compile(config, device.type) if config.compile else "COMPILE=false"
-    if why_eager and config.activation_checkpointing == "selective":
-        raise SettingsError("ACTIVATION_CHECKPOINTING=selective needs the compiler, but "
-                            f"{why_eager}; use block, or none")
+    why_eager = model_utils.why_not_compile(config, device.type)
     return (f"{model_utils.device_name(device)}; {str(dtype).removeprefix('torch.')} with "
             f"{'bf16 weights' if config.bf16_weights else 'fp32 master weights'}; "
             f"attention kernel {kernel}{', document masking' if config.document_mask else ''}; "
@@ -105,18 +99,12 @@ def print_overview(run: Run) -> None:
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
-@collective
-def print_summary(run: Run, started: float, first_step: int, latest: dict) -> None:
-    """Print the results since `first_step` and `started`, where they are, and the commands to try next."""
+def print_results(run: Run, started: float) -> str:
+    """Print the results of a process that `started` then, and the commands to try next; return a summary."""
     config, progress = run.config, run.progress
+    latest = run.log.latest if run.log.latest.get("step") == progress.step else {}
     info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
     results = [f"in {duration(time.perf_counter() - started)}"]
-    took = f" {results[0]}"
-    if first_step:
-        took = f"; this start took {progress.step - first_step:,} of them{took}"
-    info(f"Finished {counted(progress.step, 'step')} ({progress.tokens_seen:,} tokens){took}.")
-    for line in (line for extension in run.extensions for line in extension.summary(run)):
-        info(line)
     if skipped := progress.skipped_steps:
         reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
         run.log.info(f"Skipped: {skipped:,} of {counted(progress.step, 'step')} changed no weights "
@@ -126,7 +114,6 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
 
     # Compare the last evaluations with the first ones, which an earlier process may have done.
     before = {name: value for name, (step, value) in run.log.first.items() if step < progress.step}
-    before = run.ranks.broadcast(before)
     if "val_loss" in latest:
         since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""
         others = "".join(f", {name} {latest[key]:.4f}" for name, key in
@@ -147,31 +134,49 @@ def print_summary(run: Run, started: float, first_step: int, latest: dict) -> No
                  f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
             results.append(f"{title} {since[5:]}{100 * acc:.1f} % ± {100 * stderr:.1f}")
 
+    use = path_to_use(run)
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
-        merge = command("scripts/merge_lora.py", run.to_use, "--output", run.folder / "merged")
+        merge = command("scripts/merge_lora.py", use, "--output", run.folder / "merged")
         info(f"Merge into base: {merge}")
     if config.training_stage == "pretrain":
-        info(f"Generate text:   {command('scripts/generate.py', run.to_use)}")
+        info(f"Generate text:   {command('scripts/generate.py', use)}")
     else:
-        info(f"Chat with it:    {command('scripts/chat.py', run.to_use)}")
+        info(f"Chat with it:    {command('scripts/chat.py', use)}")
     if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
-        info(f"Evaluate it:     {command('scripts/evaluate.py', run.to_use)}")
+        info(f"Evaluate it:     {command('scripts/evaluate.py', use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Other data:      {command(script, '--help')}")
-    run.log.ending = ending(run, ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]]))
+    return ", ".join([*(results[1:] or [counted(progress.step, "step")]), results[0]])
 
 
-def provide_sample(config: Config, may_write: bool) -> None:
-    """Create the sample if the settings name its files and it is missing. Local rank 0 does so for all."""
-    named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
-    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
-        return
-    if not may_write:
-        raise DataError(f"the sample data is not in {SAMPLE} yet; start the run, which creates it, or run "
-                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}")
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        script = ROOT / "scripts" / "make_sample.py"
-        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
-            raise DataError(f"could not create the sample data in {SAMPLE}; see the error above")
+def path_to_use(run: Run) -> Path:
+    """Return what commands use: the checkpoint of the current state, or past an optimum RUN:best."""
+    config, progress = run.config, run.progress
+    is_past = run.is_past_best or (run.finished and progress.step < config.max_steps)
+    is_kept = config.keep_best > 0 < config.save_every and progress.best_step not in (0, progress.step)
+    if is_past and is_kept:
+        return run.folder.with_name(f"{run.folder.name}{store.BEST}")
+    return run.saved or run.folder
+
+
+def ending(run: Run, result: str) -> list[str]:
+    """Return the last lines on a terminal: the result, and commands for the report, use and resuming."""
+    config, folder, flags = run.config, run.folder, ["--run-name", run.folder.name]
+    if folder.absolute().parent != Path(Config.model_fields["output_dir"].default).absolute():
+        flags += ["--output-dir", folder.parent]
+    if config.resume != "auto":
+        flags += ["--resume", "auto"]
+    if run.progress.step >= config.max_steps:
+        length = "epochs" if config.epochs else "max_steps"
+        twice = 2 * getattr(config, length)
+        flags += [f"--{length.replace('_', '-')}", str(int(twice) if twice == int(twice) else twice)]
+    script = "scripts/generate.py" if config.training_stage == "pretrain" else "scripts/chat.py"
+    target = path_to_use(run)
+    is_best = target.name.endswith(store.BEST)
+    lines = {"result": printable(result), "report": command("scripts/report.py", folder),
+             "use it": command(script, target if is_best else folder)}
+    if not (is_best and run.finished):  # past an optimum, more steps do not help
+        lines["resume"] = command("scripts/run.py", *flags)
+    return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
