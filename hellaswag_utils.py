@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from checkpoint.item_scores import error_of_share
+from checkpoint.schema import error_of_share
 from common.errors import DataError, unreadable
 from common.files import check_start, json_sha256, plain
 from common.text import command

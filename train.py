@@ -71,7 +71,7 @@ from run.life import (
     start_writing,
 )
 from run.start import open_run, provide_sample
-from run.step_log import counts, joined, log_step, median_and_deviation, stop_before, weight_checksums
+from run.step_log import joined, log_step, median_and_deviation, stop_before, weight_checksums
 
 
 def main(argv: Sequence[str] = (), loaded: Optional[Settings] = None) -> int:
@@ -157,7 +157,7 @@ def train_loop(run: Run, reducer: Reducer) -> int:
                 log_step(run, result)
                 for extension in run.extensions:
                     extension.step_end(run, prepared.batches, result)
-                if not counts(run, result):
+                if not result.finite or (result.spike and config.loss_spike_policy == "stop"):
                     stop_before(run, result)
                 run.advance(result)
 

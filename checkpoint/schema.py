@@ -1,16 +1,18 @@
-"""Schemas of a checkpoint's manifest and state, and of the lines in a run's logs.
+"""Schemas of a checkpoint's manifest and state, and of the lines in a run's logs, with results per item.
 
 An unknown field means that a newer version wrote the file.
 """
 
+import base64
+import math
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from checkpoint.manifest import NEWER
@@ -183,7 +185,7 @@ class AnswerText(Open):
 
 
 class EvaluationLine(Line):
-    """A line of evaluations.jsonl, without its scores (see `item_scores`)."""
+    """A line of evaluations.jsonl, without its scores, one per item."""
 
     name: str
     items: str
@@ -191,6 +193,8 @@ class EvaluationLine(Line):
     texts: list[AnswerText] = []
 
 
+# Names of evaluations; others are multiple-choice sets.
+VALIDATION, GENERATION, REWARD = "validation", "generation", "val_reward"
 SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,
            "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine,
            "rollouts.jsonl": RolloutLine}
@@ -276,13 +280,40 @@ def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
                   if path.stem.removeprefix("step-").isdecimal())
 
 
-def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a log, if it exists; `invalid` counts the other lines by file name."""
+def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a log, if it exists."""
     try:
-        for _, entry in read_lines(path):
-            if entry:
-                yield entry.model_dump()
-            elif invalid is not None:
-                invalid[path.name] += 1
+        yield from (entry.model_dump() for _, entry in read_lines(path) if entry)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; check this path") from error
+
+
+# ------------------------------------------------------------------------------- results per item
+
+
+def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
+    """Return booleans as base64 text, eight per byte, most significant bit first."""
+    return base64.b64encode(np.packbits(np.asarray(values, bool)).tobytes()).decode()
+
+
+def error_of_share(share: float, n: int) -> float:
+    """Return the standard error of a share: sample standard deviation / sqrt(n)."""
+    return math.sqrt(share * (1 - share) / max(1, n - 1))
+
+
+def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
+    """Return the standard error of the mean loss over all units, from blocks; None for fewer than two blocks.
+
+    Units of a block are correlated, and blocks differ in size. The mean R is the ratio of the sums of loss
+    sums L and counts C over B blocks; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
+    Source: Cochran 1977, Sampling Techniques, chapter 6, ratio estimate without finite correction.
+
+    Args:
+        losses: mean loss of each block.
+        counts: number of units in each block.
+    """
+    blocks, total = len(losses), counts.sum()
+    if blocks < 2 or not total:
+        return None
+    deviations = counts * (losses - (losses * counts).sum() / total)
+    return math.sqrt(blocks / (blocks - 1) * float((deviations**2).sum())) / float(total)

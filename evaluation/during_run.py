@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from checkpoint import item_scores
+from checkpoint import schema
 from common.activity import phase
 from common.files import json_sha256
 from fused.head import IGNORE_INDEX
@@ -18,7 +18,6 @@ from model import Transformer
 from model_utils import forced_eager
 from parallel.ranks import RunContext, collective, widened
 from run.life import Run
-from run.log import evaluation_columns
 
 CHOICE_TOKENS = 16_384  # per forward pass for multiple choice
 RECORDED_TEXTS = 4  # texts per line of evaluations.jsonl
@@ -55,16 +54,8 @@ class Evaluation(NamedTuple):
     measure: Callable[[], Result]  # collective
 
 
-class Validation(NamedTuple):
-    """How a stage is validated."""
-
-    title: str
-    metric: str
-    measure: Callable[[Run], Result]  # collective
-
-
-# Of extensions: how other stages are validated, and further evaluations of a run.
-VALIDATIONS: dict[str, Validation] = {}
+# Of extensions: title, metric and collective with which another stage is validated, and further evaluations.
+VALIDATIONS: dict[str, tuple[str, str, Callable[[Run], Result]]] = {}
 FURTHER: list[Callable[[Run], Iterator[Evaluation]]] = []
 
 
@@ -72,8 +63,8 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
     """Yield the evaluations of a run, or of a model that `extensions.evaluate` opened."""
     config, inputs = run.config, run.inputs
     if inputs.validation_rows is not None:
-        usual = Validation("Validation", "val_loss", validation)
-        title, metric, measure = VALIDATIONS.get(config.training_stage, usual)
+        title, metric, measure = VALIDATIONS.get(config.training_stage,
+                                                 ("Validation", "val_loss", validation))
         yield Evaluation(title, "validation", config.validate_every, metric, partial(measure, run))
     for choices in inputs.choice_sets:
         phase = "HellaSwag" if choices.name == "hellaswag" else choices.name
@@ -100,14 +91,12 @@ def evaluate(run: Run) -> None:
             result = measure()
         metrics.update(result.metrics)
         run.log.append("evaluations", {"step": progress.step, **result.line})
-        best = ""
+        is_best = False
         if metric == "val_loss" and progress.step > 0:
             loss = result.metrics["val_loss"]
             _, first = run.log.first.get("val_loss", (0, loss))
-            is_best = progress.note_validation(loss, config.early_stopping_skip_steps)
-            best = " | best so far" if is_best and loss <= first else ""
-        run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}",
-                     evaluation_columns(progress.step, config.max_steps, title, result.summary, best != ""))
+            is_best = progress.note_validation(loss, config.early_stopping_skip_steps) and loss <= first
+        run.log.evaluation(progress.step, title, result.summary, is_best)
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"validation loss after step {progress.step} is not finite, so never the best")
     for extension in run.extensions:
@@ -176,7 +165,7 @@ def validation(run: Run) -> Result:
         run.model, run.objective, run.context.progress(batches, per_rank, "Validation"), run.context,
         inputs.tokenizer.byte_lengths, kind)
     count_N = by_item["count"]
-    errors = {name: item_scores.ratio_error(each_N, count_N) for name, each_N in by_item.items()}
+    errors = {name: schema.ratio_error(each_N, count_N) for name, each_N in by_item.items()}
     metrics = {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
     logged = {name: errors[name] for name in MEASURED_WITH_ERROR if errors.get(name) is not None}
     metrics |= {f"val_{name}_stderr": error for name, error in logged.items()}
@@ -189,11 +178,11 @@ def validation(run: Run) -> Result:
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
     # JSON has no NaN; seven digits are those of float32.
-    line = {"name": item_scores.VALIDATION, "items": items, "kind": kind, "n": len(count_N),
+    line = {"name": schema.VALIDATION, "items": items, "kind": kind, "n": len(count_N),
             "loss": [float(f"{each:.7g}") if math.isfinite(each) else None for each in by_item["loss"]],
             "count": [round(each) for each in count_N]}
     if "reward_accuracy" in by_item:
-        line["preferred"] = item_scores.packed_bits(by_item["reward_accuracy"] > 0)
+        line["preferred"] = schema.packed_bits(by_item["reward_accuracy"] > 0)
     return Result(metrics, line, " | ".join(summary), table)
 
 
@@ -214,12 +203,12 @@ def multiple_choice(run: Run, choices: ChoiceSet) -> Result:
     correct_N2 = ranks.all_reduce_sum(torch.from_numpy(correct_N2)).numpy().astype(bool)
     metrics = choices.metrics(correct_N2)
     acc, acc_norm, stderr = (metrics[f"{choices.name}_{name}"] for name in ("acc", "acc_norm", "stderr"))
-    correct, correct_norm = map(item_scores.packed_bits, correct_N2.T)
+    correct, correct_norm = map(schema.packed_bits, correct_N2.T)
     return Result(
         metrics,
         {"name": choices.name, "items": choices.sha256, "n": n, "correct": correct,
          "correct_norm": correct_norm},
         f"Acc: {100 * acc:.2f}% +- {100 * stderr:.2f} | Acc norm: {100 * acc_norm:.2f}% | N: {n} | "
         f"Chance: {100 * choices.chance:.2f}%",
-        [Row(choices.title, name, share, item_scores.error_of_share(share, n), choices.chance, n)
+        [Row(choices.title, name, share, schema.error_of_share(share, n), choices.chance, n)
          for name, share in (("acc", acc), ("acc_norm", acc_norm))])

@@ -35,10 +35,11 @@ from config import (
 from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
+from extensions.report.console import trained_count
 from extensions.report.data import segments, setting_lines
 from model_utils import device_name
 from run.extensions import Extension
-from run.life import Run, trained_count
+from run.life import Run
 from run.log import EVALUATED
 
 FILES_LISTED = 5

@@ -7,7 +7,7 @@ import random
 from os.path import commonprefix
 from typing import Any
 
-from checkpoint.item_scores import error_of_share
+from checkpoint.schema import error_of_share
 from evaluation.during_run import Row
 
 

@@ -13,7 +13,7 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
-from checkpoint import item_scores, peft, store
+from checkpoint import peft, schema, store
 from common.activity import foreign_call, phase
 from common.errors import DataError, SettingsError, requires_package
 from common.files import json_sha256
@@ -27,6 +27,7 @@ from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
 from extensions.inference.weights import load_for_use, merge, packed_weights
 from extensions.online import Rewards
+from extensions.report.paired import standard_error
 from extensions.settings import EvaluateConfig
 from fused.head import IGNORE_INDEX
 from model import Transformer
@@ -99,7 +100,7 @@ def generation(run: Run) -> Result:
     user_metrics = [config.metric.rpartition(":")[2]] if config.metric else []
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:RECORDED_TEXTS], references, answers)]
-    line = {"name": item_scores.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
+    line = {"name": schema.GENERATION, "items": json_sha256([prompts, references]), "n": len(answers),
             **scores, "texts": texts}
     percent = {name.removeprefix("generation_"): 100 * value for name, value in metrics.items()}
     summary = (f"Exact match: {percent['exact_match']:.2f}% +- {percent['exact_match_stderr']:.2f} | "
@@ -129,12 +130,12 @@ def score_texts(answers: Sequence[str], references: Sequence[str]) -> tuple[dict
     scores = [rouge.score(reference, answer) for answer, reference in pairs]
     rouge_N = {name: np.array([score[kind].fmeasure for score in scores]) for name, kind in ROUGE.items()}
     values = {"n": len(answers), "exact_match": float(exact_N.mean()),
-              "exact_match_stderr": item_scores.standard_error(exact_N.astype(float)),
+              "exact_match_stderr": standard_error(exact_N.astype(float)),
               **{name: float(each_N.mean()) for name, each_N in rouge_N.items()},
-              "rouge_l_stderr": item_scores.standard_error(rouge_N["rouge_l"]),
+              "rouge_l_stderr": standard_error(rouge_N["rouge_l"]),
               "bleu": corpus_bleu(answers, [references]).score / 100}
     return ({f"generation_{name}": value for name, value in values.items()},
-            {"exact": item_scores.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
+            {"exact": schema.packed_bits(exact_N), "rouge_l": rouge_N["rouge_l"].round(4).tolist()})
 
 
 @cache
@@ -154,7 +155,7 @@ def own_score(metric: str, prompts: Sequence[str], answers: Sequence[str], refer
                                 "function gets prompt, answer and record, whose \"answer\" is the reference, "
                                 "and must return a finite number")
         values.append(reply[0])
-    error = item_scores.standard_error(np.array(values))
+    error = standard_error(np.array(values))
     return {name: sum(values) / len(values), f"{name}_stderr": error} if metric else {}
 
 

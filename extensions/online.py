@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from checkpoint import item_scores
+from checkpoint import schema
 from common.activity import phase, tick
 from common.errors import DataError, SettingsError
 from common.files import json_sha256
@@ -32,9 +32,10 @@ from config import Config
 from data_pipeline.chats import options_in, prompt_of
 from data_pipeline.templates import load_chat_format
 from dataloaders import Batch, first_micro_batch
-from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row, Validation
+from evaluation.during_run import RECORDED_TEXTS, VALIDATIONS, Result, Row
 from extensions.inference.engine import LENGTH_MULTIPLE, Engine, Request, Sampling
 from extensions.inference.weights import packed_weights
+from extensions.report.paired import standard_error
 from fused.head import IGNORE_INDEX
 from learn import objectives
 from learn.objectives import LossSum, Prepared, token_logprobs
@@ -436,13 +437,13 @@ def validation_reward(run: Run) -> Result:
     every = [Answer(*gathered[row]) for row in range(rows)]
     rollouts.check_any(every, "validation")
     rewards_N = np.array([answer.reward for answer in every if not answer.failure])
-    reward, error = float(rewards_N.mean()), item_scores.standard_error(rewards_N)
+    reward, error = float(rewards_N.mean()), standard_error(rewards_N)
     metrics = {"val_reward": reward, "val_reward_stderr": error}
     unread = rollouts.count_misunderstood(every, "validation")
     metrics |= {f"val_{name}": share for name, share in unread.items()}
     texts = [{"prompt": each.prompt, "answer": each.text, "reward": each.reward} for each in every]
     items = json_sha256([run.inputs.validation_fingerprint, rows, config.reward, config.answer_tokens])
-    line = {"name": item_scores.REWARD, "items": items, "kind": "prompts", "n": len(every),
+    line = {"name": schema.REWARD, "items": items, "kind": "prompts", "n": len(every),
             "texts": texts[:RECORDED_TEXTS]}
     if len(rewards_N) == rows:
         line["reward"] = rewards_N.tolist()
@@ -493,5 +494,5 @@ def copy_state(run: Run) -> Callable[[], None]:
     return restore
 
 
-VALIDATIONS["grpo"] = Validation("Reward", "val_reward", validation_reward)
+VALIDATIONS["grpo"] = "Reward", "val_reward", validation_reward
 objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "updates": take_updates}

@@ -61,14 +61,9 @@ def exit_with_launcher() -> None:
     """Ask Linux to send this process SIGTERM (save and exit) when its launcher dies."""
     launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
     if "RANK" in os.environ and sys.platform == "linux":
-        end_with_parent()
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:  # it died before the call
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import device_name, is_vocabulary, saved_rows, trim_padding
+from model_utils import device_name, saved_rows, trim_padding
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
@@ -458,10 +458,3 @@ def saves_end(run: Run) -> Iterator[None]:
 
 def trained_bytes(model: Transformer) -> int:
     return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-
-
-def trained_count(model: Transformer, vocab_size: int) -> int:
-    """Return the number of trained parameters, without vocabulary padding."""
-    shapes = [(min(len(weight), vocab_size), *weight.shape[1:]) if is_vocabulary(name) else weight.shape
-              for name, weight in lora.adapter_state_dict(model).items()]
-    return sum(map(math.prod, shapes))

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Optional, TextIO
 
-from checkpoint.item_scores import GENERATION, REWARD, VALIDATION
-from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
+from checkpoint.schema import GENERATION, MOST_SECONDS, REWARD, SCHEMAS, VALIDATION, Line, number, read_lines
 from common.activity import tick
 from common.files import disk_errors, plain
-from common.text import DIM, GREEN, WIDTH, counted, duration, once, paint, print_safely, printable
+from common.text import WIDTH, counted, duration, once, print_safely, printable
 from config import Config
 from parallel.process import number_of
 
@@ -26,14 +26,8 @@ CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|(slow|fast)est_rank|peak
                     r"power_.*|joules_.*|gpu_.*")
 # The metric with the result of an evaluation; that of a multiple-choice set is NAME_acc.
 METRIC_OF = {VALIDATION: "val_loss", GENERATION: "generation_n", REWARD: "val_reward"}
-# What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
-COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
-           "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
-           "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
-           "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
 REPORT = "report.html"
 SLOWER = 1.1  # ratio of the slowest rank's seconds to the fastest's from which a step's line has both
-SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
 CLOSE_RETRY_SECONDS = (0.1, 0.4, 1.5)  # for lines that a disk has refused
@@ -128,6 +122,8 @@ class RunLog:
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.complete = -1  # the last step in metrics.jsonl when it was opened, of a run that is resumed
         self.trackers: list[Any] = []  # of rank 0: each has `send`, `close` and a `note`
+        # A module of an extension: `step_columns` and `evaluation_columns` return what a terminal shows.
+        self.columns: Optional[ModuleType] = None
         self.ending: list[str] = []  # what a terminal shows last
         self.latest: dict[str, Any] = {}  # the newest line of metrics
         self.first: dict[str, tuple[int, float]] = {}  # of each evaluation: step and value, on rank 0
@@ -224,7 +220,13 @@ class RunLog:
 
     def progress(self, step: int, metrics: Mapping[str, Any], seconds_left: float) -> None:
         facts = (step, self.config.max_steps, metrics, seconds_left)
-        self.info(console_line(*facts), step_columns(*facts, WIDTH - len(self.shown_prefix)))
+        room = WIDTH - len(self.shown_prefix)
+        self.info(console_line(*facts), self.columns and self.columns.step_columns(*facts, room))
+
+    def evaluation(self, step: int, title: str, summary: str, is_best: bool) -> None:
+        facts = (step, self.config.max_steps, title, summary, is_best)
+        self.info(f"{title} [{step}/{self.config.max_steps}] | {summary}{' | best so far' * is_best}",
+                  self.columns and self.columns.evaluation_columns(*facts))
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
@@ -264,47 +266,3 @@ def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_lef
                             for which in ("fastest", "slowest"))
         parts.append(f"Ranks: {fastest} to {slowest}")
     return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])
-
-
-def fixed(value: float, decimals: int, width: int) -> str:
-    """Return a number in a column, with an exponent if it has no place or only zeros otherwise."""
-    text = f"{value:.{decimals}f}"
-    if len(text) > width or value and not float(text):
-        text = f"{value:.{max(0, width - 6 - (value < 0))}e}"
-    return f"{text:<{width}}"
-
-
-def cells_line(cells: Mapping[str, str]) -> str:
-    """Return cells by their labels as a line for a terminal."""
-    painted = (cell.replace(label, paint(label, DIM, sys.stdout), 1) for label, cell in cells.items())
-    return f"  {'  '.join(painted)}".rstrip()
-
-
-def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_left: float, room: int
-                 ) -> str:
-    """Return a logged step as a line for a terminal: columns of fixed widths, as many as have room."""
-    speed, hours = metrics["tokens_per_second"], seconds_left / 3600
-    unit, scale = ("", 1) if speed < 9_999.5 else ("k", 1e3) if speed < 999_500 else ("M", 1e6)
-    size = f"{speed / scale:,.{int(unit != '' and speed < 99.95 * scale)}f}{unit}"
-    left = duration(seconds_left) if hours < 1 else f"{hours:.1f} h" if hours < 9.95 else f"{hours:.0f} h"
-    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}", "%": f"{100 * step // max_steps:>3}%"}
-    cells |= {label: f"{label} {fixed(metrics[name], decimals, width)}"
-              for name, (label, decimals, width) in COLUMNS.items() if name in metrics}
-    cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(10)}
-    if ranks_differ(metrics):
-        cells["slowest"] = (f"slowest rank {metrics['slowest_rank']}, "
-                            f"{metrics['slowest_rank_seconds'] / metrics['fastest_rank_seconds']:.2f}x")
-    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # least needed first
-        if sum(2 + len(cell) for cell in cells.values()) > room:
-            cells.pop(label, None)
-    return cells_line(cells)
-
-
-def evaluation_columns(step: int, max_steps: int, title: str, summary: str, is_best: bool = False) -> str:
-    """Return an evaluation as a line for a terminal, from its summary `Name: value | Name: value`."""
-    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}"}
-    for cell in (printable(title), *summary.split(" | ")):
-        name, _, value = cell.partition(": ")
-        label = SHORT.get(name, name.lower() if value else name)
-        cells[label] = f"{label} {value.replace('+-', '±')}".rstrip()
-    return cells_line(cells) + is_best * f"  {paint('best', GREEN, sys.stdout)}"

@@ -34,7 +34,7 @@ from learn.stored import OutputStore, with_reference
 from learn.teacher import find_teacher, load_teacher
 from model import Transformer, padded
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
-from run.extensions import Extension, load_extensions
+from run.extensions import load_extensions
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes
 from run.log import RunLog
@@ -102,17 +102,13 @@ def open_run(loaded: Settings) -> Iterator[Run]:
         try:
             run = build_run(start, context, inputs, folder)
             for extension in run.extensions:
-                stack.push(partial(end_extension, extension, run))
+                stack.push(lambda _, error, trace, each=extension: each.run_end(run, error))
             context.leave_if_stopped()
         except Interrupted:
             log.info("Stopped by a signal before the first step; nothing was changed.")
             raise
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run
-
-
-def end_extension(extension: Extension, run: Run, _, error: Optional[BaseException], trace) -> None:
-    extension.run_end(run, error)
 
 
 def prepare_device(config: Config) -> torch.device:

@@ -58,11 +58,6 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
 
 
-def counts(run: Run, result: StepResult) -> bool:
-    """Return whether a step counts: it is finite, and no loss spike at which the run stops."""
-    return result.finite and not (result.spike and run.config.loss_spike_policy == "stop")
-
-
 @collective
 def save_before(run: Run) -> str:
     """Save the state before a step that does not count, unless it is bad too; return a clause on it."""

@@ -409,7 +409,7 @@ FAULTS = [
           '(name == "ledger" or is_measured)', "tests/run/test_run_log.py"),
     fault("mixture: phases begin too early", "data_pipeline/mixture.py", "round(phase.until * steps)", "int(phase.until * steps)",
           "tests/data_pipeline/test_mixture.py"),
-    fault("card: padding of the vocabulary is trained", "run/life.py", "(min(len(weight), vocab_size),", "(len(weight),", "tests/run/test_model_card.py"),
+    fault("card: padding of the vocabulary is trained", "extensions/report/console.py", "(min(len(weight), vocab_size),", "(len(weight),", "tests/run/test_model_card.py"),
     fault("sampling: top-p without the token that passes it", "extensions/inference/engine.py",
           "before_RW < top_p_R1", "before_RW + probability_RW < top_p_R1",
           "tests/inference/test_sampling.py"),

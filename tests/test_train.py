@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ sys.exit(ended)"""
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = life.Run(config, *[None] * 6, life.Progress(), None, None)
+    run = life.Run(config, SimpleNamespace(ranks=None, log=None), *[None] * 5, life.Progress(), None, None)
     for updated in (True, False, True):
         run.advance(life.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
@@ -293,7 +294,7 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     """The last validations are worse on each of the same rows. Later commands use RUN:best, and none asks for more steps."""
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 3.0, 3.5, 3.6, 2.9, 2.92])))
     run = tiny_run(VALIDATE_EVERY=1, SAVE_EVERY=3, HELLASWAG_EVERY=0)
-    monkeypatch.setattr(life.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert run.train(MAX_STEPS=6) == 0
     told = capsys.readouterr()

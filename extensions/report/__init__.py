@@ -32,9 +32,10 @@ class Report(Extension):
     warned = False
 
     def run_start(self, run) -> None:
-        from extensions.report.console import print_overview  # with torch
+        from extensions.report import console  # with torch
 
-        print_overview(run)
+        run.log.columns = console
+        console.print_overview(run)
         self.started = time.perf_counter()
 
     def saved(self, run) -> None:
@@ -43,11 +44,11 @@ class Report(Extension):
 
     def run_end(self, run, error: Optional[BaseException]) -> None:
         if error is None and run.log.ending and run.ranks.is_rank0:
-            from extensions.report.console import ending, print_results
+            from extensions.report import console
 
             was_stopped = run.progress.pending_metrics is not None or not (run.finished or run.stops_here)
-            result = run.log.ending[0] if was_stopped else print_results(run, self.started)
-            run.log.ending = ending(run, result)
+            result = run.log.ending[0] if was_stopped else console.print_results(run, self.started)
+            run.log.ending = console.ending(run, result)
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT
         if run.config.report and run.log.lines and self.finish(run, seconds):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.item_scores import REWARD, VALIDATION
+from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve, task_names
 from extensions.report.data import NOT_COMPARED, RunReader, format_value
 from extensions.report.paired import SIGNIFICANT, Paired, mcnemar, paired_t

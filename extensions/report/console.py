@@ -1,24 +1,35 @@
-"""What a run prints at its start and at its end."""
+"""What a run prints at its start and at its end, and its columns on a terminal."""
 
 import math
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import lora
 import model_utils
 from checkpoint import store
-from common.text import DIM, command, counted, duration, paint, printable
+from common.text import DIM, GREEN, command, counted, duration, paint, printable
 from config import KIND_OF_STAGE, KINDS, Config, parameter_count
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows
 from fused.attention import choose_kernel
 from learn.optim import learning_rate
 from model import Transformer
-from run.life import Inputs, Run, trained_count
+from model_utils import is_vocabulary
+from run.life import Inputs, Run
+from run.log import ranks_differ
+
+# What a terminal shows of a logged step: label, decimals and width of a metric; of a rate, the exponent.
+COLUMNS = {"train_loss": ("loss", 4, 7), "reward": ("reward", 3, 6),
+           "reward_accuracy": ("acc", 2, 5), "reward_margin": ("margin", 2, 6),
+           "cross_entropy": ("ce", 4, 7), "divergence": ("div", 4, 7), "learning_rate": ("lr", 9, 7),
+           "grad_norm": ("|g|", 2, 5), "mfu": ("MFU", 2, 5)}
+SHORT = {"Validation": "val", "Perplexity": "ppl", "Bits per byte": "bits/byte", "Acc norm": "norm"}
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -33,6 +44,13 @@ def describe_model(config: Config, vocab_size: int) -> str:
             f"{counted(config.n_layers, 'layer')}, dim {config.dim}, heads {config.n_heads}/"
             f"{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
             f"{', tied' if config.tie_embeddings else ''}{sharded}")
+
+
+def trained_count(model: Transformer, vocab_size: int) -> int:
+    """Return the number of trained parameters, without vocabulary padding."""
+    shapes = [(min(len(weight), vocab_size), *weight.shape[1:]) if is_vocabulary(name) else weight.shape
+              for name, weight in lora.adapter_state_dict(model).items()]
+    return sum(map(math.prod, shapes))
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
@@ -180,3 +198,50 @@ def ending(run: Run, result: str) -> list[str]:
     if not (is_best and run.finished):  # past an optimum, more steps do not help
         lines["resume"] = command("scripts/run.py", *flags)
     return [f"{paint(name, DIM, sys.stdout)}   {line}" for name, line in lines.items()]
+
+
+# ------------------------------------------------------------------------------- columns of a terminal
+
+
+def fixed(value: float, decimals: int, width: int) -> str:
+    """Return a number in a column, with an exponent if it has no place or only zeros otherwise."""
+    text = f"{value:.{decimals}f}"
+    if len(text) > width or value and not float(text):
+        text = f"{value:.{max(0, width - 6 - (value < 0))}e}"
+    return f"{text:<{width}}"
+
+
+def cells_line(cells: Mapping[str, str]) -> str:
+    """Return cells by their labels as a line for a terminal."""
+    painted = (cell.replace(label, paint(label, DIM, sys.stdout), 1) for label, cell in cells.items())
+    return f"  {'  '.join(painted)}".rstrip()
+
+
+def step_columns(step: int, max_steps: int, metrics: Mapping[str, Any], seconds_left: float, room: int
+                 ) -> str:
+    """Return a logged step as a line for a terminal: columns of fixed widths, as many as have room."""
+    speed, hours = metrics["tokens_per_second"], seconds_left / 3600
+    unit, scale = ("", 1) if speed < 9_999.5 else ("k", 1e3) if speed < 999_500 else ("M", 1e6)
+    size = f"{speed / scale:,.{int(unit != '' and speed < 99.95 * scale)}f}{unit}"
+    left = duration(seconds_left) if hours < 1 else f"{hours:.1f} h" if hours < 9.95 else f"{hours:.0f} h"
+    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}", "%": f"{100 * step // max_steps:>3}%"}
+    cells |= {label: f"{label} {fixed(metrics[name], decimals, width)}"
+              for name, (label, decimals, width) in COLUMNS.items() if name in metrics}
+    cells |= {"tok/s": f"{size:>5} tok/s", "left": f"{left} left".ljust(10)}
+    if ranks_differ(metrics):
+        cells["slowest"] = (f"slowest rank {metrics['slowest_rank']}, "
+                            f"{metrics['slowest_rank_seconds'] / metrics['fastest_rank_seconds']:.2f}x")
+    for label in ("slowest", "%", "lr", "MFU", "|g|", "ce", "margin"):  # least needed first
+        if sum(2 + len(cell) for cell in cells.values()) > room:
+            cells.pop(label, None)
+    return cells_line(cells)
+
+
+def evaluation_columns(step: int, max_steps: int, title: str, summary: str, is_best: bool = False) -> str:
+    """Return an evaluation as a line for a terminal, from its summary `Name: value | Name: value`."""
+    cells = {"/": f"{step:>{len(str(max_steps))}}/{max_steps}"}
+    for cell in (printable(title), *summary.split(" | ")):
+        name, _, value = cell.partition(": ")
+        label = SHORT.get(name, name.lower() if value else name)
+        cells[label] = f"{label} {value.replace('+-', '±')}".rstrip()
+    return cells_line(cells) + is_best * f"  {paint('best', GREEN, sys.stdout)}"

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.item_scores import REWARD, VALIDATION, ratio_error
-from checkpoint.schema import read_entries
+from checkpoint.schema import REWARD, VALIDATION, ratio_error, read_entries
 
 BITS = ("correct", "correct_norm", "exact", "preferred")  # booleans in the order of the items
 NUMBERS = ("loss", "count", "rouge_l", "reward")
@@ -29,7 +28,7 @@ class ItemScores(NamedTuple):
 
 
 def unpacked_bits(text: str, count: int) -> np.ndarray:
-    """Invert `item_scores.packed_bits`. Raises ValueError if the text does not contain `count` values."""
+    """Invert `schema.packed_bits`. Raises ValueError if the text does not contain `count` values."""
     data = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
     if len(data) != -(-count // 8):
         raise ValueError(f"{len(data)} bytes for {count} items")
@@ -56,6 +55,11 @@ def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:
         return ItemScores(entry["step"], entry["name"], entry["items"], scores, kind) if fits else None
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Return the standard error of the mean; 0 for a single value, where it is unknown."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 class Paired(NamedTuple):

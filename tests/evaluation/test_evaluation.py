@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model_utils
 import train
-from checkpoint.item_scores import ratio_error
+from checkpoint.schema import ratio_error
 from config import Config, PreferenceConfig
 from dataloaders import Batch, open_rows, validation_batches
 from evaluation import during_run

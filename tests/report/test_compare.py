@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.item_scores import packed_bits
+from checkpoint.schema import packed_bits
 from extensions.report.compare import comparison
 from extensions.report.data import RunReader
 from extensions.report.paired import mcnemar, paired_t, sign_test

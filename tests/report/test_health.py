@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from checkpoint.item_scores import REWARD, VALIDATION
+from checkpoint.schema import REWARD, VALIDATION
 from extensions.report.curves import Curve
 from extensions.report.goodput import RESTARTED
 from extensions.report.health import HEADLINES, LOSS, alarms_and_downtime, learning

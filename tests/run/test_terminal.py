@@ -17,7 +17,7 @@ from common.text import (
     WIDTH,
     print_safely,
 )
-from run.log import step_columns
+from extensions.report.console import step_columns
 
 COLOR = re.compile(r"\x1b\[\d+m")
 USUAL = {"train_loss": 0.8496, "learning_rate": 6.2e-3, "grad_norm": 0.33, "tokens_per_second": 2158}
