@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint import huggingface, store
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
-from checkpoint.tensors import LazyTensor, lazy
+from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import counted, print_safely
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
@@ -279,13 +279,7 @@ def is_vocabulary(name: str) -> bool:
     return f"{name}.".startswith(tuple(f"{matrix}." for matrix in huggingface.VOCABULARY))
 
 
-def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
-    """Return the optimizer state without the rows of padded ids, which are never saved."""
-    return {name: lazy(tensor).first_rows(saved_rows(name, tensor, model)) if tensor.shape else lazy(tensor)
-            for name, tensor in tensors.items()}
-
-
-def saved_rows(name: str, tensor: Tensor | LazyTensor, model: Transformer) -> int:
+def saved_rows(name: str, tensor: Tensor, model: Transformer) -> int:
     """Return the rows of a parameter, or of its optimizer state, without those of padded ids."""
     if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
         return model.vocab_size
@@ -293,7 +287,7 @@ def saved_rows(name: str, tensor: Tensor | LazyTensor, model: Transformer) -> in
 
 
 def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
-    """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
+    """Return a saved optimizer state with rows of zeros for padded ids, which get no gradient."""
     return {name: tensor.padded(padded(model.vocab_size)) if is_vocabulary(name) and tensor.shape else tensor
             for name, tensor in tensors.items()}
 
@@ -354,9 +348,9 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
         raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,} and no "
                               f"tokenizer to compare with ({error}); {advice}") from error
     if difference := own.differing_id(tokenizer):
-        number, theirs, ours = difference
+        number, there, here = difference
         raise CheckpointError(f"the tokenizer has {ids:,} ids, but the model in {folder} has {rows:,}, and "
-                              f"the id {number} is {theirs!r} there and {ours!r} here; {advice}")
+                              f"the id {number} is {there!r} there and {here!r} here; {advice}")
 
     place = f"{rows:,} to {ids - 1:,} of the embedding{'' if config.tie_embeddings else ' and of the head'}"
     trained = f"; TRAIN_ONLY={config.train_only} does not train them" if config.train_only else ""

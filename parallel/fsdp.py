@@ -123,7 +123,7 @@ def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
     Each rank of the group wants the rows between two numbers. This rank's rows are divided like `like`.
     Collective within a shard group, if a rank wants rows that it does not hold.
     """
-    held = [local_span(like, rank) for rank in range(len(wanted))]
+    spans_by_rank = [local_span(like, rank) for rank in range(len(wanted))]
     group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
     me = group.rank() if group else 0
 
@@ -132,17 +132,17 @@ def send_rows(rows: Tensor, like: Tensor, wanted: Sequence[tuple[int, int]],
         return start, max(start, min(span[1], other[1]))
 
     def mine(span: tuple[int, int]) -> Tensor:
-        start, stop = common(held[me], span)
-        return rows[start - held[me][0]:stop - held[me][0]]
+        start, stop = common(spans_by_rank[me], span)
+        return rows[start - spans_by_rank[me][0]:stop - spans_by_rank[me][0]]
 
     for turn in range(max(-(-(stop - start) // most_rows) for start, stop in wanted)):
         spans = [common(span, (span[0] + turn * most_rows, span[0] + (turn + 1) * most_rows))
                  for span in wanted]
-        if all(common(span, own) == span for span, own in zip(spans, held)):
+        if all(common(span, own) == span for span, own in zip(spans, spans_by_rank)):
             yield mine(spans[me])
             continue
         sent = [mine(span).to(like.device_mesh.device_type) for span in spans]
-        counts = [stop - start for start, stop in (common(spans[me], span) for span in held)]
+        counts = [stop - start for start, stop in (common(spans[me], span) for span in spans_by_rank)]
         yield torch.cat(_exchange(sent, [torch.Size((count, *rows.shape[1:])) for count in counts], group))
 
 

@@ -292,7 +292,7 @@ class ExitReport(NamedTuple):
 # torch, gloo and nccl have no error classes for these.
 NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
 TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
-# cudaGetErrorString, of errors that no kernel of ours causes, as torch and NCCL quote it.
+# Texts of cudaGetErrorString for errors of the hardware or the driver, as torch and NCCL quote them.
 GPU_FAILED = (r"(?:CUDA error: |Cuda failure (?:\d+ )?')((?:uncorrectable|unspecified launch failure|unknown "
               r"error|hardware stack|no CUDA-capable|CUDA-capable device|system not yet|driver)[^\n']*)")
 CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")

@@ -166,9 +166,9 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
     """
     newest = run_dir / "config.json"
     with disk_errors(newest):
-        kept = segment_files(run_dir)
+        earlier = segment_files(run_dir)
         (run_dir / SEGMENTS).mkdir(exist_ok=True)
-        for begins, path in kept:
+        for begins, path in earlier:
             if begins > first:  # the run repeats its steps
                 path.unlink()
         contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": settings, newest: settings}
@@ -190,16 +190,16 @@ def earlier_runs(run_dir: Path) -> list[Path]:
     return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
-def archive_run(run_dir: Path, asked: bool) -> Optional[Path]:
-    """Move the run in this folder into a subfolder if `asked`; return the subfolder, if any.
+def archive_run(run_dir: Path, is_wanted: bool) -> Optional[Path]:
+    """Move the run in this folder into a subfolder if `is_wanted`; return the subfolder, if any.
 
     An interrupted move is completed if the checkpoints have moved, else undone. If one file cannot be
     moved, all are moved back, and OSError is raised.
     """
     unfinished = max(run_dir.glob("tmp-before-*"), default=None)
-    if unfinished is None and not (asked and has_run(run_dir)):
+    if unfinished is None and not (is_wanted and has_run(run_dir)):
         return None
-    if unfinished is not None and not asked and (run_dir / "checkpoints").exists():
+    if unfinished is not None and not is_wanted and (run_dir / "checkpoints").exists():
         with suppress(OSError):
             unfinished.rmdir()
         return None

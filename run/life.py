@@ -31,7 +31,7 @@ from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import device_name, saved_rows, trim_padding
+from model_utils import device_name, saved_rows
 from parallel import process
 from parallel.fsdp import is_divided, local_rows, named_parameters, ranks_per_copy
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
@@ -224,7 +224,7 @@ def start_writing(run: Run) -> None:
             if aside := run_folder.archive_run(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
         store.delete_leftovers(run.folder / "checkpoints", run.log.warn, run.started_from)
-        if run.started_from and not run.started_from.exists():  # the sweep renamed it back
+        if run.started_from and not run.started_from.exists():  # delete_leftovers renamed it back
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
@@ -305,8 +305,7 @@ def tensors_to_save(run: Run) -> tuple[dict[str, LazyTensor], dict[str, LazyTens
     run.shard = run.shard or RankShard(run.ranks, ranks_per_copy(run.model), run.model.config.head_dim)
     copied = run.shard.use({name: (rows, like, saved_rows(name, like, run.model))
                             for name, (rows, like) in tensors.items()})
-    moments = trim_padding({name: copied[name] for name in optimizer_state}, run.model)
-    return {name: copied[name] for name in trained}, moments
+    return tuple({name: copied[name] for name in names} for names in (trained, optimizer_state))
 
 
 @collective
@@ -351,7 +350,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
              "world_size": ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
-    if states := {type(each).__name__: kept for each in run.extensions if (kept := each.state_dict())}:
+    if states := {type(each).__name__: content for each in run.extensions if (content := each.state_dict())}:
         state["extensions"] = states
     texts = {name: text for each in run.extensions for name, text in each.checkpoint_texts(run).items()}
     tokenizer, model_config = run.inputs.tokenizer, run.model.config

@@ -70,8 +70,9 @@ class RankShard:
                 rows that are saved.
         """
         self.tensors, self.copied = dict(tensors), {}
-        return {name: LazyTensor(tuple(like.shape), rows.dtype, partial(self._read, name), name)
-                for name, (rows, like, _) in tensors.items()}
+        return {name: LazyTensor((count, *like.shape[1:]) if like.ndim else (), rows.dtype,
+                                 partial(self._read, name), name)
+                for name, (rows, like, count) in tensors.items()}
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
         copied, first = self.copied[name], self.span(name, self.part)[0]

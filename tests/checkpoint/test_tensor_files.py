@@ -15,7 +15,7 @@ from common.errors import CheckpointError
 from config import ModelConfig, OptimConfig
 from learn.optim import Optimizer
 from model import Transformer
-from model_utils import load_weights, restore_padding, trim_padding
+from model_utils import load_weights, restore_padding, saved_rows
 
 
 def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
@@ -87,7 +87,8 @@ def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tm
     monkeypatch.setattr(huggingface, "load_model_weights", lambda folder: one_at_a_time(tensors))
     load_weights(tmp_path, loaded)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded.parameters(), trained.parameters()))
-    state = trim_padding(optimizer.state_tensors(), trained)
+    state = {name: lazy(tensor).first_rows(saved_rows(name, tensor, trained)) if tensor.ndim else lazy(tensor)
+             for name, tensor in optimizer.state_tensors().items()}
     assert state["tok_embeddings.weight.exp_avg"].shape == (100, 32)
     fresh.load_state_tensors(restore_padding(one_at_a_time(read_all(state)), loaded))
     mine, theirs = fresh.state_tensors(), optimizer.state_tensors()

@@ -18,6 +18,7 @@ from common.activity import ACTIVITY
 from config import OptimConfig
 from data_pipeline.shards import open_token_set
 from dataloaders import RowOrder
+from extensions import guards
 from extensions.report.data import RunReader
 from learn.objectives import NextToken
 from learn.optim import learning_rate

@@ -30,7 +30,7 @@ from extensions.card import (
     write_merged_card,
 )
 from extensions.inference.weights import merge
-from run.life import trained_count
+from extensions.report.console import trained_count
 from settings.load import load_config
 
 

@@ -128,13 +128,13 @@ def test_a_kill_during_the_move_leaves_the_run_in_one_of_the_two_places(fatal, t
     monkeypatch.setattr(Path, "rename", dying)
     monkeypatch.setattr(Path, "replace", dying)
     with pytest.raises(Killed):
-        run_folder.archive_run(tmp_path, asked=True)
+        run_folder.archive_run(tmp_path, is_wanted=True)
     monkeypatch.undo()
     assert len(run_folder.earlier_runs(tmp_path)) == (fatal > 0), "and the look before that knows"
-    aside = run_folder.archive_run(tmp_path, asked=False)
+    aside = run_folder.archive_run(tmp_path, is_wanted=False)
     assert sorted(os.listdir(aside or tmp_path)) == sorted(run_folder.RUN_FILES)
     assert os.listdir(tmp_path) == [aside.name] if fatal else aside is None
-    assert run_folder.archive_run(tmp_path, asked=False) is None
+    assert run_folder.archive_run(tmp_path, is_wanted=False) is None
 
 
 def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):

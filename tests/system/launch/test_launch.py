@@ -45,7 +45,7 @@ ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWA
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
 MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
-           "save": (life, "trim_padding", 1, 3)}
+           "save": (life, "tensors_to_save", 1, 3)}
 OF_RANK_0 = {"write": (huggingface, "save_settings", 1, 3)}
 
 
