@@ -35,15 +35,15 @@ from extensions.debug.replay import open_run, read_settings, read_step_log
 from extensions.exclude import Excluded, digest_of, exclude
 from extensions.inference.engine import generate
 from extensions.inference.text import LanguageModel
+from extensions.inference.weights import load_for_use
 from extensions.report.compare import SEEDS, results, tests
 from extensions.report.data import RunReader
 from extensions.report.page import ASSETS, csp_hash, fill_template, join_assets
+from extensions.report.paired import paired_t
 from extensions.settings import Selector, read_selectors
 from fused.head import IGNORE_INDEX
 from learn.optim import learning_rate
 from parallel.ranks import Ranks
-from run.adapters import load_for_use
-from run.paired import paired_t
 from run.start import read_inputs
 
 # Arms keep their evaluations and checkpoints.
