@@ -30,9 +30,10 @@ def rows_crc32(rows: np.ndarray) -> str:
 
 def log_step(run: Run, result: StepResult) -> None:
     """Append the step's line to ledger.jsonl."""
+    step = run.progress.step + 1
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
-        entry = {"step": run.progress.step + 1, "rows_crc32": rows_crc32(rows), "loss": result.loss,
+        entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
         if not result.count:
             run.log.warn_without_targets(f"step {step} has no targets: it counts, but changes no weight; "

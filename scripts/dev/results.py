@@ -244,7 +244,7 @@ def gguf(args: Namespace, seed: int) -> dict[str, Any]:
     import torch
     from llama_cpp import Llama
 
-    from run.adapters import load_for_use
+    from extensions.inference.weights import load_for_use
 
     model, tokenizer = load_for_use(Path(args.model))
     ids = np.array(tokenizer.encode(args.text.read_text(encoding="utf-8")))
@@ -282,8 +282,8 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
+    from extensions.inference.weights import load_for_use
     from hellaswag_utils import evaluate_batches, prepare_task, read_items
-    from run.adapters import load_for_use
     from run.extensions import load_kernels
 
     items = read_items(args.items)[:args.problems]
