@@ -23,6 +23,11 @@ from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
+<<<<<<< HEAD
+=======
+from run.adapters import merge
+from run.overview import describe_adapters
+>>>>>>> 0700fedf (Tests: truths that nothing asserted any more: KEEP_EVERY, malformed safetensors headers, adapters that do not fit, PEFT's counts, colors, layouts of pages, streamed rows, names that are not UTF-8, and inspect --find)
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -281,6 +286,15 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
+@pytest.mark.parametrize("changes", [{}, dict(lora_rank=3, lora_target_modules="wk,w2"), dict(lora_train_head=True), ROWS])
+def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tokenizer):
+    config = shape(tie_embeddings=False)
+    trained, whole = in_peft(peft, config, changes).get_nb_trainable_parameters()
+    model = adapted(config, changes, grown=False)
+    expected = f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %)"
+    assert describe_adapters(model, tokenizer).startswith(expected)
+
+
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
     """The base as a model folder, and its hash."""
     folder.mkdir()
@@ -371,6 +385,15 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     assert huggingface.weights_sha256({**tensors, name: lazy(changed)}) != sha256
 
 
+def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():
+    config = shape(tie_embeddings=True)
+    tensors = peft_format.to_peft(lora.adapter_state_dict(adapted(config, WHOLE[1])), config, VOCAB)
+    without_head = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    for change in ({}, {"base_model.model.lm_head.weight": lazy(torch.zeros(VOCAB, 64))}):
+        with pytest.raises(CheckpointError, match="train head and embeddings separately, but the base ties them"):
+            peft_format.from_peft(without_head | change, config, padded(VOCAB), 4, {})
+
+
 @pytest.mark.parametrize("damage, match", [
     (dict(peft_type="IA3"), "IA3"), (dict(init_lora_weights="pissa"), "pissa"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
@@ -380,6 +403,9 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     (dict(trainable_token_indices=[5, 3]), "ascending ids"), (dict(trainable_token_indices=["x"]), "ascending ids"),
     (dict(trainable_token_indices=[3, padded(VOCAB)]), f"below {padded(VOCAB)}"),
     (dict(trainable_token_indices={"embed_tokens": [3], "lm_head": [4]}), "other rows of the head"),
+    (dict(trainable_token_indices=[3]), r"^adapter_config.json has trainable_token_indices=\[3\], but .* lacks .*embed_tokens.token_adapter"),
+    (dict(modules_to_save=["lm_head"]), r"^adapter_config.json has modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
+    (dict(modules_to_save=["k_proj"]), "modules_to_save=.* not k_proj"), (dict(modules_to_save=5), "modules_to_save=5, .* not 5"),
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)

@@ -1,6 +1,7 @@
 """A good checkpoint survives every failure, and a bad one is never loaded."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -106,6 +107,23 @@ def test_several_writers_and_readers_agree_with_one_and_every_flipped_byte_is_fo
         flip_bit(path, position)
         assert str(path) in find_fault(), position
         flip_bit(path, position)
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{}", b"[1]", b"not JSON", b"[" * 10_000, b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [2]}}',
+    b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 3]}}', b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 8]}}',
+    b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, "8"]}}', b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 8]}}',
+    b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}}'])
+def test_a_malformed_safetensors_header_is_one_error(content, tmp_path):
+    """In a checkpoint, also if the manifest has its hash, and in a model folder from elsewhere."""
+    path, header = tmp_path / "model.safetensors", len(content).to_bytes(8, "little") + content
+    for data in (header + bytes(8), header[:-1], header[:5]):
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match="model.safetensors cannot be read: .*; copy or download it again"):
+            tensor_files.open_tensors(path)
+    path.write_bytes(header + bytes(8))
+    entry = {"size": len(header) + 8, "header": hashlib.sha256(header).hexdigest(), "tree": "0" * 64, "block_multiple": 1}
+    assert fault_of(tmp_path, path.name, entry) == f"{path} is damaged: its header is not that of a safetensors file"
 
 
 def test_all_bad_is_refused_and_never_a_fresh_start(tmp_path):
@@ -320,6 +338,19 @@ def test_retention_keeps_last_best_and_protected(tmp_path):
     removed = store.prune(tmp_path, keep_last=2, keep_best=2, protected=[tmp_path / "step-00000003"])
     assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 4, 6, 7)]
     assert sorted(path.name for path in removed) == ["step-00000001", "step-00000005"]
+
+
+def test_every_nth_step_is_kept(tmp_path):
+    for step in range(1, 9):
+        save(tmp_path, step, val_loss=float(step))
+    store.prune(tmp_path, keep_last=1, keep_best=1, keep_every=3)
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (1, 3, 6, 8)]
+
+
+def test_newest_is_the_last_written_not_the_highest_step(tmp_path):
+    save(tmp_path, 600)
+    later = save(tmp_path, 450)
+    assert store.newest_verified(tmp_path) == (later, [])
 
 
 def test_retention_leaves_what_it_cannot_read(tmp_path):

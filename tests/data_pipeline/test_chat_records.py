@@ -354,3 +354,25 @@ def test_values_that_json_cannot_hold_refuse_no_row_that_does_not_use_them(tmp_p
         parquet.write_table(table.append_column(name, values), tmp_path / "x.parquet")
         with pytest.raises(DataError, match=r"x\.parquet: row 1: .*; correct the table, or drop the column"):
             list(read_examples("prompts", source, Reading()))
+
+
+def test_rows_streamed_by_datasets_lose_added_nulls_and_keep_those_in_json(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    calls = [[{"name": "f", "arguments": {"x": None}}], [{"name": "g", "arguments": {"y": 1}}]]
+    chats = [{"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": call}], "tools": [tool]}
+             for call, tool in zip(calls, ({"name": "f", "x": {"a": 1}}, {"name": "g", "x": {"b": 2}}))]
+    call_type = {"name": datasets.Value("string"), "arguments": datasets.Json()}
+    message_type = {"role": datasets.Value("string"), "content": datasets.Value("string"), "tool_calls": datasets.List(call_type)}
+    tool_type = {"name": datasets.Value("string"), "x": {"a": datasets.Value("int64"), "b": datasets.Value("int64")}}
+    features = datasets.Features({"messages": datasets.List(message_type), "tools": datasets.List(tool_type)})
+    datasets.disable_progress_bars()
+    for folder in ("typed", "lines"):
+        (tmp_path / folder).mkdir()
+    datasets.Dataset.from_list(chats, features=features).to_parquet(tmp_path / "typed" / "train.parquet")
+    write_jsonl(tmp_path / "lines" / "train.jsonl", chats)  # without types
+    for folder in ("typed", "lines"):
+        source = Source(name=str(tmp_path / folder), split="train", revision="0" * 40)
+        examples = [*read_examples("chats", source, Reading(), {"tools", "tool_calls"})]
+        assert [example.options["tools"] for example in examples] == [chat["tools"] for chat in chats], folder
+        called = [[each["function"] for each in example.messages[1]["tool_calls"]] for example in examples]
+        assert called == calls, folder

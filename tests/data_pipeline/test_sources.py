@@ -478,6 +478,18 @@ def test_every_field_of_a_source_is_in_the_table():
             sources.check_flags(Source(path="x", documents=documents), {"records"})
 
 
+def test_a_file_whose_name_is_not_utf8_is_an_error(tmp_path):
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("one")
+    with pytest.raises(DataError, match=r"\\udcff.txt: the file's name is not UTF-8; rename it"):
+        texts_of(tmp_path)
+
+
+def test_of_many_columns_the_error_lists_the_first(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({f"k{number}": 1 for number in range(100_000)}) + "\n")
+    with pytest.raises(DataError, match="has no column 'text'; it has 'k0', .*'k19' and 99,980 more"):
+        texts_of(tmp_path / "x.jsonl")
+
+
 def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text("".join('{"text": 1}\n' if number % 2 else '{"text": "good"}\n' for number in range(50)))

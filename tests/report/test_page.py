@@ -164,6 +164,35 @@ def test_the_page_shows_all_of_its_data(show):
         assert words in text, words
 
 
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
+    page = show(report(run("a" * 80)), width, scheme=scheme)
+    tops = [page.locator(each).first.bounding_box()["y"] for each in ("h1", "#state", ".health", ".tiles", "#chart-loss .plot")]
+    assert tops == sorted(tops) and tops[-1] < 844 - 150, "half of the first chart is on a phone's first screen"
+    page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("section:visible h2").all_inner_texts() == [
+        "Overview", "Comparison", "Charts", "Samples", "Time and interruptions", "Alarms", "Data", "Settings"]
+    background = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(f"{background}.match(/\\d+/)[0] < 100") == (scheme == "dark")
+    assert page.locator("#display").is_visible() == (width == 390) != page.locator("#theme").is_visible()
+    if width == 390:
+        page.locator("#display").click()
+    page.locator("#theme").select_option("light")
+    assert page.evaluate(background) == "rgb(244, 245, 247)"
+
+
+def test_a_printed_page_has_drawings_instead_of_controls(show):
+    page = show(report(run()))
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert not page.locator("#controls").is_visible() and not page.locator(".plot").first.is_visible()
+    assert page.locator("figure > svg").count() == page.locator("figure:not([hidden])").count() and page.locator("figure > svg").first.is_visible()
+    page.emulate_media(media="screen")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("figure > svg").count() == 0 and page.locator(".plot").first.is_visible()
+
+
 def test_a_failed_run_begins_with_its_failure(show):
     failed = run() | {"state": "failed", "failure": {"where": "in step 1,001", "reason": "step 1001 was not finite", "saved": "step-00001000",
                                                      "command": "./paddock replay runs/first --step 1001"}}

@@ -1,6 +1,7 @@
 """scripts/inspect_data.py, and what it counts."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, SettingsError
+from config import Config
 from data_pipeline.mixture import Mixture, write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug import inspect as statistics
 from extensions.debug.inspect import measure
+from extensions.exclude import exclude
+from extensions.settings import Selector
 from scripts import inspect_data
 from tokenizer import load_tokenizer
 
@@ -79,7 +83,7 @@ def inspect(prepared, tmp_path, monkeypatch, capsys):
         inspect_data.main()
         out = capsys.readouterr().out
         sentences = [line.replace(gettempdir(), "/tmp") for line in out.splitlines() if "scripts/inspect_data.py" not in line]  # but for commands
-        assert max(map(len, sentences)) <= (100 if "--list" in flags else 80) or "--json" in flags
+        assert max(map(len, sentences)) <= (100 if "--list" in flags else 160 if "--find" in flags else 80) or "--json" in flags
         return out
 
     return run
@@ -112,6 +116,21 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
     assert f"scripts/inspect_data.py {sets['documents']}" in said.replace("'", "")  # quoted in a folder with a space
+
+
+@pytest.mark.parametrize("kind, pattern, examples, hashes", [
+    ("documents", r"Ümlaut 3\b", 2, 1), ("chats", r"Ümlaut 3\b", 1, 1), ("chats", "Yes", 60, 60), ("mixture", r"Ümlaut 3\b", 4, 1)])
+def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, pattern, examples, hashes, sets, inspect, prepared, tmp_path):
+    flags = (sets[kind], "--find", pattern, "--exclude", "unwanted.txt")
+    output = inspect(*flags)
+    assert re.search(rf"^.*: {examples} of \d+ examples \(.* have this pattern$", output, re.M), output
+    assert "Ümlaut" in output and "\x1b" not in output and output.endswith("\nTrain without them: EXCLUDE_DATA=unwanted.txt\n")
+    comment, *lines = (tmp_path / "unwanted.txt").read_text().splitlines()
+    assert comment == f"# {pattern} in {sets[kind]}" and len(lines) == hashes, "repeated examples have one hash"
+    data = statistics.open_data(sets[kind], Config(tokenizer_path=str(prepared.tokenizer)))
+    assert exclude(data.rows, data.tokenizer, [Selector(*line.split(" ")) for line in lines]).total == examples
+    with pytest.raises(SettingsError, match="unwanted.txt exists; choose another file with --exclude"):
+        inspect(*flags)
 
 
 @pytest.mark.parametrize("flags, reason", [

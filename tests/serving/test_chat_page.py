@@ -336,6 +336,25 @@ def test_a_required_key_is_requested_and_kept_in_the_tab(chat, stub):
     assert page.url == stub.url and page.locator("#key").is_hidden()
 
 
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])
+def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
+    stub.models = [model("a" * 90), model("b/" * 50)]
+    stub.pieces = ["w" * 500, " ", "مرحبا", " x" * 500]
+    page = chat(width, scheme)
+    page.say("u" * 300)
+    page.sees(*["".join(stub.pieces)] * 2)
+    overflowing = "[...document.querySelectorAll('main, main *, #panel')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
+    for _ in range(2):  # without and with the settings
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("document.documentElement.scrollHeight") == 800, "only the conversation scrolls"
+        for each in ("#send", "#text", "[aria-controls=panel]"):
+            box = page.locator(each).bounding_box()
+            assert 0 <= box["x"] and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 800
+        assert page.evaluate(f"{overflowing}.map(e => e.className || e.id)") == []
+        page.toggle("panel")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100") == (scheme == "dark")
+
+
 def test_texts_are_text(chat, stub):
     stub.models = [model("<b>sft</b>")]
     stub.pieces = [HOSTILE, "\ud83d", "\u0000\u001b[2J"]
