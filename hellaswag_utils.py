@@ -181,7 +181,8 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     if not all(endings):
         raise DataError(f"{item.where}: ending {endings.index([])} has no tokens; remove the item")
     # The context's last token predicts each ending's first token, so each ending's document starts with it.
-    context = [tokenizer.document_start_id, *context_ids]
+    # Like lm-evaluation-harness: with a start token if the tokenizer adds it, or if the context is empty
+    context = [*[tokenizer.document_start_id] * (tokenizer.adds_start or not context_ids), *context_ids]
     prefix, heads = context[:-1], [context[-1:]] * len(endings)
     if len(context) + longest - 1 > max_seq_len:
         # Each ending keeps as much context as fits, so there is no shared prefix.

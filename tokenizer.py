@@ -167,6 +167,7 @@ class Tokenizer(BaseTokenizer):
     `byte_lengths` has the number of UTF-8 bytes that each id stands for; 0 for special tokens.
     """
 
+    adds_start = True
     chat_template = CHAT_TEMPLATE
     control_tokens = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
                       "pad_token": "<|finetune_right_pad_id|>"}
@@ -332,6 +333,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self.eot_id = ids.get("eot_token", self.eos_id)
         self.pad_id = ids.get("pad_token")
         self.document_start_id = self.eos_id if self.bos_id is None else self.bos_id
+
+    @cached_property
+    def adds_start(self) -> bool:
+        """Whether tokenizer.json begins texts with the start token; harnesses and llama.cpp then do so."""
+        return self._tokenizer.encode("a").ids[:1] == [self.document_start_id]
 
     def with_control_tokens(self, names: Collection[str]) -> "HuggingFaceTokenizer":
         """Return a copy in which the added tokens with these names are control tokens."""

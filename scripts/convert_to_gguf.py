@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 import numpy as np
-import tokenizers
 import torch
 from tqdm import tqdm
 
@@ -145,8 +144,7 @@ def add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
     writer.add_token_types(types)
     merges = document["model"]["merges"]
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    first = tokenizers.Tokenizer.from_str(tokenizer.tokenizer_json).encode("a").ids[0]
-    writer.add_add_bos_token(first == tokenizer.bos_id)
+    writer.add_add_bos_token(tokenizer.adds_start)
     # llama.cpp also ends at eot and eom; two of the model's further ends can be stored as these.
     more = sorted(tokenizer.stop_ids - {tokenizer.eos_id, tokenizer.eot_id})
     ends = [tokenizer.eot_id, *more] if tokenizer.eot_id != tokenizer.eos_id or not more else more

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import shutil
 import string
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from hellaswag_utils import (
     read_items,
 )
 from model import Transformer
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 512
@@ -247,14 +248,23 @@ def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, w
 
 
 @pytest.fixture(scope="module")
-def harness(model, tokenizer, tmp_path_factory):
+def exported(model, tokenizer, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exported")
+    save_model_folder(folder, model.state_dict(), model.config, tokenizer, MAX_SEQ_LEN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def harness(exported):
+    return harness_of(exported)
+
+
+def harness_of(folder: Path):
     """The harness's own hellaswag task and model on given records: (acc, acc_norm, log-probabilities) of each."""
     lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    folder = tmp_path_factory.mktemp("exported")
-    save_model_folder(folder, model.state_dict(), model.config, tokenizer, MAX_SEQ_LEN)
     lm = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=16, max_length=MAX_SEQ_LEN)
 
     theirs = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
@@ -288,6 +298,21 @@ def assert_equal_judgement(judged, model, tokenizer, items) -> None:
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways
 def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, items):
     assert_equal_judgement(harness(records), model, tokenizer, items)
+
+
+@pytest.mark.filterwarnings("default")
+def test_without_a_start_token_of_the_tokenizer_items_are_judged_as_lm_evaluation_harness_does(exported, model, tokenizer, records,
+                                                                                               items, tmp_path):
+    """As with the tokenizers of Qwen and SmolLM2. A start token would change the scores."""
+    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document | {"post_processor": None}))
+    plain = load_tokenizer(str(tmp_path))
+    assert (plain.document_start_id, plain.adds_start) == (tokenizer.bos_id, False)
+    assert_equal_judgement(harness_of(tmp_path)(records), model, plain, items)
+    scores, with_start = (ending_logprobs(model, prepared(items[:4], each), CPU) for each in (plain, tokenizer))
+    assert np.abs(scores - with_start).min() > 1e-3
+    assert prepare_task(items[0]._replace(context=" "), plain, MAX_SEQ_LEN).tokens_T[0] == plain.bos_id
 
 
 @pytest.mark.filterwarnings("default")
