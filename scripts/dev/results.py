@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 
-PROBLEMS = 1319  # in GSM8K's test set
+SPLITS = {"train": 7473, "test": 1319}  # problems of GSM8K
+ENDS_WITH_NUMBER = r"\d\W*$"  # for --reward regex
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 128": (4, 128), "6 layers of 192": (6, 192)}
 PROJECTIONS = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
@@ -99,10 +100,10 @@ def plain(text: str) -> str:
     return re.sub(r"<<.*?>>", "", text)
 
 
-def chats(args: Namespace, split: str, fraction: float) -> Path:
+def chats(args: Namespace, split: str, held_out: int = 75) -> Path:
     records = ({"prompt": each["question"], "completion": plain(each["answer"])}
                for each in read(args.gsm8k / f"{split}.jsonl"))
-    return prepared(args, "chats", f"gsm8k-{split}", records, fraction)
+    return prepared(args, "chats", f"gsm8k-{split}-{held_out}", records, held_out / SPLITS[split])
 
 
 def held_out(args: Namespace) -> list[object]:
@@ -110,25 +111,29 @@ def held_out(args: Namespace) -> list[object]:
 
     A problem is held out by its hash: it is so among the pairs too, which are made of test problems.
     """
-    return ["--data", chats(args, "test", args.problems / PROBLEMS), "--validation-rows", 10**6,
-            "--metric", "extensions.rewards:numeric", "--generation-eval-examples", 10**6,
-            "--generation-eval-tokens", 200]
+    flags = ["--data", chats(args, "test", args.problems), "--validation-rows", 10**6,
+             "--max-seq-len", 1024, "--total-batch-size", 1024, "--micro-batch-size", 1]
+    answers = ["--metric", "extensions.rewards:numeric", "--generation-eval-examples", 10**6,
+               "--generation-eval-tokens", 200]
+    return flags + answers * args.answers
 
 
 def solutions(args: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield pairs of a right and a wrong solution of a problem, or for KTO the two apart."""
+    """Yield the shortest --pairs pairs of a right and a wrong solution; for KTO, yield the two separately."""
+    pairs = []
     for problem in read(args.gsm8k / "model_solutions.jsonl"):
         answers = {True: [], False: []}
         for each in problem.values():
             if isinstance(each, dict):
                 answers[each["is_correct"]].append(plain(each["solution"]).replace("\nA: ", "\n#### "))
         if all(answers.values()):
-            prompt, chosen, rejected = problem["question"], answers[True][0], answers[False][0]
-            if args.row != "kto":
-                yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-                continue
-            yield {"prompt": prompt, "completion": chosen, "label": True}
-            yield {"prompt": prompt, "completion": rejected, "label": False}
+            pairs.append((problem["question"], answers[True][0], answers[False][0]))
+    for prompt, chosen, rejected in sorted(pairs, key=lambda texts: sum(map(len, texts)))[:args.pairs]:
+        if args.row != "kto":
+            yield {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            continue
+        yield {"prompt": prompt, "completion": chosen, "label": True}
+        yield {"prompt": prompt, "completion": rejected, "label": False}
 
 
 def shape(args: Namespace) -> list[object]:
@@ -136,11 +141,15 @@ def shape(args: Namespace) -> list[object]:
             "--micro-batch-size", args.rows]
 
 
+def adapters(args: Namespace) -> list[object]:
+    return ["--lora-enabled", args.lora, "--learning-rate", args.rate or (1e-4 if args.lora else 1e-5)]
+
+
 def sft(args: Namespace, seed: int) -> dict[str, Any]:
     """SFT or LoRA on GSM8K, beside TRL on the same batches."""
     name, is_lora = f"{args.row}-{seed}", args.row == "lora"
     cpu = train(args, name, args.steps, "--training-stage", "sft", "--pretrain-checkpoint", args.model,
-                "--sft-data-path", chats(args, "train", 0.01), "--seed", seed, "--validate-every", 0,
+                "--sft-data-path", chats(args, "train"), "--seed", seed, "--validate-every", 0,
                 "--learning-rate", args.rate or (1e-3 if is_lora else 1e-4), "--lora-enabled", is_lora,
                 *shape(args))
     result = peer(args, name, "trl", cpu)
@@ -151,16 +160,16 @@ def sft(args: Namespace, seed: int) -> dict[str, Any]:
 
 def preference(args: Namespace, seed: int) -> dict[str, Any]:
     """Preferences between right and wrong solutions; from the model of SFT if there is one."""
-    name, fraction = f"{args.row}-{seed}", max(args.problems, 50) / PROBLEMS
-    pairs = prepared(args, "pairs", "rated" if args.row == "kto" else "pairs", solutions(args), fraction)
+    name, fraction = f"{args.row}-{seed}", args.problems / SPLITS["test"]
+    kind = "rated" if args.row == "kto" else "pairs"
+    pairs = prepared(args, "pairs", f"{kind}-{args.pairs}-{args.problems}", solutions(args), fraction)
     cpu = train(args, name, args.steps, "--training-stage", "dpo", "--preference-objective", args.row,
                 "--instruct-checkpoint", start(args, seed), "--dpo-data-path", pairs, "--seed", seed,
-                "--learning-rate", args.rate or 1e-5, "--validate-every", args.steps,
-                "--validation-rows", 10**6, *shape(args))
+                "--validate-every", args.steps, "--validation-rows", 10**6, *adapters(args), *shape(args))
     known = [line for line in lines(args, name, "metrics") if "val_reward_accuracy" in line]
     result = {"cpu": cpu, "accuracy before": known[0]["val_reward_accuracy"],
               "accuracy after": known[-1]["val_reward_accuracy"]}
-    if args.problems:
+    if args.answers:
         result |= changes(evaluate(args, start(args, seed), checkpoint(args, name), *held_out(args)))
     return result
 
@@ -168,14 +177,15 @@ def preference(args: Namespace, seed: int) -> dict[str, Any]:
 def grpo(args: Namespace, seed: int) -> dict[str, Any]:
     """GRPO with --reward, from the model of SFT if there is one."""
     name, group = f"grpo-{seed}", 8
-    prompts = prepared(args, "prompts", "gsm8k", ({"prompt": each["question"], **each}
-                                                  for each in read(args.gsm8k / "train.jsonl")), 0.01)
+    records = ({"prompt": each["question"], "pattern": ENDS_WITH_NUMBER, **each}
+               for each in read(args.gsm8k / "train.jsonl"))
+    prompts = prepared(args, "prompts", "gsm8k", records, 0.01)
     rows, tokens = args.rows * group, args.row_tokens
     cpu = train(args, name, args.steps, "--training-stage", "grpo", "--seed", seed, "--validate-every", 0,
                 "--instruct-checkpoint", start(args, seed), "--grpo-data-path", prompts,
                 "--reward", args.reward, "--grpo-group", group, "--grpo-max-tokens", tokens // 2,
-                "--learning-rate", args.rate or 1e-5, "--max-seq-len", tokens,
-                "--total-batch-size", rows * tokens, "--micro-batch-size", rows)
+                "--max-seq-len", tokens, "--total-batch-size", rows * tokens, "--micro-batch-size", rows,
+                *adapters(args))
     rewards = [line["reward"] for line in lines(args, name, "metrics") if "reward" in line]
     third = max(1, len(rewards) // 3)
     return {"cpu": cpu, "reward before": fmean(rewards[:third]), "reward after": fmean(rewards[-third:])}
@@ -191,9 +201,9 @@ def checkpoint(args: Namespace, name: str) -> Path:
 
 def changes(found: dict[str, Any]) -> dict[str, Any]:
     before, after = found["before"]["metrics"], found["metrics"]
-    names = {"loss": "val_loss", "exact": "generation_numeric"}
-    return {f"{name} {when}": metrics[metric] for name, metric in names.items()
-            for when, metrics in (("before", before), ("after", after))} | {"problems": after["generation_n"]}
+    names = {"loss": "val_loss", "exact": "generation_numeric", "problems": "generation_n"}
+    return {f"{name} {when}": metrics[metric] for name, metric in names.items() if metric in after
+            for when, metrics in (("before", before), ("after", after))}
 
 
 # ------------------------------------------------------------------------------------- WikiText-2
@@ -242,11 +252,15 @@ def gguf(args: Namespace, seed: int) -> dict[str, Any]:
 
     import numpy as np
     import torch
-    from llama_cpp import Llama
+    from cyllama.llama import llama_cpp
 
     from extensions.inference.weights import load_for_use
 
     model, tokenizer = load_for_use(Path(args.model))
+    class Weights(llama_cpp.LlamaModel):
+        n_vocab = model.vocab_size  # LlamaContext of cyllama 0.2.18 reads it, but LlamaModel has none
+
+    llama_cpp.disable_logging()
     ids = np.array(tokenizer.encode(args.text.read_text(encoding="utf-8")))
     rows = ids[:len(ids) // args.row_tokens * args.row_tokens].reshape(-1, args.row_tokens)[:args.problems]
 
@@ -261,12 +275,17 @@ def gguf(args: Namespace, seed: int) -> dict[str, Any]:
         file = args.work / f"model-{kind}.gguf"
         if not file.exists():
             run("scripts/export.py", args.model, "--to", "gguf", "--type", kind, "--output", file)
-        llama = Llama(str(file), logits_all=True, n_ctx=args.row_tokens, n_threads=1, verbose=False)
+        settings = llama_cpp.LlamaContextParams()
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = args.row_tokens
+        settings.n_threads = settings.n_threads_batch = 1
+        context = llama_cpp.LlamaContext(Weights(str(file)), settings)
+        batch = llama_cpp.LlamaBatch(n_tokens=args.row_tokens, embd=0, n_seq_max=1)
 
-        def logits(row, llama=llama) -> np.ndarray:
-            llama.reset()
-            llama.eval(row.tolist())
-            return llama.scores[:len(row)]
+        def logits(row, context=context, batch=batch) -> np.ndarray:
+            context.kv_cache_clear()
+            batch.set_batch(row.tolist(), 0, True)
+            context.decode(batch)
+            return np.array([context.get_logits_ith(place) for place in range(len(row))])
 
         found[f"llama.cpp {kind}"] = perplexity(logits)
     return found | {"tokens": rows.size}
@@ -306,9 +325,7 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
         "include": str(Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"),
         "task": "hellaswag_items", "dataset_path": "json", "training_split": None,
         "dataset_kwargs": {"data_files": {"validation": str(file)}, "cache_dir": str(folder / "cache")}}))
-    # Paddock starts each document with the start token, and the harness only if the tokenizer does.
-    harness = HFLM(args.model, device="cpu", dtype=torch.float32, batch_size=4, max_length=1024,
-                   add_bos_token=True)
+    harness = HFLM(args.model, device="cpu", dtype=torch.float32, batch_size=4, max_length=1024)
     started = time.process_time()
     output = lm_eval.simple_evaluate(
         harness, tasks=["hellaswag_items"], log_samples=True, bootstrap_iters=0,
@@ -479,11 +496,15 @@ def main() -> None:
             ("seeds", 3, "number of seeds"), ("first-seed", 1, "first seed"),
             ("steps", 100, "steps of a run"),
             ("problems", 200, "items, or held-out problems or rows"), ("rows", 4, "rows of a step"),
-            ("row-tokens", 512, "tokens of a row"), ("sizes", 3, "sizes of pretraining")):
+            ("row-tokens", 512, "tokens of a row"),
+            ("pairs", 731, "pairs, the shortest first"), ("sizes", 3, "sizes of pretraining")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} [%(default)s]")
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--eager", action="store_true", help="do not compile: for a few steps")
-    parser.add_argument("--reward", default="math", help="GRPO's reward [%(default)s]")
+    parser.add_argument("--lora", action="store_true", help="adapters for preferences and GRPO")
+    parser.add_argument("--no-answers", dest="answers", action="store_false",
+                        help="do not answer the held-out problems")
+    parser.add_argument("--reward", default="math", help="reward; regex: ends with a number [%(default)s]")
     parser.add_argument("--name", help="(internal)")
     parser.add_argument("--program", help="(internal)")
     args = parser.parse_args()
