@@ -56,7 +56,7 @@ class RunConfig(Section):
     extensions: str = safe(
         "forecast,cpu_kernels,exclude,online,report,card,trackers,reproducible,rounding,guards,evaluate,"
         "profile",
-        "comma-separated modules of extensions/ that the run calls; others follow these", separator=",")
+        "modules of extensions/ that the run calls; default,NAME adds NAME to these", separator=",")
     debug: bool = safe(
         False, "report the first module whose output is not finite (slow); alone: --preset debug")
     distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
@@ -443,6 +443,19 @@ class Config(*EXTENSION_SECTIONS.values(), *CORE_SECTIONS):
     def expand_user(cls, path: Optional[str]) -> Optional[str]:
         """Expand ~, which shells do not expand in files or after `--output-dir=`."""
         return path and os.path.expanduser(path)
+
+    @field_validator("extensions")
+    @classmethod
+    def in_the_order_of_the_default(cls, names: str) -> str:
+        """Replace `default` by its names, and sort the names by its order; others follow."""
+        default = cls.model_fields["extensions"].default
+        listed = [name.strip() for name in re.sub(r"\bdefault\b", default, names).split(",") if name.strip()]
+        known = [name for name in default.split(",") if name in listed]
+        return ",".join(dict.fromkeys([*known, *listed]))
+
+    @property
+    def extension_names(self) -> list[str]:
+        return [*filter(None, self.extensions.split(",")), *["prepare_ahead"] * self.data_grows]
 
     @property
     def further_tasks(self) -> list[EvalTask]:

@@ -21,8 +21,6 @@ class ExcludeConfig(Section):
         """Check the file, and that other documents of a row do not attend to those that are left out."""
         if not self.exclude_data:
             return
-        if "exclude" not in self.extensions.split(","):
-            yield f"EXCLUDE_DATA={self.exclude_data} needs exclude in EXTENSIONS; add it"
         if not self.document_mask and self.training_stage in ("pretrain", "sft"):
             yield (f"EXCLUDE_DATA={self.exclude_data} needs DOCUMENT_MASK=true; without it, documents attend "
                    "to earlier ones of their row")

@@ -11,11 +11,9 @@ from typing import Optional
 from common.errors import SettingsError
 from config import Config, extension_module
 
-ORDER = Config.model_fields["extensions"].default.split(",")
-
 
 class Extension:
-    """What a run calls on every rank, of each extension in ORDER; `run_end` in the reverse order."""
+    """What a run calls on every rank, of each extension in their order; `run_end` in the reverse order."""
 
     def inputs(self, config: Config, inputs, ranks): return inputs  # at the start; perhaps with other rows
     def run_start(self, run) -> None: ...  # the run's folder is open
@@ -36,17 +34,15 @@ class Extension:
 
 def load_extensions(config: Config, warn: Callable[[str], None]) -> list[Extension]:
     """Return the extensions of EXTENSIONS. What is missing of the default is a warning, else an error."""
-    listed = [*config.extensions.split(","), "prepare_ahead" * config.data_grows]
-    names = dict.fromkeys(filter(None, map(str.strip, listed)))
     found, missing = [], []
-    for name in sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER)):
+    for name in config.extension_names:
         if module := extension_module(name):
             # A module without a class registers what it adds.
             found.append(getattr(module, "EXTENSION", Extension)())
         else:
             missing.append(name)
     if missing and "extensions" in config.model_fields_set:
-        raise SettingsError(f"EXTENSIONS={config.extensions}: extensions/ has no {' and no '.join(missing)}; "
+        raise SettingsError(f"EXTENSIONS: extensions/ has no {' and no '.join(missing)}; "
                             f"remove {'it' if len(missing) == 1 else 'them'}")
     if missing:
         warn(f"EXTENSIONS: the run goes on without {', '.join(missing)}, which extensions/ does not have")

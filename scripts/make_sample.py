@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import run_script  # noqa: E402
+from common.errors import DataError, run_script  # noqa: E402
 from common.text import command, show  # noqa: E402
 
 FOLDER = Path("data/sample")
@@ -75,7 +75,14 @@ def main() -> None:
         return
     from data_pipeline.prepare import wait_for_lock
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        is_foreign = any(folder.iterdir()) if folder.exists() else False
+    except OSError as error:
+        raise DataError(f"{folder} cannot be created, because {error.filename} is not a folder that you may "
+                        f"use ({error.strerror}); move that, or choose another --folder") from error
+    if is_foreign and not (folder / STAMP).exists():
+        raise DataError(f"{folder} has files that are not the sample's; move them, or set another --folder")
     with wait_for_lock(folder.with_name(f".{folder.name}.lock")):
         if is_up_to_date(folder, stories):
             return

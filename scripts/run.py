@@ -50,9 +50,9 @@ follows from the FLOPs of a step at an assumed share of the peak of an H100 (or 
 All flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "Training a small Llama 3 from random weights on Paddock's sample data, short stories made from "
-    "templates. It takes 34 s on two CPU cores, and less on a GPU. Evaluations during training ask the model "
-    "which of four endings fits an unseen story (chance is 25 %).")
+    "Training a small Llama 3 on Paddock's sample data, short stories made from templates. It takes 34 s on "
+    "two CPU cores, and less on a GPU. Evaluations during training ask the model which of four endings fits "
+    "an unseen story (chance is 25 %).")
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:

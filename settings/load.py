@@ -402,6 +402,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         both = f"EPOCHS={config.epochs or 0:g} and MAX_STEPS={config.max_steps} are both set; keep one"
         messages = (*launch_problems(config, environ, flags.check), *rules(config),
                     *([both] if config.epochs and "max_steps" in given else ()),
+                    *without_extension(config, given),
                     *(unused_teacher(config, layers) if "distillation_enabled" not in ignored else ()))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
@@ -471,6 +472,25 @@ def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
         where = layers[teacher].values["teacher_model"][1]
         yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
                "DISTILLATION_ENABLED=true; set that too, or DISTILLATION_ENABLED=false to train without it")
+
+
+def without_extension(config: Config, given: Values) -> Iterator[str]:
+    """Yield an error for the settings of each extension that EXTENSIONS leaves out.
+
+    That is a fixed setting with another value than the default, or one that the user sets, unless it is off.
+    """
+    for extension, section in EXTENSION_SECTIONS.items():
+        ignored = []
+        for name, info in section.model_fields.items():
+            value, (_, where) = getattr(config, name), given.get(name, ("", ""))
+            is_own = where and not where.startswith(str(PRESETS_DIR))
+            if value and (value != info.default if on_resume(name) == "fixed" else is_own):
+                shown = "true" if value is True else shortened(str(value))
+                ignored.append(f"{name.upper()}={shown}" + f" ({where})" * bool(where))
+        if ignored and section.is_used(config) and extension not in config.extension_names:
+            listed = ",".join([*config.extension_names, extension])
+            yield (f"{', '.join(ignored)} need{'s' * (len(ignored) == 1)} {extension} in EXTENSIONS; add it "
+                   f"(EXTENSIONS={listed}), or remove {'it' if len(ignored) == 1 else 'them'}")
 
 
 def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:

@@ -30,8 +30,8 @@ def changes_of(title: str) -> list[tuple[str, str, str]]:
 
 
 def apply(changes: list[tuple[str, str, str]], folder: Path) -> None:
-    """Replace each old text, which stands once in its file, by the new one; change nothing if one does not."""
-    files = {path: (folder / path).read_text(encoding="utf-8") for path, *_ in changes}
+    """Replace each old text, which stands once in its file, by the new one; change nothing if one does not. A new file has no old text."""
+    files = {path: (folder / path).read_text(encoding="utf-8") if old else "" for path, old, _ in changes}
     for path, old, new in changes:
         count = files[path].count(old)
         assert count == 1, f"{path} has these lines {count} times, expected once; is the recipe already applied?\n{old}"

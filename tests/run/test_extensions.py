@@ -10,7 +10,6 @@ from factories import UNMEASURED
 from common.errors import SettingsError
 from config import Config
 from learn import optim
-from run import extensions
 from run.extensions import Extension, find, load_extensions
 
 
@@ -21,16 +20,18 @@ def test_extensions_come_in_the_order_of_the_default_and_others_after_them(monke
     found = load_extensions(Config(extensions="mine, profile,guards"), pytest.fail)
     assert [type(each).__name__ for each in found] == ["Guards", "Measurements", "Mine"]
     assert load_extensions(Config(extensions=""), pytest.fail) == []
+    both = Config(extensions="mine, default").extension_names
+    assert both == [*Config().extension_names, "mine"] and Config(extensions="default").extensions == Config().extensions
 
 
 def test_a_missing_extension_is_an_error_if_set_and_a_warning_by_default(monkeypatch):
-    with pytest.raises(SettingsError, match="^EXTENSIONS=guards,gards: extensions/ has no gards; remove it$"):
+    with pytest.raises(SettingsError, match="^EXTENSIONS: extensions/ has no gards; remove it$"):
         load_extensions(Config(extensions="guards,gards"), pytest.fail)
     warnings = []
     monkeypatch.setitem(sys.modules, "extensions.guards", None)  # as if there were no such file
     found = load_extensions(Config(), warnings.append)
     assert warnings == ["EXTENSIONS: the run goes on without guards, which extensions/ does not have"]
-    assert len(found) == len(extensions.ORDER) - 1
+    assert len(found) == len(Config().extension_names) - 1
 
 
 def test_a_setting_of_a_missing_extension_is_an_error(monkeypatch):
@@ -74,13 +75,13 @@ def recorder(monkeypatch) -> Recorder:
 
 
 def test_a_run_calls_each_hook_at_its_place_and_without_extensions_it_is_the_same(tiny_run, recorder, whole):
-    run = tiny_run(EXTENSIONS="recorder", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, MICRO_BATCH_SIZE=8)
+    run = tiny_run(EXTENSIONS="recorder,evaluate", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, MICRO_BATCH_SIZE=8)
     assert run.train() == 0
     step = ["step_begin", "phase data", "batches", "phase optimizer", "phase forward", "phase forward", "phase backward", "before_update",
             "phase communication", "step_end", "metrics", "evaluate"]
     hooks = [name for name in recorder.calls if name != "phase save"]
     assert hooks == ["inputs", "load_state_dict", "run_start", "evaluate", *step, *step, "state_dict", "checkpoint_texts", "saved", "summary", "run_end"]
-    plain = tiny_run(EXTENSIONS="guards", MAX_STEPS=2, RUN_NAME="plain", **UNMEASURED)
+    plain = tiny_run(EXTENSIONS="guards,evaluate", MAX_STEPS=2, RUN_NAME="plain", **UNMEASURED)
     assert plain.train() == 0
     assert plain.lines("ledger") == whole.lines("ledger")[:2]
     first = plain.lines("metrics")[0]

@@ -166,7 +166,7 @@ def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name, separator in SEPARATORS.items() if separator and name != "preset"}
-    config = load(config=lists | {"eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
+    config = load(config=lists | {"extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
     assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
     assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
@@ -490,6 +490,18 @@ def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, told):
         assert ["TEACHER_MODEL=x has no effect" in line for line in problems(*layers.pop("flags", ()), **layers)] == [True]
     else:
         load(*layers.pop("flags", ()), **layers)
+
+
+def test_a_setting_whose_extension_is_left_out_is_an_error_unless_it_is_off_or_of_a_preset():
+    few = ("--extensions", "guards, evaluate")
+    (problem,) = problems(*few, "--wandb-enabled", "true", env="TENSORBOARD_ENABLED=true\nTRACKIO_ENABLED=false\n")
+    assert problem == ("WANDB_ENABLED=true (command line), TENSORBOARD_ENABLED=true (.env:1) need trackers in EXTENSIONS; add it "
+                       "(EXTENSIONS=guards,evaluate,trackers), or remove them")
+    (problem,) = problems(*few, "--weight-dtype", "bf16", env="")
+    assert "needs rounding in EXTENSIONS" in problem
+    load(*few, "--report", "false", "--weight-dtype", "fp32", "--reward", "math")  # the last has no effect in pretraining
+    load("--extensions", "guards", "--preset", "sample,debug")
+    assert load("--extensions", "default", "--wandb-enabled", "true").config.wandb_enabled
 
 
 def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
