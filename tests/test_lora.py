@@ -19,15 +19,11 @@ from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
 from extensions.inference.weights import merge
+from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
-<<<<<<< HEAD
-=======
-from run.adapters import merge
-from run.overview import describe_adapters
->>>>>>> 0700fedf (Tests: truths that nothing asserted any more: KEEP_EVERY, malformed safetensors headers, adapters that do not fit, PEFT's counts, colors, layouts of pages, streamed rows, names that are not UTF-8, and inspect --find)
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
