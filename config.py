@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar, Literal, NamedTuple, Optional
+from typing import Any, ClassVar, Literal, NamedTuple, Optional, Union
 
 from pydantic import field_validator
 
@@ -225,7 +225,7 @@ class OptimConfig(Section):
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
     learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
     min_learning_rate: Optional[float] = curve(None, "final learning rate; none = LEARNING_RATE / 10", ge=0)
-    warmup_steps: int = curve(100, "steps of linear warm-up", ge=0)
+    warmup_steps: Union[int, float] = curve(100, "steps of linear warm-up; below 1, their share", ge=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] = curve("cosine", "wsd = warm-up, stable, linear decay")
     decay_fraction: float = curve(0.2, "fraction of MAX_STEPS used for the decay of wsd", gt=0, le=1)
     weight_decay: float = curve(0.1, "weight decay of matrices", ge=0)
@@ -603,6 +603,8 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
     if c.final_learning_rate > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
+    if c.warmup_steps > 1 and c.warmup_steps % 1:
+        yield f"WARMUP_STEPS={c.warmup_steps} must be a whole number, or below 1 a share of the steps"
     if c.precision == "fp16" and c.device == "cpu":
         yield "PRECISION=fp16 has no fast kernels with DEVICE=cpu; use fp32, or bf16"
     if c.early_stopping_patience and not c.validate_every:

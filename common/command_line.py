@@ -43,7 +43,7 @@ class HelpFormatter(argparse.HelpFormatter):
 # Names of commands and of scripts' flags elsewhere.
 SYNONYMS = {"max_tokens": "max_new_tokens", "num_predict": "max_new_tokens", "n_predict": "max_new_tokens",
             "temp": "temperature", "evaluate": "eval", "convert": "export", "tokenize": "prepare",
-            "infer": "generate", "finetune": "train", "plot": "report"}
+            "infer": "generate", "plot": "report"}
 SIMILAR, SIMILAR_SHORT = 0.85, 0.8  # for difflib; one typo in a short name changes more of it
 
 

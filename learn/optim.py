@@ -35,11 +35,12 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
     peak, final = config.learning_rate, config.final_learning_rate
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+    warmup = round(config.warmup_steps * (config.max_steps if config.warmup_steps < 1 else 1))
+    if step < warmup:
+        return peak * (step + 1) / warmup
     if config.lr_schedule == "constant":
         return peak
-    start = config.warmup_steps
+    start = warmup
     if config.lr_schedule == "wsd":
         start = max(start, config.max_steps - round(config.decay_fraction * config.max_steps))
     progress = (step - start) / max(1, config.max_steps - start)

@@ -45,9 +45,15 @@ inspect DATA                     : inspect_data.py        : show statistics and 
 """
 TABLE = [tuple(map(str.strip, line.split(" : "))) for line in COMMANDS.strip().splitlines()]
 SCRIPTS = {usage.split()[0]: script.split() for usage, script, _ in TABLE}
+# Commands of other trainers; docs/coming-from.md explains them.
+ELSEWHERE = {name: ours for ours, names in (
+    ("train", "pretrain base_train pt"), ("train --training-stage dpo", "dpo orpo simpo kto"),
+    ("train --training-stage sft", "sft chat_sft finetune finetune_full"), ("prepare tokenizer", "tok_train"),
+    ("train --training-stage sft --lora-enabled true", "finetune_lora lora qlora"), ("prepare", "preprocess"),
+    ("train --training-stage grpo", "grpo chat_rl rl"), ("eval", "base_eval chat_eval evaluate"),
+    ("chat", "chat_cli inference cli"), ("serve", "chat_web webchat api webui"),
+    ("export", "merge_lora convert_from_litgpt convert")) for name in names.split()}
 EXTRAS = "requirements-extras.txt"
-
-
 
 
 def show_list(program: str) -> None:
@@ -74,7 +80,7 @@ def main() -> None:
             show_list(program) if name != "--version" else print(f"Paddock {__version__}")
         return
     if name not in SCRIPTS:
-        nearest = suggestion(name, SCRIPTS, SYNONYMS)
+        nearest = ELSEWHERE.get(name.replace("-", "_")) or suggestion(name, SCRIPTS, SYNONYMS)
         guess = f" (did you mean {nearest}?)" if nearest else ""
         raise SettingsError(f"unknown command {name[:80]}{guess}; {program} lists the commands")
     script, *fixed = SCRIPTS[name]

@@ -61,7 +61,8 @@ def with_sample(argv: list[str], names_source: bool) -> list[str]:
     presets = values.get("preset", "").split(",")
     run = Path(values.get("output_dir", "runs"), values.get("run_name", ""), "checkpoints")
     data = [name for name, _ in KINDS.values() if name.lower() in flags.values or os.environ.get(name)]
-    has_own = data or names_source or flags.config_files or flags.env_file or os.path.exists(".env")
+    is_given = names_source or "data_path" in flags.values or "preset" in flags.notes  # by another name
+    has_own = data or is_given or flags.config_files or flags.env_file or os.path.exists(".env")
     if has_own or "sample" in presets or values.get("run_name") and run.exists():
         return argv
     return [*argv, "--preset", ",".join(["sample", *filter(None, presets)])]

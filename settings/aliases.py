@@ -25,18 +25,23 @@ OTHER_WAYS = {alias.partition("=")[0]: sentence for aliases, sentence in _TABLES
 HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].items()
             for name, equals, values in (alias.partition("=") for alias in aliases.split())
             if equals or sentence.startswith("nothing to set")}
-# Names whose values are converted: value -> the settings; the first is meant, and others go with it.
+# Names whose values are converted: value -> the settings; the first is meant, and others go with it. A list
+# has the settings of a list of values.
 CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
 TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 # Names for a number from which a setting follows: the setting, and what the number is multiplied by.
-COMPUTED = _TABLES["computed"]
+COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
+DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
+# Names for environment variables of libraries.
+VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 # Flags that may stand alone.
 BARE = {*SWITCHES, *OTHER_WAYS, *(alias for alias, name in ALIASES.items() if name in SWITCHES)}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
 VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
 SECTIONS_OF_OTHERS = ("train", "training", "trainer", "optimizer", "lr_scheduler", "model", "job", "metrics",
-                      "profiling", "parallelism", "data", "distributed", "logging")
+                      "profiling", "parallelism", "data", "distributed", "logging", "fsdp_config",
+                      "model_config")
 
 # Messages for pydantic's types of errors.
 EXPECTATIONS = {
@@ -70,6 +75,10 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         return None
     text, table = str(value).strip().lower(), CONVERTED.get(form, {})
     words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
+    if form in DATA and (path := data_path(value)):
+        return {"data_path": (form, path)}
+    if isinstance(table, list):
+        return dict(zip(table, value)) if isinstance(value, list) else f"{name}={value}; {OTHER_WAYS[form]}"
     star = None if isinstance(value, list) else table.get("*")
     translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if translations and None not in translations:
@@ -86,9 +95,24 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         return f"{shortened(f'{name}={value}')} does not carry over; {sentence}"
     if setting not in Config.model_fields:
         return None
-    standard = VALUE_ALIASES.get(text, text)
-    is_choice = standard in get_args(Config.model_fields[setting].annotation)
-    return {setting: standard if is_choice or isinstance(value, str) and setting == "preset" else value}
+    return {setting: text if isinstance(value, str) and setting == "preset" else standard(setting, value)}
+
+
+def standard(name: str, value: Any) -> Any:
+    """Return our value of a setting for one of another trainer, such as bf16 for bfloat16."""
+    text = str(value).strip().lower()
+    ours = VALUE_ALIASES.get(text, text)
+    return ours if ours in get_args(Config.model_fields[name].annotation) else value
+
+
+def data_path(value: Any) -> Optional[str]:
+    """Return the path in another trainer's setting for data: a text, or axolotl's list of one set."""
+    if not isinstance(value, list):
+        return str(value).strip()
+    is_one = len(value) == 1 and isinstance(value[0], tuple)
+    fields = {name: each for name, each, *_ in value[0]} if is_one else {}
+    is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
+    return fields.get("path") if is_whole else None
 
 
 def advice(name: str, known: Iterable[str] = Config.model_fields,

@@ -77,6 +77,9 @@ class Layer:
         """Set a value; a second one for a setting is an error, unless another trainer's name implies it."""
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         value = SEPARATORS[name].join(value) if is_list and SEPARATORS[name] else value
+        if (ours := aliases.standard(name, value)) != value and isinstance(value, str):
+            self.notes[f"{name}={value}"] = f"{name.upper()}={shortened(value)} is our {ours}"
+            value = ours
         first, before = self.values.get(name, (value, ""))
         if before and not ((is_implied or name in self.implied) and str(first).lower() == str(value).lower()):
             self.problems.append(f"{where}{shown} is set a second time (first at {before}); keep one")
@@ -90,6 +93,10 @@ class Layer:
             return aliases.known_form(alias) is not None
         value = str(value).lower() if isinstance(value, bool) else value
         settings, shown = aliases.translate(alias, value), shortened(alias)
+        if variable := aliases.VARIABLES.get(aliases.known_form(alias)):
+            self.exports[variable] = str(value)
+            self.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
+            return True
         if isinstance(settings, str):
             self.problems.append(f"{where}: {settings}")
             return True
@@ -100,6 +107,9 @@ class Layer:
             if name == "sharding" and name in self.notes and "hybrid" in (value, self.values[name][0]):
                 del self.values[name]  # use_fsdp, and the size of its groups
                 value = "hybrid"
+            if name == "data_path":  # the name of the setting depends on TRAINING_STAGE
+                self.values[name] = (value, where)
+                continue
             self.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
             self.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
         return settings is not None
@@ -184,6 +194,7 @@ def read_config_file(path: Path) -> Layer:
     def add(pairs: tuple, section: str = "") -> None:
         for key, value, *line in pairs:
             name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
+            is_section_of_ours = aliases.forms(section + key)[0] in Config.model_fields  # data.seed
             where = f"{path}:{line[0]}" if line else where
             if isinstance(value, tuple):
                 add(value, f"{section}{key}.")
@@ -191,7 +202,7 @@ def read_config_file(path: Path) -> Layer:
                 continue
             elif name == "resume" and str(value).lower() in ("true", "false"):  # litgpt's
                 layer.accept("resume_from_checkpoint", value, where)
-            elif name not in Config.model_fields:
+            elif name not in Config.model_fields or section and is_section_of_ours:
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
                 if value is not None and not layer.accept(section + key, value, where):
                     layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
@@ -277,7 +288,8 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
     is_new = (is_run and config.training_stage == "pretrain" and not derived.SIZES & given.keys()
               and (config.debug or config.preset) and not derived.run_to_resume(config)[1])
     if is_new and config.debug and not preset_pair and not LENGTHS & given.keys():
-        preset_pair = ("debug" if config.pretrain_data_path else "sample,debug", given["debug"][1])
+        has_data = config.pretrain_data_path or any("data_path" in layer.values for layer in layers)
+        preset_pair = ("debug" if has_data else "sample,debug", given["debug"][1])
     if preset_pair:
         naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=1)
         preset = read_preset(*preset_pair) if isinstance(preset_pair[0], str) else Layer()
@@ -297,26 +309,31 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
 
 
 def compute(layers: Sequence[Layer]) -> None:
-    """Compute the settings that others give in rows or as a share of the steps, from those of all layers."""
+    """Compute the settings that depend on those of all layers: numbers of rows, and the data of a stage."""
     given = {name: pair for layer in layers for name, pair in layer.values.items()
              if not isinstance(pair[0], tuple)}
     waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
                if isinstance(pair[0], tuple)]
-    for layer, name, (alias, number), where in waiting:
-        config, units = validate(given)[0], aliases.COMPUTED[alias][1]
+    for layer, name, (alias, value), where in waiting:
+        config, units = validate(given)[0], aliases.COMPUTED.get(alias, ("", {}))[1]
         missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
-        is_share = name == "warmup_steps"
-        if missing or not re.fullmatch(r"0?\.\d+|[01](\.0*)?" if is_share else r"[1-9]\d{0,9}", number):
+        del layer.values[name]
+        if name == "data_path":
+            stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
+            if alias == "datasets" and "training_stage" not in given:
+                layer.put("training_stage", stage, where)
+            name = f"{stage}_data_path"
+            layer.values.setdefault(name, (value, where))
+            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
+        elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
             reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
-            del layer.values[name]
             layer.problems.append(
-                f"{where}: {alias}={shortened(number)} {reason}; {aliases.OTHER_WAYS[alias]}")
+                f"{where}: {alias}={shortened(value)} {reason}; {aliases.OTHER_WAYS[alias]}")
         else:
-            factors = [number, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
-            value = math.prod(getattr(config, factor) for factor in units)
-            value = round(float(number) * value) if is_share else int(number) * value
-            layer.values[name] = (str(value), where)
-            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={value}"
+            factors = [value, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
+            product = int(value) * math.prod(getattr(config, factor) for factor in units)
+            layer.values[name] = (str(product), where)
+            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
 
 
 def settled(layers: Sequence[Layer], is_run: bool = True) -> tuple[Values, Values]:
@@ -456,7 +473,7 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
     if in_environment:
         yield f"From the environment: {', '.join(in_environment)}"
     for where, same in ((".env", True), ("the environment, which overrides .env", False)):
-        names = [name for name, value in exported(layers).items()
+        names = [name for name, value in exported(layer for layer in layers if layer.is_env).items()
                  if (environ.get(name, value) == value) is same]
         if names:
             yield f"For the libraries, from {where}: {', '.join(names)}"

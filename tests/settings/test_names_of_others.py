@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
+from learn.optim import learning_rate
 from settings.aliases import ALIASES, COMPUTED, CONVERTED, HARMLESS, OTHER_WAYS, translate, validate
 from settings.load import PRESETS_DIR, peek, read_env_file
 from tests.settings.test_load import empty_folder, load, problems  # noqa: F401
@@ -55,11 +56,44 @@ def test_rows_become_tokens_with_the_row_length_and_the_ranks():
     assert peek([*given, "4"])[0]["total_batch_size"] == "8192"
 
 
-def test_a_share_of_the_steps_becomes_steps_where_they_are_known():
-    loaded = load("--max-steps", "200", config={"warmup_ratio": 0.1})
-    assert loaded.config.warmup_steps == 20 and "warmup_ratio: 0.1 x 200 steps = WARMUP_STEPS=20" in loaded.notes
-    assert "warmup_ratio=0.1 needs MAX_STEPS; WARMUP_STEPS is" in problems("--epochs", "1", config={"warmup_ratio": 0.1})[0]
-    assert "is not a valid number" in problems("--max-steps", "9", "--warmup_ratio", "5")[0]
+def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
+    config = load("--max-steps", "200", config={"warmup_ratio": 0.1}).config
+    assert config.warmup_steps == 0.1 and learning_rate(19, config) == config.learning_rate > learning_rate(18, config)
+    for given, steps in (("0.03", 3), ("0", 0), ("7", 7), ("1", 1)):
+        config = load("--epochs", "1", env=f"WARMUP_RATIO={given}\n").config.model_copy(update={"max_steps": 100})
+        assert max(range(100), key=lambda step: learning_rate(step, config)) == max(0, steps - 1)
+    assert "WARMUP_STEPS=1.5 must be a whole number" in problems("--warmup_ratio", "1.5")[0]
+
+
+@pytest.mark.parametrize("flags, config, stage, name", [
+    (("--training-stage", "sft", "--dataset_name", "a/b"), {}, "sft", "dataset_name"), (("--train_file", "a/b"), {}, "pretrain", "train_file"),
+    ((), {"datasets": [{"path": "a/b", "type": "alpaca"}]}, "sft", "datasets"), ((), {"rl": "dpo", "datasets": [{"path": "a/b", "split": "train"}]}, "dpo", "datasets"),
+    (("--training-stage", "grpo", "--reward", "exact"), {"dataset_name": "a/b"}, "grpo", "dataset_name")])
+def test_names_of_data_are_those_of_the_stage(flags, config, stage, name):
+    start = ("--instruct-checkpoint", "x") if stage in ("dpo", "grpo") else ("--pretrain-checkpoint", "x")
+    loaded = load("--tokenizer-path", "x", *start, *flags, config=config)
+    assert loaded.config.training_stage == stage and loaded.config.data_path == "a/b"
+    assert f"{name} is our {stage.upper()}_DATA_PATH: a/b" in loaded.notes
+    prepared = load("--tokenizer-path", "x", *start, *flags, f"--{stage}-data-path", "prepared", config=config)
+    assert prepared.config.data_path == "prepared", "as ./paddock train adds it"
+
+
+def test_data_under_another_name_needs_no_sample():
+    values, _ = peek(["--debug", "--dataset_name", "a/b"])
+    assert values["pretrain_data_path"] == "a/b" and values["preset"] == "debug"
+
+
+def test_values_of_others_are_used_under_our_names_too():
+    loaded = load("--optimizer", "adamw_torch_fused", env="PRECISION=bfloat16\n", config={"model_type": "LlamaForCausalLM"})
+    assert (loaded.config.optimizer, loaded.config.precision, loaded.config.model_type) == ("adamw", "bf16", "llama")
+    assert "OPTIMIZER=adamw_torch_fused is our adamw" in loaded.notes
+    assert load("--optimizer", "adamw_torch", "--optimizer", "muon").config.optimizer == "muon"
+
+
+def test_variables_of_libraries_are_exported_under_other_names():
+    loaded = load("--device_id", "1", config={"wandb_project": "x"})
+    assert loaded.exports == {"CUDA_VISIBLE_DEVICES": "1", "WANDB_PROJECT": "x"}
+    assert {"device_id is CUDA_VISIBLE_DEVICES: 1", "wandb_project is WANDB_PROJECT: x"} <= {*loaded.notes}
 
 
 @pytest.mark.parametrize("flags, env, config, second", [
@@ -83,10 +117,10 @@ def test_implied_settings_may_also_be_given():
 
 
 @pytest.mark.parametrize("config, words", [
-    ({"bf16": "auto"}, "bf16=auto does not carry over; PRECISION=bf16 does it here"), ({"bf16": False}, "does not carry over"),
+    ({"bf16": False}, "does not carry over"),
     ({"optim": "adamw_8bit"}, "OPTIMIZER=adamw_8bit: expected 'adamw' or 'muon'"), ({"deepspeed": "ds.json"}, "SHARDING=full"),
-    ({"datasets": [{"path": "x", "type": "alpaca"}]}, "SFT_DATA_PATH"), ({"packing": False}, "rows are always packed"),
-    ({"train_on_inputs": True}, "only the answers"), ({"tensor_parallel_degree": 2}, "only by SHARDING"), ({"device_id": 1}, "--gpus N"),
+    ({"datasets": [{"path": "x"}, {"path": "y"}]}, "SFT_DATA_PATH"), ({"packing": False}, "rows are always packed"),
+    ({"train_on_inputs": True}, "only the answers"), ({"tensor_parallel_degree": 2}, "only by SHARDING"), ({"datasets": [{"path": "x", "field": "y"}]}, "SFT_DATA_PATH"),
     ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED")])
 def test_a_value_that_does_not_carry_over_is_refused(config, words):
     (problem,) = problems(config=config)
@@ -112,12 +146,14 @@ def test_names_in_sections_mean_what_they_mean_there():
     assert not config.compile and config.wandb_enabled
     assert "eval" in problems(config={"eval": {"lr": 5}})[0]
     assert load(config={"resume": False}).config.resume == "never"
+    config = load(config={"data": {"init_args": {"seed": 5}}, "seed": 3, "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"betas": [0.8, 0.9]}}}).config
+    assert (config.seed, config.data_seed, config.adam_beta1, config.adam_beta2, config.optimizer) == (3, 5, 0.8, 0.9, "adamw")
 
 
 def test_every_conversion_is_to_valid_settings():
     assert {*CONVERTED, *COMPUTED, *HARMLESS} <= {*ALIASES, *OTHER_WAYS}
     for name, table in CONVERTED.items():
-        for value in table:
+        for value in table if isinstance(table, dict) else ():
             settings = translate(name, "1" if value == "*" else value)
             assert not validate({key: (each, "") for key, each in settings.items()})[1], (name, value)
 

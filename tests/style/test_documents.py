@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from config import Config
+from scripts.main import ELSEWHERE
 from settings.aliases import known_form
 from settings.load import describe_settings
 
@@ -50,6 +51,9 @@ def test_every_name_of_another_trainer_is_known_and_has_a_setting_or_a_command()
         names = [name for name in re.findall(r"`([a-z][\w.]*)`", theirs) if not name.endswith(".py")]
         assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", theirs)), theirs
         quoted = re.findall(r"`(.*?)`", ours)
+        if called := re.match(r"`(?:trl|axolotl|litgpt|llamafactory-cli|python -m scripts)[ .](\w+\S*?)[ `]", theirs):
+            command = ELSEWHERE.get(called[1].replace("-", "_"), called[1])
+            assert "./paddock" not in ours or command.split()[0] == quoted[0].split()[1], theirs
         assert quoted or ours == "nothing to set", theirs
         assert {each for each in quoted if not each.startswith(("./paddock ", "--"))} <= settings, ours
 
