@@ -3,10 +3,13 @@
 import hashlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+from commands import python
 from factories import MODES, UNMEASURED, TinyRun, contents
 
 from checkpoint import store
@@ -25,6 +28,17 @@ def lines(monkeypatch) -> list[str]:
     PRINTED.clear()
     monkeypatch.setattr(history_module, "show", PRINTED.append)
     return PRINTED
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Forks the processes that repeat steps, so that they need not import torch."""
+    def run(command, env, stdout, **_) -> SimpleNamespace:
+        done = python(*command[1:], env=env)
+        stdout.write((done.stdout + done.stderr).encode())
+        return done
+
+    monkeypatch.setattr(history_module, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -71,7 +85,7 @@ def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path, monkeyp
     assert state["progress"]["step"] == 8 and state["progress"]["best_val_loss"] is not None
 
 
-def test_without_checksums_the_losses_are_the_proof(tiny_run, tmp_path, lines):
+def test_without_checksums_the_losses_are_the_proof(tiny_run, forked, tmp_path, lines):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4)
     assert run.train() == 0
     expected = all_steps(run, 4)
@@ -106,7 +120,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_step_that_differs_from_the_record_is_an_error_and_nothing_is_written(mistake, checked, tmp_path):
+def test_a_step_that_differs_from_the_record_is_an_error_and_nothing_is_written(mistake, checked, forked, tmp_path):
     run = checked[0].copy(tmp_path / "copy")
     change, options, words = MISTAKES[mistake]
     change(run)
@@ -149,7 +163,7 @@ def test_a_replay_names_the_rank_whose_rows_differ(tiny_run, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("first, words", [(1, "could not be repeated: .*PRETRAIN_DATA_PATH"), (0, "step 1 is not the recorded step: .* Data, code")])
-def test_data_that_was_prepared_again_is_an_error(first, words, prepared, tmp_path):
+def test_data_that_was_prepared_again_is_an_error(first, words, prepared, forked, tmp_path):
     shards = Path(shutil.copytree(prepared.shards, tmp_path / "shards"))
     run = TinyRun(prepared._replace(shards=shards), tmp_path, **CHECKED, SAVE_EVERY=1, MAX_STEPS=2)
     assert run.train() == 0
@@ -174,7 +188,7 @@ def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, agai
     assert hashes(output) == hashes(run.checkpoint(3)) and f"WORLD_SIZE={again or recorded}, SHARDING={settings.get('SHARDING', 'none')}" in lines[1]
 
 
-def test_other_code_and_ranks_must_be_asked_for(checked, tmp_path, lines):
+def test_other_code_and_ranks_must_be_asked_for(checked, forked, tmp_path, lines):
     run, output = checked[0].copy(tmp_path / "copy"), tmp_path / "out" / "five"
     with pytest.raises(SettingsError, match="without REPRODUCIBLE, which this run did not set"):
         recreate(run.folder, 5, output, ranks=2)
