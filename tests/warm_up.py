@@ -1,8 +1,17 @@
 """What the server that the tests fork processes from does once, and each of these processes then has."""
 
+import os
+
 import factories  # noqa: F401
+import numpy.ma  # noqa: F401
 import torch._dynamo  # noqa: F401
 
+from config import Config
 from extensions.card import template
+from run.extensions import load_extensions
+from settings.aliases import misspelled
 
 template()
+load_extensions(Config(), print)
+for name in os.environ:
+    misspelled(name)
