@@ -69,6 +69,7 @@ class ShardedSum:
     """
 
     gradients: Tensor
+    dtype: torch.dtype  # of a micro-batch's gradients
     integers: Optional[Tensor] = None  # this rank's slice
     scale: float
     range: Tensor  # smallest and largest value of the micro-batch
@@ -78,7 +79,8 @@ class ShardedSum:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op,
                  async_op: bool = False) -> None:
-        self.gradients, self.range = output_tensor, torch.stack(torch.aminmax(input_tensor))
+        input_tensor = input_tensor.to(self.dtype)
+        self.gradients, self.range = output_tensor, torch.stack(torch.aminmax(input_tensor)).float()
         integers = torch.empty(output_tensor.shape, dtype=torch.int64, device=output_tensor.device)
         dist.reduce_scatter_tensor(integers, input_tensor.mul_(self.scale).long(), group=group)
         self.integers = integers if self.integers is None else self.integers.add_(integers)
@@ -102,9 +104,14 @@ class ReproducibleReducer(Reducer):
         self.bits = INTEGER_BITS - (micro_batches - 1).bit_length()
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.full = [parameter for parameter in self.trained if not is_divided(parameter)]
+        for parameter in self.full:
+            if parameter.dtype == torch.bfloat16:  # sum look-up and head in float32, as with FSDP
+                parameter.grad_dtype = None
         self.sharded = {module: ShardedSum() for module in model.modules() if is_sharded(module)}
         for module, each in self.sharded.items():
             module.set_custom_reduce_scatter(each)
+            # FSDP has float32 gradients; those of a whole bf16 matrix are bf16.
+            each.dtype = torch.bfloat16 if config.bf16_weights else torch.float32
         # One tensor, for one all-reduce: gradients, whether each is not finite, each micro-batch's largest.
         sizes = [parameter.numel() for parameter in self.full]
         sizes += [len(self.full) + len(self.sharded), micro_batches]
@@ -128,7 +135,7 @@ class ReproducibleReducer(Reducer):
         ranges = [nothing] * len(self.not_finite)
 
         def add(index: int, parameter: nn.Parameter) -> None:
-            gradient, parameter.grad = parameter.grad.flatten(), None
+            gradient, parameter.grad = parameter.grad.flatten().to(parameter.dtype), None
             ranges[index] = torch.stack(torch.aminmax(gradient))
             for sums, values in zip(self.sums[index].split(chunk), gradient.mul_(self.scale).split(chunk)):
                 sums.add_(values.long())

@@ -170,13 +170,13 @@ def sum_gradients_in_float32(parameter: Tensor) -> None:
 
 
 class Lookup(torch.autograd.Function):
-    """Embedding look-up whose gradients are summed in float32."""
+    """Embedding look-up in float32, so that a bf16 matrix rounds the sum of its tokens' gradients only once."""
 
     @staticmethod
     def forward(ctx, ids, weight_VD):
         ctx.save_for_backward(ids)
         ctx.rows = len(weight_VD)
-        return F.embedding(ids, weight_VD)
+        return F.embedding(ids, weight_VD).float()
 
     @staticmethod
     def backward(ctx, gradient):

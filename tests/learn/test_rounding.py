@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from factories import TinyRun, assert_same_run
+from factories import MODES, ONLINE, TinyRun, assert_same_run
 
 from checkpoint.tensors import open_tensors, read_all
 from config import Config, rules
@@ -165,8 +165,8 @@ def test_gradients_are_freed_during_the_backward_pass(monkeypatch, prepared, tmp
     assert max(held) == 1 and len(held) > 10
 
 
-@pytest.mark.parametrize("layout", [(2, {}), (2, {"SHARDING": "full"}), pytest.param((2, {"SHARDING": "full"} | BACKWARD | {
-    "MICRO_BATCH_SIZE": 4}), marks=pytest.mark.slow)], ids=["ddp", "full", "backward"])
+@pytest.mark.parametrize("layout", [(2, {}), *(pytest.param((2, {"SHARDING": "full"} | changes), marks=pytest.mark.slow)
+                                               for changes in ({}, BACKWARD | {"MICRO_BATCH_SIZE": 4}))], ids=["ddp", "full", "backward"])
 def test_two_ranks_compute_what_one_does_up_to_the_order_of_sums(layout, prepared, tmp_path):
     world_size, settings = layout
     one, two = (TinyRun(prepared, tmp_path / name, MAX_STEPS=4, SAVE_EVERY=1, **BF16 | settings) for name in ("one", "two"))
@@ -177,6 +177,39 @@ def test_two_ranks_compute_what_one_does_up_to_the_order_of_sums(layout, prepare
     weights = [read_all(open_tensors(run.checkpoint(1) / "model.safetensors")) for run in (one, two)]
     differs = torch.cat([(weights[0][name] != each).flatten() for name, each in weights[1].items()])
     assert float(differs.double().mean()) < 0.15  # other random bits would change a third of them
+
+
+@pytest.mark.parametrize("layout, settings", [
+    ((2, {"SHARDING": "full"}), {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ((2, {"SHARDING": "full"}), MUON | {"PRECISION": "bf16"}), ((2, {"SHARDING": "full"}), {"TIE_EMBEDDINGS": "false"}),
+        ((2, {}), {}), ((3, {}), MUON), ((4, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}), {"PRECISION": "bf16"})))])
+def test_reproducible_ranks_compute_the_bits_of_one_process(layout, settings, prepared, tmp_path):
+    """Tied, in float32: look-up and head add to the gradient of one bf16 matrix, which may be rounded only once."""
+    (world_size, sharding), exact = layout, BF16 | {"REPRODUCIBLE": "true", "MICRO_BATCH_SIZE": 1, "MAX_STEPS": 3}
+    one, run = (TinyRun(prepared, tmp_path / name, CACHE_DIR=tmp_path / name, **exact | settings) for name in ("one", "run"))
+    assert one.train() == run.train(STOP_STEP=1) == 0
+    run.ends([0] * world_size, **sharding)
+    assert_same_run(one, run, step=3, logs=("ledger", "samples"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, MUON, BACKWARD | {"MICRO_BATCH_SIZE": 4}], ids=["adamw", "muon", "backward"])
+def test_states_in_host_memory_get_the_same_bits(settings, prepared, tmp_path):
+    """Resumed in the middle, where the states come from a checkpoint."""
+    held, offloaded = (TinyRun(prepared, tmp_path / name, MAX_STEPS=3, SHARDING="full", **BF16 | settings) for name in ("held", "offloaded"))
+    held.ends([0, 0])
+    offloaded.ends([0, 0], CPU_OFFLOAD="true", STOP_STEP=1)
+    offloaded.ends([0, 0], CPU_OFFLOAD="true")
+    assert held.hashes(3) == offloaded.hashes(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [mode for mode in MODES | ONLINE if "lora" not in mode])
+def test_every_stage_resumes_with_the_same_bits(mode, stages, tmp_path):
+    whole, run = (stages.run(mode, tmp_path / name, **BF16) for name in ("whole", "run"))
+    assert whole.train() == 0
+    assert run.train(STOP_STEP=2) == run.train() == 0
+    assert_same_run(whole, run, step=4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
