@@ -170,7 +170,7 @@ def sum_gradients_in_float32(parameter: Tensor) -> None:
 
 
 class Lookup(torch.autograd.Function):
-    """Embedding look-up in float32, so that a bf16 matrix rounds the sum of its tokens' gradients only once."""
+    """Embedding look-up in float32, so that the gradient of a bf16 matrix is rounded only once."""
 
     @staticmethod
     def forward(ctx, ids, weight_VD):
