@@ -248,6 +248,10 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     inputs = ranks.raise_on_all(lambda: verified or read("never"))
     for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
         context.log.info(unused)
+    rows = inputs.validation_rows
+    if any(getattr(source, "truncated", 0) for source in getattr(rows, "source_rows", [rows])):
+        context.log.info(f"Held-out data: {rows.describe()}. What is cut off is not scored, and a prompt "
+                         "whose answer is cut off is not answered; raise MAX_SEQ_LEN to change that")
     progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
     origin, objective = objective_of or folder, None
     if inputs.validation_rows is not None:

@@ -241,7 +241,8 @@ def distill(args: Namespace, seed: int) -> dict[str, Any]:
             "--pretrain-checkpoint", half, "--learning-rate", args.rate or 3e-4,
             "--validate-every", args.steps, "--validation-rows", args.problems,
             "--cache-dir", args.work / "data", *shape(args), *flags)
-        losses = [line["val_loss"] for line in lines(args, f"{name}-{seed}", "metrics") if "val_loss" in line]
+        losses = [line.get("val_cross_entropy", line["val_loss"])  # without the teacher's part
+                  for line in lines(args, f"{name}-{seed}", "metrics") if "val_loss" in line]
         result |= {"loss before": losses[0], f"loss {name}": losses[-1]}
     return result
 
@@ -303,10 +304,10 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
 
     from extensions.inference.weights import load_for_use
     from hellaswag_utils import evaluate_batches, prepare_task, read_items
-    from run.extensions import load_kernels
+    from run.extensions import extension_module
 
     items = read_items(args.items)[:args.problems]
-    load_kernels()
+    extension_module("cpu_kernels")
     model, tokenizer = load_for_use(Path(args.model), dtype=torch.float32)
     started, ours = time.process_time(), {}
     tasks = [prepare_task(item, tokenizer, 1024) for item in items]

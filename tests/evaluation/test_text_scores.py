@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,7 +87,7 @@ def test_an_own_function_scores_the_answers_with_any_number_of_ranks_and_in_eval
     assert " | letters: " in (alone.folder / "log" / "rank-0.txt").read_text()
 
 
-def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path):
+def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **GENERATION)
     assert run.train() == 0
     config = settings_for(run.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
@@ -97,6 +98,12 @@ def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, s
     names = "generation_letters", "generation_letters_stderr"
     mean, error = (measured.metrics[name] for name in names)
     assert len(scored) == 4 and min(scored) > 0 and mean > 0 and error > 0 and "letters" in [row.metric for row in measured.table]
+    for length in (40, 1024):  # all chats have more tokens, or fewer
+        capsys.readouterr()
+        with joined_ranks("cpu", 10) as ranks:
+            changed = config.model_copy(update={"max_seq_len": length, "validate_every": 1})
+            open_model(run.checkpoint(0), changed, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
+        assert bool(re.search(r"Held-out data: .*[1-9]\d* cut to MAX_SEQ_LEN=40", capsys.readouterr().out)) == (length == 40)
     pairs = ("ab", "x", "b"), ("ab", "b", "b"), ("ab", "b", "c")
     assert evaluate.own_score("scores:same", *zip(*pairs))["generation_same"] == pytest.approx(1 / 3)
 
