@@ -272,13 +272,3 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
 
     for name, tensor in own.items():
         put(tensor, state[name])
-
-
-def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
-    """Return the parameters of an equivalent model without adapters by name, float32 on the CPU."""
-    state: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        weight = module.merged() if hasattr(module, "merged") else getattr(module, "weight", None)
-        if weight is not None:
-            state[f"{name}.weight"] = weight.detach().float().cpu()
-    return state

@@ -72,14 +72,6 @@ def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
     return torch.bfloat16 if bf16_is_fast(device_type) else torch.float32
 
 
-def device_and_dtype(device: Optional[torch.device],
-                     dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on GPUs that have it."""
-    device = device or torch.device(choose_device(RunConfig()))
-    has_bf16 = device.type == "cuda" and bf16_is_fast("cuda")
-    return device, dtype or (torch.bfloat16 if has_bf16 else torch.float32)
-
-
 def make_deterministic(config: RunConfig, device_type: str) -> None:
     """With DETERMINISTIC or REPRODUCIBLE, let torch use only deterministic CUDA kernels; a CPU's always are.
 
@@ -162,17 +154,6 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     for parameter in model.parameters():
         if not fsdp.is_divided(parameter):
             parameter.data = parameter.data.to(ranks.device)
-
-
-def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
-                       dtype: torch.dtype = torch.float32,
-                       device: torch.device | str = "cpu") -> Transformer:
-    """Return a model with a Hugging Face Llama's tensors in their stored dtype, which computes in `dtype`."""
-    state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
-    model = model_on_meta(config, vocab_size, dtype)
-    model.load_state_dict({name: tensor.full().to(device, copy=True) for name, tensor in state.items()},
-                          assign=True)
-    return model
 
 
 # ------------------------------------------------------------------ compilation and data parallelism

@@ -1,28 +1,24 @@
-"""Requests to the Hugging Face hub and to remote files, repeated after temporary failures."""
+"""Requests to the Hugging Face hub, repeated after temporary failures."""
 
-import errno
 import os
 import random
 import re
 import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import TypeVar
 
 from common.activity import foreign_call
-from common.errors import DataError, requires_package
+from common.errors import requires_package
 from common.text import print_safely, without_passwords
 
 T = TypeVar("T")
 
 TRIES = 5
 FIRST_WAIT_SECONDS = 1.0  # doubled after each try, and shortened randomly to spread out clients
-STALL_SECONDS = 60  # without data before a connection counts as lost
 HUB_SECONDS = 5
 TRANSIENT_STATUS = {408, 425, 429, *range(500, 600)}
 # By name, because each client has its own classes (requests, httpx, aiohttp).
@@ -103,44 +99,6 @@ def why_not(error: Exception) -> str:
     return f"{reason}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give"
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL or path, and its name there."""
-    from fsspec.core import url_to_fs
-    from fsspec.implementations.local import LocalFileSystem
-
-    local = os.path.expanduser(url)
-    if os.path.lexists(local) or "://" not in url:  # names may contain ::
-        return LocalFileSystem(), str(Path.cwd() / local)
-    options = {}
-    if url.startswith(("http://", "https://")):
-        with requires_package("aiohttp", url):
-            from aiohttp import ClientTimeout
-        # aiohttp's default is 5 minutes for a whole file.
-        timeout = ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
-        options["client_kwargs"] = {"timeout": timeout}
-    return url_to_fs(url, **options)
-
-
-@contextmanager
-def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
-    """Download a file of a remote fsspec file system into a temporary file for the `with` block.
-
-    `simplecache::` makes the same call, but treats a partial file after a lost connection as complete.
-    """
-    with tempfile.TemporaryDirectory(prefix="download-") as folder:
-        local = os.path.join(folder, "content")
-        try:
-            retry(name, lambda: fs.get_file(name, local))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise DataError(f"{name}: the disk of {folder} is full; set TMPDIR to a folder with room for the "
-                            "largest file of the source") from error
-        file = open(local, "rb")
-    with file:  # already unlinked, so that a killed process leaves nothing behind
-        yield file
-
-
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
                revision: str | None = None, **patterns: list[str]) -> Path:
     """Return the cached copy of a hub model if complete, else download it, beginning with `required_file`."""
@@ -157,52 +115,3 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
     retry(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS), only_if_answered=True)
     with foreign_call():  # the hub's client has its own time-outs
         return Path(retry(name, snapshot))
-
-
-def cached_dataset(name: str, config: str, revision: str) -> Path | None:
-    """Return the local copy of a hub dataset without a request; the folder is named after the commit.
-
-    It is a whole repository (`hf download`), or the Arrow files of a config (`datasets`); None without both.
-    """
-    if not HUB_NAME.fullmatch(name):
-        return None
-    with requires_package("datasets", f"{name}, a dataset of the hub,"):
-        from datasets.config import HF_DATASETS_CACHE
-        from datasets.naming import camelcase_to_snakecase
-        from huggingface_hub import snapshot_download
-    try:
-        snapshot = Path(snapshot_download(name, repo_type="dataset", revision=revision or None,
-                                          local_files_only=True))
-        # The client stores this list of files only for complete downloads.
-        if (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").is_file():
-            return snapshot
-    except (OSError, ValueError):
-        pass
-    owner, _, dataset = name.rpartition("/")
-    folder = (f"{owner}___" if owner else "") + camelcase_to_snakecase(dataset)
-    commits = [info.parent for info in Path(HF_DATASETS_CACHE, folder, config or "default").glob(
-               "*/*/dataset_info.json") if revision in ("", "main", info.parent.name)]
-    return max(commits, key=lambda commit: commit.stat().st_mtime, default=None)
-
-
-@cache
-def say_once(line: str) -> None:
-    print_safely(line, sys.stderr)
-
-
-def hub_revision(name: str, revision: str, config: str = "") -> str:
-    """Return the current commit of a hub dataset's revision, or that of the local copy if the hub is away."""
-    if not HUB_NAME.fullmatch(name):
-        raise DataError(f"{name} is not a valid hub name (owner/name); correct it, or give a path")
-    with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):
-        from huggingface_hub import HfApi
-    try:
-        return retry(name, lambda: HfApi().dataset_info(
-            name, revision=revision or None, timeout=HUB_SECONDS).sha, only_if_answered=True)
-    except Exception as error:  # its class differs between versions of the hub's HTTP library
-        if status_of(error) is None and (copy := cached_dataset(name, config, revision)):
-            say_once(f"{name}: the hub cannot be reached; using its local copy, commit {copy.name}")
-            return copy.name
-        without_copy = f" (no local copy has its config {config or 'default'!r})" * (status_of(error) is None)
-        raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
-                        f"{why_not(error)} a path{without_copy}") from error

@@ -25,6 +25,7 @@ from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import WrongContentError, advice_on_encoding, check_start, sha256
 from common.text import counted, pip_install, without_passwords
+from data_pipeline import remote_data
 
 # Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
 # reads them in blocks, so errors would not name the line, one bad record would end the file, and all
@@ -203,7 +204,7 @@ class StoredFile:
 
     def open(self) -> Any:
         """Return a context manager with the file's content; a remote file is downloaded first."""
-        return open(self.name, "rb") if self.is_local else remote.downloaded(self.fs, self.name)
+        return open(self.name, "rb") if self.is_local else remote_data.downloaded(self.fs, self.name)
 
     def identity(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
         """Return a local file's SHA-256, or the version that a remote store reports."""
@@ -255,7 +256,7 @@ def identify(source: Source, known: dict[str, list],
         check_flags(source, {"files" if source.files else "hub"})
         return {"name": source.name, "config": source.config, "split": source.split or "train",
                 "files": source.files,
-                "revision": remote.hub_revision(source.name, source.revision, source.config), **reading}
+                "revision": remote_data.hub_revision(source.name, source.revision, source.config), **reading}
     files = []
     for file in list_files(source):
         with reading_errors(file.url):
@@ -315,7 +316,7 @@ def list_files(source: Source) -> list[StoredFile]:
         shown = [os.path.relpath(name, root) if root else name for name in sorted(those)[:SHOWN_NAMES]]
         listed.append(f"{len(those):,} {reason} ({', '.join(shown)}{', ...' * (len(those) > SHOWN_NAMES)})")
     if listed:
-        remote.say_once(f"{without_passwords(path)}: reading {counted(len(files), 'file')}{of_split}; "
+        remote_data.say_once(f"{without_passwords(path)}: reading {counted(len(files), 'file')}{of_split}; "
                         f"not read: {'; '.join(listed)}")
     return files
 
@@ -368,7 +369,7 @@ def _walk(root: str, unread: dict[str, list[str]]) -> list[str]:
 
 def _find_names(path: str, unread: dict[str, list[str]]) -> tuple[Any, str, list[str]]:
     """Return the file system, the root if the path is a folder, and the names of the files."""
-    fs, root = remote.file_system(path)
+    fs, root = remote_data.file_system(path)
     if is_local(fs):
         return fs, root if os.path.isdir(root) else "", local_files(root, unread)
     try:
@@ -723,8 +724,8 @@ def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Recor
     datasets = _import_datasets(f"{source.name}, a dataset of the hub,")
     revision, split = source.revision, source.split or "train"
     if not COMMIT.fullmatch(revision):
-        revision = remote.hub_revision(source.name, revision, source.config)
-    copy = remote.cached_dataset(source.name, source.config, revision)
+        revision = remote_data.hub_revision(source.name, revision, source.config)
+    copy = remote_data.cached_dataset(source.name, source.config, revision)
     path, config, files = str(copy or source.name), source.config or None, source.files
     with reading_errors(f"{source.name} ({source.config or 'default'}, {split})"):
         if copy and (copy / "dataset_info.json").is_file():  # Arrow files of a whole config

@@ -20,7 +20,7 @@ import lora
 import model_utils
 from checkpoint.huggingface import hub_model, read_model_json
 from checkpoint.store import places
-from common.errors import CheckpointError, PaddockError, SettingsError
+from common.errors import CheckpointError, PaddockError, SettingsError, requires_package
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.remote import is_hub_name
 from common.text import counted, print_safely, show, status_line
@@ -42,7 +42,7 @@ from fused.head import IGNORE_INDEX
 from hellaswag_utils import read_choice_set, read_items
 from learn import objectives
 from learn.optim import Optimizer, make_reducer
-from learn.teacher import find_teacher, teacher_on_meta
+from learn.teacher import HFTeacher, LlamaTeacher, find_teacher
 from model import Transformer
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.extensions import load_extensions
@@ -571,3 +571,17 @@ def describe_disk(config: Config, size: int) -> str:
         raise SettingsError(f"OUTPUT_DIR={config.output_dir}: {text}; free up space, keep fewer (KEEP_LAST="
                             f"{config.keep_last}, KEEP_EVERY={config.keep_every}), or use another disk")
     return text
+
+
+def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
+    """Return the teacher in a folder of `find_teacher` without its weights."""
+    described = read_model_json(folder / "config.json")
+    try:
+        shape = model_utils.read_model_config(folder)
+    except CheckpointError:
+        with requires_package("transformers", f"TEACHER_MODEL={folder}"):
+            from transformers import AutoConfig, AutoModelForCausalLM
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            return HFTeacher(AutoModelForCausalLM.from_config(config), vocab_size)
+    return LlamaTeacher(model_utils.model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from checkpoint import store
 from checkpoint.huggingface import hub_model, load_model_weights, read_model_json
-from common.errors import CheckpointError, SettingsError, requires_package
+from common.errors import CheckpointError, SettingsError
 from common.remote import is_hub_name
 from common.text import command, pip_install
 from config import Config
@@ -175,20 +175,6 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     ranks.raise_on_all(lambda: load_weights(folder, model))
     compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)
-
-
-def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
-    """Return the teacher in a folder of `find_teacher` without its weights."""
-    described = read_model_json(folder / "config.json")
-    try:
-        shape = read_model_config(folder)
-    except CheckpointError:
-        with requires_package("transformers", f"TEACHER_MODEL={folder}"):
-            from transformers import AutoConfig, AutoModelForCausalLM
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            return HFTeacher(AutoModelForCausalLM.from_config(config), vocab_size)
-    return LlamaTeacher(model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)
 
 
 def _dtype(config: Config, stored: torch.dtype, device: torch.device) -> torch.dtype:

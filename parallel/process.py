@@ -6,6 +6,7 @@ torch listens on all interfaces and trusts every client.
 
 import ctypes
 import fcntl
+import ipaddress
 import json
 import os
 import re
@@ -136,6 +137,14 @@ def first_on_machine() -> Iterator[bool]:
 LOOPBACK = ("127.0.0.1", "::1")  # the second for machines without IPv4
 RESOLVE_SECONDS = 25.0  # a cluster's DNS may learn names later than its machines start
 SIOCGIFADDR = 0x8915  # from linux/sockios.h
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reachable only from this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:

@@ -43,11 +43,10 @@ from common import interrupts
 from common.command_line import CommandParser
 from common.errors import CheckpointError, HangError, SettingsError, run_script
 from common.files import disk_errors, plain
-from common.http_server import is_loopback
 from common.text import counted, print_safely, silence_unread_streams
 from config import Config
 from parallel import process
-from parallel.process import LOOPBACK, listen_at
+from parallel.process import LOOPBACK, is_loopback, listen_at
 from scripts.gpus import GpuRequest, take_gpus
 from settings.load import exit_with, export, load_config, peek
 

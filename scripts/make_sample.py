@@ -29,8 +29,9 @@ VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats, pairs and prompts, which are fewer
 # The files that determine the sample's bytes: when one of them changes, the sample is created again.
 SOURCES = ("scripts/sample/stories.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
-           "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
-           "data_pipeline/shards.py", "data_pipeline/chats.py", "data_pipeline/templates.py")
+           "data_preparation_utils.py", "data_pipeline/vocabulary.py", "data_pipeline/prepare.py",
+           "data_pipeline/sources.py", "data_pipeline/shards.py", "data_pipeline/chats.py",
+           "data_pipeline/templates.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
@@ -44,9 +45,9 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 
 
 def make(folder: Path, stories: int) -> None:
+    from data_pipeline.vocabulary import train_bpe, write_tiktoken
     from data_preparation_utils import PreparationOptions, prepare_set
     from scripts.sample.stories import parts, texts, write_jsonl
-    from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():
         show(f"  {name}: {write_jsonl(folder / name, records):,} records")

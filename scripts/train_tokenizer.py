@@ -16,7 +16,8 @@ from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, counted, print_safely, show
 from data_pipeline.sources import READABLE, Reading, Source, list_files, read_texts, source_of
-from tokenizer import SPECIALS, train_bpe, write_tiktoken
+from data_pipeline.vocabulary import train_bpe, write_tiktoken
+from tokenizer import SPECIALS
 
 
 def parse_args() -> argparse.Namespace:

@@ -27,6 +27,7 @@ import train
 from checkpoint import huggingface, peft, store
 from checkpoint.tensors import read_all, write_files
 from config import Config, ModelConfig
+from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
 from extensions import cpu_kernels, reproducible, rounding  # noqa: F401, which they register
@@ -39,7 +40,6 @@ from parallel.ranks import Ranks
 from run import folder as run_folder
 from run.life import Progress
 from run.log import CLOCKS
-from tokenizer import train_bpe, write_tiktoken
 
 METRICS_PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy

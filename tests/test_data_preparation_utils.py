@@ -234,7 +234,7 @@ def test_a_resumed_stream_of_the_hub_goes_on_where_it_stopped(tmp_path, tokenize
     hub.mkdir()
     for number in range(3):
         write_texts(hub / f"train-{number}.jsonl", [*texts[200 * number:200 * number + 200], ""])
-    monkeypatch.setattr("data_pipeline.sources.remote.hub_revision", lambda *named: "c0ffee")
+    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "c0ffee")
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     source, chunks = Source(name=str(hub)), []
     options = {"validation_fraction": 0.05, "max_documents": 580, "journal_seconds": 0.0}

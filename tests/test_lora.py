@@ -18,11 +18,10 @@ from checkpoint import peft as peft_format
 from checkpoint.tensors import lazy, read_all
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
-from extensions.inference.weights import merge
+from extensions.inference.weights import merge, merged_state_dict, model_from_tensors
 from extensions.report.console import describe_adapters
 from learn.optim import in_ddp
 from model import Linear, Transformer, padded
-from model_utils import model_from_tensors
 from parallel.ranks import start_ranks, stop_ranks
 from tokenizer import Tokenizer
 
@@ -505,7 +504,7 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
         block.compile(fullgraph=True, backend="aot_eager")
     assert furthest(learn(compiled), learn(model)) < 1e-5
     merged = Transformer(shape(n_layers=1), VOCAB)
-    merged.load_state_dict(lora.merged_state_dict(model))
+    merged.load_state_dict(merged_state_dict(model))
     with torch.no_grad():
         expected = model(tokens(), mode="logits")
         assert (merged(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()

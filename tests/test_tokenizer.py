@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
 from common.errors import DataError
+from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -19,8 +20,6 @@ from tokenizer import (
     Tokenizer,
     load_tokenizer,
     split_long,
-    train_bpe,
-    write_tiktoken,
 )
 
 ROOT = Path(__file__).resolve().parents[1]

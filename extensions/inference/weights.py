@@ -5,7 +5,7 @@ For generation, weights are in the compute dtype, packed for a CPU's matmuls, or
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -15,21 +15,51 @@ from torch import Tensor, nn
 
 from checkpoint import huggingface, peft, store
 from checkpoint.huggingface import context_length, read_model_json
+from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import command, print_safely
-from config import START_FROM, extension_module
+from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
 from fused.matmul import linear, pack
-from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
+from lora import add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
-from model_utils import DTYPES, device_and_dtype, find_model, model_from_tensors, read_model_config
+from model_utils import DTYPES, bf16_is_fast, choose_device, find_model, model_on_meta, read_model_config
 from parallel.fsdp import is_sharded
 from run.start import find_by_hash
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
+
+
+def device_and_dtype(device: Optional[torch.device],
+                     dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
+    """Return device and dtype; the defaults are a GPU if there is one, and bf16 on GPUs that have it."""
+    device = device or torch.device(choose_device(RunConfig()))
+    has_bf16 = device.type == "cuda" and bf16_is_fast("cuda")
+    return device, dtype or (torch.bfloat16 if has_bf16 else torch.float32)
+
+
+def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
+                       dtype: torch.dtype = torch.float32,
+                       device: torch.device | str = "cpu") -> Transformer:
+    """Return a model with a Hugging Face Llama's tensors in their stored dtype, which computes in `dtype`."""
+    state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
+    model = model_on_meta(config, vocab_size, dtype)
+    model.load_state_dict({name: tensor.full().to(device, copy=True) for name, tensor in state.items()},
+                          assign=True)
+    return model
+
+
+def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
+    """Return the parameters of an equivalent model without adapters by name, float32 on the CPU."""
+    state: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        weight = module.merged() if hasattr(module, "merged") else getattr(module, "weight", None)
+        if weight is not None:
+            state[f"{name}.weight"] = weight.detach().float().cpu()
+    return state
 
 
 def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:

@@ -13,8 +13,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from common.errors import CheckpointError
-from common.http_server import HEADERS, listen
 from common.text import show
+from extensions.http_server import HEADERS, listen
 from extensions.report.page import Report, as_text, render
 
 HOST = "127.0.0.1"

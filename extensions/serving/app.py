@@ -17,13 +17,14 @@ from starlette.routing import Route
 
 from common import interrupts
 from common.errors import SettingsError
-from common.http_server import KEY_VARIABLE, is_loopback, listen
 from common.text import counted, print_traceback, show
+from extensions.http_server import KEY_VARIABLE, listen
 from extensions.inference.text import LanguageModel
 from extensions.report.page import csp_hash, distinct_names, fill_template, join_assets
 from extensions.serving.api import Api
 from extensions.serving.batcher import Batcher, is_out_of_memory
 from extensions.serving.guard import ApiError, Guard
+from parallel.process import is_loopback
 
 ASSETS = Path(__file__).parent / "assets"
 STYLE = join_assets("base.css", ASSETS / "chat.css")

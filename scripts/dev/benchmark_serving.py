@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, run_script  # noqa: E402
-from common.http_server import KEY_VARIABLE  # noqa: E402
 from common.text import show  # noqa: E402
+from extensions.http_server import KEY_VARIABLE  # noqa: E402
 from scripts.dev.paired import extremes, in_turns, ratio  # noqa: E402
 
 WORDS = "river stone lamp garden paper window silver morning".split()

@@ -13,6 +13,7 @@ import pytest
 from common import remote
 from common.errors import DataError
 from common.remote import TRIES, hub_folder, is_transient
+from data_pipeline import remote_data
 from data_pipeline.sources import Reading, Source, list_files, read_texts
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
@@ -174,7 +175,7 @@ def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, t
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{told}"):
-        remote.hub_revision("my/text", "")
+        remote_data.hub_revision("my/text", "")
     assert asked == [remote.HUB_SECONDS] * tries
     assert capfd.readouterr().err.count("retrying") == tries - 1
 
@@ -210,7 +211,7 @@ def test_what_may_pass(error, passes):
 
 
 def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.sources.remote.hub_revision", lambda *named: "")
+    monkeypatch.setattr("data_pipeline.sources.remote_data.hub_revision", lambda *named: "")
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from data_pipeline.templates import load_chat_format
+from data_pipeline.vocabulary import train_bpe
 from extensions.inference.text import encode_special, note_of_controls
-from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
+from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")

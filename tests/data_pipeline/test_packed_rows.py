@@ -14,10 +14,11 @@ from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.chats import describe_lengths
 from data_pipeline.shards import MANIFEST, TokenizerInfo, header_bytes
+from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, open_example_set
 from fused.head import IGNORE_INDEX
-from tokenizer import Tokenizer, train_bpe, write_tiktoken
+from tokenizer import Tokenizer
 
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # whether a part of an example is a target

@@ -264,7 +264,7 @@ def test_what_a_user_types_is_a_shortcut_a_path_or_a_hub_name(tmp_path):
 
 def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text(jsonl(" = A = \n", "one\n", "", " = B = \n"))
-    monkeypatch.setattr(sources.remote, "hub_revision", lambda *named: "c0ffee")
+    monkeypatch.setattr(sources.remote_data, "hub_revision", lambda *named: "c0ffee")
     source = Source(name=str(tmp_path), documents="wikitext")
     assert identify(source, {})["revision"] == "c0ffee"
     assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
@@ -273,7 +273,7 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
 
 
 def test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity(monkeypatch):
-    monkeypatch.setattr(sources.remote, "hub_revision", lambda name, revision, config: revision or COMMIT)
+    monkeypatch.setattr(sources.remote_data, "hub_revision", lambda name, revision, config: revision or COMMIT)
     changes = {"name": "other/texts", "config": "small", "split": "test", "revision": "v1", "files": "en/*.gz", "column": "body",
                "map": "text=body", "documents": "line"}
     assert {field.name for field in fields(Source)} == {*changes, "path"}

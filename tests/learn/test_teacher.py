@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from checkpoint import huggingface, store
 from common.errors import CheckpointError, SettingsError
 from config import Config
+from data_pipeline.vocabulary import train_bpe, write_tiktoken
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from learn.teacher import HFTeacher, LlamaTeacher, find_teacher, load_teacher
 from model import Transformer
 from parallel.ranks import Ranks
-from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+from tokenizer import load_tokenizer
 
 TEXTS = ["The cat saw the dog. The hen lost the fox. A bird fed the cow and the cat met the hen by the barn."] * 3
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "init_std": 0.2}

@@ -27,8 +27,7 @@ from checkpoint.huggingface import read_model_json
 from checkpoint.tensors import write_tensors
 from data_preparation_utils import PreparationOptions, prepare_set
 from extensions.debug.replay import replay
-from extensions.inference.weights import base_of_adapters, load_for_use, merge
-from lora import merged_state_dict
+from extensions.inference.weights import base_of_adapters, load_for_use, merge, merged_state_dict
 from settings.load import Layer
 from tokenizer import load_tokenizer
 

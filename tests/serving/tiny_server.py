@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from factories import PATIENCE, TINY
 
-from common.http_server import listen
 from config import Config
+from extensions.http_server import listen
 from extensions.inference.text import LanguageModel
 from extensions.serving.app import ServeOptions, make_app
 from model import Transformer

@@ -53,7 +53,8 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from checkpoint.huggingface import load_model_weights
     from config import Config, parameter_count
     from extensions.cost import estimate_memory
-    from model_utils import model_from_tensors, read_model_config
+    from extensions.inference.weights import model_from_tensors
+    from model_utils import read_model_config
 
     run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED)
     assert run.train() == 0

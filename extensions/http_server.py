@@ -1,7 +1,6 @@
 """Shared by the project's web servers: addresses, listening sockets, and headers."""
 
 import errno
-import ipaddress
 import socket
 
 from common.errors import SettingsError
@@ -10,14 +9,6 @@ KEY_VARIABLE = "PADDOCK_API_KEY"  # the environment variable with a server's key
 # Forbid other pages to embed or read responses, and caches to store them.
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
            "Cross-Origin-Resource-Policy": "same-origin"}
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable only from this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def listen(host: str, port: int) -> socket.socket:
