@@ -321,7 +321,8 @@ def compute(layers: Sequence[Layer]) -> None:
         if name == "data_path":
             stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
             if alias == "datasets" and "training_stage" not in given:
-                layer.put("training_stage", stage, where)
+                layer.values["training_stage"] = (stage, where)
+                layer.notes["training_stage"] = f"{alias} without a stage is TRAINING_STAGE={stage}"
             name = f"{stage}_data_path"
             layer.values.setdefault(name, (value, where))
             layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
@@ -405,6 +406,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     config = config.model_copy(update=by_depth)
     by_start = derived.settings_of_start(config, decided)  # its row length limits DEPTH's
     config = config.model_copy(update=by_start)
+    is_whole = "n_kv_heads" in decided or config.n_heads % config.n_kv_heads == 0
+    by_heads = {} if is_whole else {"n_kv_heads": config.n_heads}
+    config = config.model_copy(update=by_heads)
     by_stage, deferred = derived.settings_of_stage(config, decided | by_depth.keys())
     config = config.model_copy(update=by_stage)
     unset = Config.model_fields.keys() - decided - {*deferred}
@@ -433,7 +437,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     stage = f"TRAINING_STAGE={config.training_stage}{' with LoRA' if config.lora_enabled else ''}"
     chosen = {f"Kept from {checkpoint}:": recorded, f"DEPTH={config.depth} sets": by_depth,
               f"{stage} sets": by_stage, "From the prepared data or the start checkpoint:": by_start,
-              f"MAX_STEPS={config.max_steps} sets": by_length}
+              f"MAX_STEPS={config.max_steps} sets": by_length, f"N_HEADS={config.n_heads} sets": by_heads}
     notes = [f"{how} {text}" for how, values in chosen.items() if (text := assigned(values))]
     if ignored:
         files = dict.fromkeys(where.rpartition(":")[0] for _, where in ignored.values())

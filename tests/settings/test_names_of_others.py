@@ -74,6 +74,7 @@ def test_names_of_data_are_those_of_the_stage(flags, config, stage, name):
     loaded = load("--tokenizer-path", "x", *start, *flags, config=config)
     assert loaded.config.training_stage == stage and loaded.config.data_path == "a/b"
     assert f"{name} is our {stage.upper()}_DATA_PATH: a/b" in loaded.notes
+    assert ("datasets without a stage is TRAINING_STAGE=sft" in loaded.notes) == (name == "datasets" and stage == "sft")
     prepared = load("--tokenizer-path", "x", *start, *flags, f"--{stage}-data-path", "prepared", config=config)
     assert prepared.config.data_path == "prepared", "as ./paddock train adds it"
 
@@ -132,6 +133,13 @@ def test_names_that_need_no_setting_are_reported_and_empty_values_are_unset():
     assert [note.split()[0] for note in notes if "needs no setting here" in note] == ["monitor_memory=true", "tensor_parallel_degree=1", "num_workers=4", "fp16=false"]
     Path("run.yaml").write_text("wandb_entity:\nwandb_watch:\nlora_target_modules:\nresume_from_checkpoint:\nmax_iters: 3\n")
     assert load("--config", "run.yaml", env="LR=\n").config.max_steps == 3
+
+
+def test_heads_without_a_number_of_kv_heads_have_their_own_unless_the_default_divides_them():
+    loaded = load("--n_head", "6", "--n_embd", "96")
+    assert loaded.config.n_kv_heads == 6 and "N_HEADS=6 sets N_KV_HEADS=6" in loaded.notes
+    assert load("--n_head", "8", "--n_embd", "128").config.n_kv_heads == Config().n_kv_heads
+    assert "N_KV_HEADS=4 must divide" in problems("--n_head", "6", "--n_embd", "96", "--n-kv-heads", "4")[0]
 
 
 def test_the_process_environment_is_not_read():
