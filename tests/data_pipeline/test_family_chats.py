@@ -98,8 +98,11 @@ def conversation(chance: random.Random, may: str) -> tuple[list[dict], dict]:
     return messages, options
 
 
+CHATS = 40  # of each family; rare parts of a chat are in a tenth of them
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_hundred_chats_have_the_ids_and_masks_of_transformers(family, with_template, tmp_path, monkeypatch):  # noqa: F811
+def test_random_chats_have_the_ids_and_masks_of_transformers(family, with_template, tmp_path, monkeypatch):  # noqa: F811
     name, controls, may, ends = FAMILIES[family]
     if "{" not in name:
         folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
@@ -108,7 +111,7 @@ def test_a_hundred_chats_have_the_ids_and_masks_of_transformers(family, with_tem
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Day)
     chance, chats = random.Random(family), 0
-    while chats < 100:
+    while chats < CHATS:
         messages, options = conversation(chance, may)
         literals = [text for text in (str(messages), str(options)) for control in (*controls, "</s>") if control in text]
         given = {"date_string": "26 Jul 2024"} if family == "llama 3.2" else {}

@@ -180,7 +180,7 @@ FULL, HYBRID = {"SHARDING": "full", "MICRO_BATCH_SIZE": 1}, {"SHARDING": "hybrid
 
 @pytest.mark.parametrize("recorded, again, settings", [
     (1, 2, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 1, HYBRID), (2, None, FULL), (2, 1, FULL), (4, None, HYBRID)))])
-def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, again, settings, tiny_run, tmp_path, lines):
+def test_a_reproducible_run_comes_back_on_another_number_of_ranks(recorded, again, settings, tiny_run, forked, tmp_path, lines):
     run = tiny_run(**UNMEASURED | settings, REPRODUCIBLE="true", SAVE_EVERY=1, MAX_STEPS=3)
     run.ends([0] * recorded)
     output = tmp_path / "out" / "three"

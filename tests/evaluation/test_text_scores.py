@@ -74,19 +74,6 @@ def scores(tmp_path, monkeypatch):
     evaluate.function_of.cache_clear()
 
 
-def test_an_own_function_scores_the_answers_with_any_number_of_ranks_and_in_eval(scores, stages, tmp_path, monkeypatch):
-    alone, both = (stages.run("sft", tmp_path, RUN_NAME=f"ranks-{ranks}", METRIC="scores:letters", **GENERATION) for ranks in (1, 2))
-    job = both.start(2, plant, env={"PYTHONPATH": os.environ["PYTHONPATH"]})
-    monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)
-    assert alone.train() == 0
-    monkeypatch.undo()
-    assert set(job.wait()) == {0}, job.text()
-    found, = (line for line in alone.metrics() if "generation_n" in line)
-    assert found["generation_letters"] > 0 and found["generation_letters_stderr"] > 0
-    assert without_clocks(both.metrics()) == without_clocks(alone.metrics())
-    assert " | letters: " in (alone.folder / "log" / "rank-0.txt").read_text()
-
-
 def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **GENERATION)
     assert run.train() == 0
@@ -151,13 +138,16 @@ def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_ask
     assert "Generation [0/0] | Exact match: " in (run.folder / "log" / "rank-0.txt").read_text()
 
 
-def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(stages, tmp_path, monkeypatch):
-    """At the first step, where the weights are the same."""
-    alone, *others = (stages.run("sft", tmp_path, RUN_NAME=f"{ranks}-{sharding}", SHARDING=sharding, **GENERATION)
+def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(scores, stages, tmp_path, monkeypatch):
+    """Also those of an own function; at the first step, where the weights are the same."""
+    alone, *others = (stages.run("sft", tmp_path, RUN_NAME=f"{ranks}-{sharding}", SHARDING=sharding, METRIC="scores:letters", **GENERATION)
                       for ranks, sharding in ((1, "none"), (3, "none"), (2, "full")))
-    jobs = [run.start(ranks, plant) for ranks, run in zip((3, 2), others)]
+    jobs = [run.start(ranks, plant, env={"PYTHONPATH": os.environ["PYTHONPATH"]}) for ranks, run in zip((3, 2), others)]
     monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)
     assert alone.train() == 0 and alone.lines("evaluations")[0]["name"] == "generation"
+    found, = (line for line in alone.metrics() if "generation_n" in line)
+    assert found["generation_letters"] > 0 and found["generation_letters_stderr"] > 0
+    assert " | letters: " in (alone.folder / "log" / "rank-0.txt").read_text()
     for job, run in zip(jobs, others):
         assert set(job.wait()) == {0}, job.text()
         assert run.lines("evaluations") == alone.lines("evaluations")

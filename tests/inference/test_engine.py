@@ -248,7 +248,7 @@ class HostTraffic(TorchDispatchMode):
 def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_tokens(sampling, prompts, monkeypatch):
     """With some requests greedy, and a free row between those that are written."""
     vocabulary = TOP_CANDIDATES + 100  # on the device it cannot be asked whether the most likely tokens suffice
-    model = model_on_meta(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), vocabulary, torch.bfloat16)
+    model = model_on_meta(ModelConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=2, multiple_of=16), vocabulary, torch.bfloat16)
     engine, made, tensor, reads = Engine(model, 4, 400), [], torch.tensor, []
     monkeypatch.setattr(torch, "tensor", lambda *args, **options: made.append(args) or tensor(*args, **options))
     monkeypatch.setattr(engine_module, "same_on_all", lambda _, next_R: reads.append(next_R) or next_R)

@@ -109,7 +109,7 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks
     assert_same_run(run, whole_on_two_ranks, 6)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])  # test_elastic.py has 2 to 4
 def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
     """All rows differ, so equal losses mean equal rows: none is repeated or lost."""
     run = tiny_run()

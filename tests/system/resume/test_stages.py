@@ -101,7 +101,11 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
         assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5) and furthest(gradients, expected) < 2e-6
 
 
-@pytest.mark.parametrize("mode", [*MODES, *ONLINE])
+# They differ from dpo-live, and from distilled and sft, in the loss only.
+SAME_STATE = ("orpo", "simpo", "distilled-sft")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) if mode in SAME_STATE else mode for mode in (*MODES, *ONLINE)])
 def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
     """Validation and samples come after step 2, the signal in step 3."""
     whole, stopped = finished(mode), run(mode)
