@@ -93,7 +93,10 @@ MODELS = {"qwen3-0.6b": 151_936, "llama3.2-1b": 128_256, "qwen3-1.7b": 151_936, 
           "llama3.2-3b": 128_256, "qwen3-4b": 151_936, "mistral-7b": 32_000, "llama3-8b": 128_256,
           "qwen3-8b": 151_936}
 CARDS = (8, 12, 16, 24, 48, 80)  # GB
-METHODS = {"all weights": {}, "LoRA": {"lora_enabled": True},
+BF16 = {"weight_dtype": "bf16", "optimizer_dtype": "bf16"}
+IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0.0}  # a step is one micro-batch
+METHODS = {"all weights": {}, "all weights, bf16": BF16, "all weights, bf16, in backward": BF16 | IN_BACKWARD,
+           "LoRA": {"lora_enabled": True},
            "QLoRA": {"lora_enabled": True, "lora_base_quantization": "nf4"}}
 
 
@@ -109,7 +112,7 @@ def largest_that_fits(preset: str, method: str, memory: int) -> tuple[int, int, 
     config = config.model_copy(update=METHODS[method] | {"sharding": "none", "async_save": False})
     for length, how, rows in product((4096, 2048, 1024), ("none", "selective", "block"), (8, 4, 2, 1)):
         changes = {"max_seq_len": length, "activation_checkpointing": how, "micro_batch_size": rows,
-                   "total_batch_size": 32 * length}
+                   "total_batch_size": length * (rows if config.update_in_backward else 32)}
         tried = config.model_copy(update=changes)
         if estimate_memory(tried, MODELS[preset], 2).total <= memory * 1e9:
             return length, rows, how
