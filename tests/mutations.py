@@ -41,6 +41,7 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 MODEL, LOADERS, OPTIM = "tests/test_model.py", "tests/test_dataloaders.py", "tests/learn/test_optim.py"
 OBJECTIVES, DISTILLATION = "tests/learn/test_objectives.py", "tests/learn/test_distillation.py"
+ROUNDING = "tests/learn/test_rounding.py"
 GRPO, ROLLOUTS = "tests/learn/test_grpo.py", "tests/system/resume/test_online_runs.py"
 RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
@@ -174,6 +175,14 @@ FAULTS = [
     fault("chats: calls without arguments", "data_pipeline/chats.py", 'function.get("arguments") or function.get("parameters") or {}', "{}", FAMILY_CHATS),
     fault("growth: frozen layers are trained too", "run/start.py", 'parameter.requires_grad_(".".join(name.split(".")[:2]) in trained)',
           "pass", "tests/scripts/test_resize_checkpoint.py::test_only_the_new_layers_are_trained_and_exactly_after_a_resume"),
+    fault("rounding: one of the random bits is never used", "extensions/rounding.py", "(bits & 0xFFFF)", "(bits & 0x7FFF)",
+          f"{ROUNDING}::test_rounding_is_unbiased_and_its_bits_are_independent"),
+    fault("rounding: the same bits at every update", "extensions/rounding.py", "rows_R1, columns_C = bits_of_lines(*parameter.shape, keys, update)",
+          "rows_R1, columns_C = bits_of_lines(*parameter.shape, keys, update * 0)", f"{ROUNDING}::test_every_update_has_other_bits"),
+    fault("rounding: every rank has the bits of the first rows", "extensions/rounding.py", "name, first_row, parameter.device", "name, 0, parameter.device",
+          f"{ROUNDING}::test_reproducible_ranks_compute_the_bits_of_one_process"),
+    fault("rounding: bf16 states are restored in float32", "learn/optim.py", 'dtype = optimizer.state_dtype if entry != "step"',
+          'dtype = torch.float32 if entry != "step"', f"{ROUNDING}::test_a_resumed_run_has_the_same_bits"),
     fault("mps: updates are not clipped", "learn/optim.py", "if grad_scale is not None:\n                torch._foreach",
           "if False:\n                torch._foreach", "tests/run/test_devices.py"),
     fault("mps: the batch is copied later", "dataloaders.py", 'device.type == "cuda"  # a copy', "True  # a copy",

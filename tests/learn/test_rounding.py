@@ -121,6 +121,18 @@ def test_the_update_is_adamws_in_float64_up_to_the_rounding(weight_dtype, state_
     assert state["layers.0.attention.wq.weight.exp_avg"].dtype == dtype and state["norm.weight.exp_avg"].dtype == torch.float32
 
 
+def test_every_update_has_other_bits():
+    """Each update shrinks the weights by a tenth of their last bit: with the same bits, a tenth of them would shrink every time."""
+    model, optimizer = tiny_model(weight_dtype="bf16", weight_decay=0.1 * 2**-7 / 1.5)
+    matrix = model.layers[0].feed_forward.w1.weight
+    matrix.data.fill_(1.5)
+    for _ in range(30):
+        matrix.grad = torch.zeros_like(matrix)
+        optimizer.step(1.0)
+    shrunk = (1.5 - matrix.detach().float()) * 2**7
+    assert float(shrunk.mean()) == pytest.approx(3, abs=0.2) and float(shrunk.std()) == pytest.approx(math.sqrt(30 * 0.1 * 0.9), abs=0.2)
+
+
 @pytest.mark.slow
 def test_a_compiled_update_rounds_by_the_same_bits():
     results = []
