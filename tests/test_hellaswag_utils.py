@@ -267,13 +267,13 @@ def harness_of(folder: Path):
 
     lm = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=16, max_length=MAX_SEQ_LEN)
 
-    theirs = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
+    reference = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
 
     def judge(records: list[dict], is_hellaswag: bool = True) -> list[tuple[float, float, list[float]]]:
         file = write_jsonl(folder / "records.jsonl", records)
         own_data = {"task": "on_our_records", "dataset_path": "json", "training_split": None,
                     "dataset_kwargs": {"data_files": {"validation": file}, "cache_dir": str(folder / "cache")}}
-        own_data |= {"include": str(theirs)} if is_hellaswag else {
+        own_data |= {"include": str(reference)} if is_hellaswag else {
             "validation_split": "validation", "output_type": "multiple_choice", "doc_to_text": "ctx", "doc_to_choice": "endings",
             "doc_to_target": "label", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}
         (folder / "task.yaml").write_text(json.dumps(own_data))

@@ -243,8 +243,8 @@ def in_peft(peft, config: ModelConfig, changes: dict):
 
 def test_new_adapters_are_drawn_as_pefts_are(peft):
     config = shape()
-    theirs = in_peft(peft, config, dict(lora_rank=16))
-    ours = adapted(config, dict(lora_rank=16), grown=False)
+    reference = in_peft(peft, config, dict(lora_rank=16))
+    actual = adapted(config, dict(lora_rank=16), grown=False)
 
     def spread(named) -> dict[int, tuple[float, float]]:
         """The largest value and the standard deviation, by the width of the input."""
@@ -254,7 +254,7 @@ def test_new_adapters_are_drawn_as_pefts_are(peft):
                 by_width.setdefault(factor.shape[1], []).append(factor.detach().flatten())
         return {width: (float(torch.cat(each).abs().max()), float(torch.cat(each).std())) for width, each in by_width.items()}
 
-    drawn, expected = spread(ours.named_parameters()), spread(theirs.named_parameters())
+    drawn, expected = spread(actual.named_parameters()), spread(reference.named_parameters())
     assert len(drawn) == 2 and {*drawn} == {*expected}
     for width in drawn:
         assert drawn[width] == pytest.approx(expected[width], rel=0.05)
@@ -265,19 +265,19 @@ def test_new_adapters_are_drawn_as_pefts_are(peft):
     (False, ROWS), (True, ROWS)])
 def test_forward_and_gradients_are_pefts(peft, tied, changes):
     config = shape(tie_embeddings=tied, rope_scaling_factor=8.0, rope_original_max_len=64)
-    ours, theirs = adapted(config, changes), in_peft(peft, config, changes)
-    tensors = read_all(peft_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
-    peft.set_peft_model_state_dict(theirs, tensors)
+    actual, reference = adapted(config, changes), in_peft(peft, config, changes)
+    tensors = read_all(peft_format.to_peft(lora.adapter_state_dict(actual), config, VOCAB))
+    peft.set_peft_model_state_dict(reference, tensors)
     with torch.no_grad():
-        expected = theirs(tokens()).logits
-        assert (ours(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
-        with lora.disable_adapters(ours), theirs.disable_adapter():
-            assert (ours(tokens(), mode="logits") - theirs(tokens()).logits).abs().max() < 1e-4
-    theirs(tokens(), labels=tokens()).loss.backward()
-    of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
+        expected = reference(tokens()).logits
+        assert (actual(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
+        with lora.disable_adapters(actual), reference.disable_adapter():
+            assert (actual(tokens(), mode="logits") - reference(tokens()).logits).abs().max() < 1e-4
+    reference(tokens(), labels=tokens()).loss.backward()
+    of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in reference.named_parameters()
                  if parameter.requires_grad}
     for mode in ("sum", "logprobs"):
-        of_ours = read_all(peft_format.to_peft(learn(ours, mode=mode), config, VOCAB))
+        of_ours = read_all(peft_format.to_peft(learn(actual, mode=mode), config, VOCAB))
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
@@ -317,9 +317,9 @@ def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenize
     transformers = pytest.importorskip("transformers")
     model = adapted(shape(tie_embeddings=tied), changes)
     folder, base = saved(tmp_path, model, changes, tokenizer)
-    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    reference = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
     with torch.no_grad():
-        expected = theirs(tokens()).logits
+        expected = reference(tokens()).logits
         assert (model(tokens(), mode="logits") - expected).abs().max() < 1e-5
     adapter = peft_format.load_adapter_folder(folder, model.config, padded(VOCAB))
     again = base_model(model.config)
@@ -327,8 +327,8 @@ def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenize
     lora.load_adapter_state_dict(again, adapter.state)
     before, after = (lora.adapter_state_dict(each) for each in (model, again))
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-    wanted = settings(**changes)
-    assert adapter.config.model_dump(include={"lora_rank", "lora_alpha", "lora_rslora", "lora_dropout"}) == wanted.model_dump(
+    requested = settings(**changes)
+    assert adapter.config.model_dump(include={"lora_rank", "lora_alpha", "lora_rslora", "lora_dropout"}) == requested.model_dump(
         include={"lora_rank", "lora_alpha", "lora_rslora", "lora_dropout"})
     assert transformers.AutoTokenizer.from_pretrained(folder).decode(tokenizer.encode("the heat")) == "the heat"
 
@@ -345,22 +345,22 @@ def test_adapters_load_in_peft_and_here_to_the_bit(peft, changes, tied, tokenize
 ])
 def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
     config = shape(tie_embeddings=tied)
-    theirs = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(
+    reference = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(
         **{**dict(r=5, lora_alpha=7, target_modules=["q_proj", "k_proj", "down_proj"], init_lora_weights=False,
                   task_type="CAUSAL_LM"), **extra}))
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        for name, parameter in reference.named_parameters():
             if "modules_to_save" in name or "trainable_tokens" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path)
+    reference.save_pretrained(tmp_path)
     adapter = peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
     assert adapter.base_sha256 is None
-    ours = base_model(config)
-    lora.add_adapters(ours, adapter.config, torch.Generator(), adapter.token_ids)
-    lora.load_adapter_state_dict(ours, adapter.state)
+    actual = base_model(config)
+    lora.add_adapters(actual, adapter.config, torch.Generator(), adapter.token_ids)
+    lora.load_adapter_state_dict(actual, adapter.state)
     with torch.no_grad():
-        expected = theirs.eval()(tokens()).logits
-        assert (ours(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
+        expected = reference.eval()(tokens()).logits
+        assert (actual(tokens(), mode="logits") - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
@@ -412,10 +412,10 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
 
 def made_by_peft(peft, folder: Path, config: ModelConfig, **changes):
     """PEFT's adapters in a folder, on q_proj and k_proj unless these changes say otherwise."""
-    theirs = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**{
+    reference = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**{
         **dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"), **changes}))
-    theirs.save_pretrained(folder)
-    return theirs
+    reference.save_pretrained(folder)
+    return reference
 
 
 ONE_LAYER = r".*layers\.0\..*q_proj"
@@ -435,12 +435,12 @@ ONE_LAYER = r".*layers\.0\..*q_proj"
 def test_the_error_names_the_unsupported_field_of_adapters(made, field, named, peft, tmp_path, recwarn):
     """What is advised works: PEFT's merged model has their logits here."""
     config = shape(tie_embeddings=False)
-    theirs = made_by_peft(peft, tmp_path / "adapter", config, **made)
+    reference = made_by_peft(peft, tmp_path / "adapter", config, **made)
     with pytest.raises(CheckpointError, match=f"{field}.*{named}.*merge_and_unload"):
         peft_format.load_adapter_folder(tmp_path / "adapter", config, padded(VOCAB))
     with torch.no_grad():
-        expected = theirs.eval()(tokens()).logits
-        theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+        expected = reference.eval()(tokens()).logits
+        reference.merge_and_unload().save_pretrained(tmp_path / "merged")
         merged = model_from_tensors(huggingface.load_model_weights(tmp_path / "merged"), config, VOCAB)
         assert (merged(tokens(), mode="logits") - expected).abs().max() < 1e-4 * expected.abs().max()
 
@@ -451,11 +451,11 @@ def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, chang
     model = adapted(shape(tie_embeddings=tied), changes)
     adapter, _ = saved(tmp_path, model, changes, tokenizer)
     merge(adapter, tmp_path / "merged")
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
         expected = model(tokens(), mode="logits")
-        assert (theirs(tokens()).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (reference(tokens()).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
@@ -482,14 +482,14 @@ def test_a_quantised_base_is_near_and_its_adapters_learn(kind, smallest, error, 
         layer, whole = (each.layers[1].get_submodule(name) for each in (model, plain))
         assert layer.weight.nbytes == smallest * whole.weight.numel() and not layer.weight.requires_grad
         x = torch.randn(50, layer.in_features).to(dtype).requires_grad_()
-        got, wanted = layer(x), whole(x)
-        assert (got - wanted).norm() < error * wanted.norm()
+        got, expected = layer(x), whole(x)
+        assert (got - expected).norm() < error * expected.norm()
         upstream = torch.randn_like(got)
-        mine, theirs = (torch.autograd.grad(output, x, upstream)[0] for output in (got, wanted))
-        assert (mine - theirs).norm() < error * theirs.norm()
-    gradients, wanted = learn(model), learn(plain)
-    assert gradients.keys() == wanted.keys()
-    one, other = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in (gradients, wanted))
+        actual, reference = (torch.autograd.grad(output, x, upstream)[0] for output in (got, expected))
+        assert (actual - reference).norm() < error * reference.norm()
+    gradients, expected = learn(model), learn(plain)
+    assert gradients.keys() == expected.keys()
+    one, other = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in (gradients, expected))
     assert torch.cosine_similarity(one, other, dim=0) > 0.9
 
 

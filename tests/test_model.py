@@ -77,18 +77,18 @@ def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolera
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_and_all_gradients_equal_transformers(shape):
-    ours = make(**SHAPES[shape])
-    theirs = in_transformers(ours)
+    actual = make(**SHAPES[shape])
+    reference = in_transformers(actual)
     tokens, targets = random_ids(3, 70), random_ids(3, 70, seed=1)
-    logits = theirs(tokens).logits
+    logits = reference(tokens).logits
     assert 0.3 < logits.std() < 30
-    assert (ours(tokens, mode="logits") - logits).abs().max() < 1e-5 * logits.abs().max()
+    assert (actual(tokens, mode="logits") - logits).abs().max() < 1e-5 * logits.abs().max()
 
     F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
-    (-ours(tokens, targets, mode="sum")).backward()
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    (-actual(tokens, targets, mode="sum")).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     # The change of pairs for halves is a reordering of rows, so it maps gradients as it maps weights.
-    assert_all_close(read_all(to_huggingface(gradients(ours), ours.config, VOCAB)), expected, 1e-5)
+    assert_all_close(read_all(to_huggingface(gradients(actual), actual.config, VOCAB)), expected, 1e-5)
 
 
 def test_padded_ids_are_never_predicted_and_never_learn():
@@ -148,13 +148,13 @@ def test_shared_prefixes_equal_rows_that_repeat_them(with_gradients):
     with torch.set_grad_enabled(with_gradients):
         together = model(tokens, document_ids_BT=documents, mode="logits")
         found = [together[row, place] for row, place, _ in places]
-        wanted = [model(ids, mode="logits")[0, prefix:] for ids, (_, _, prefix) in zip(alone, places)]
-    for ours, theirs in zip(found, wanted):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+        expected = [model(ids, mode="logits")[0, prefix:] for ids, (_, _, prefix) in zip(alone, places)]
+    for actual, reference in zip(found, expected):
+        torch.testing.assert_close(actual, reference, atol=1e-4, rtol=0)
     if with_gradients:
-        sums = (sum((each.float() * (number + 1)).square().mean() for number, each in enumerate(one)) for one in (found, wanted))
-        ours, theirs = (torch.autograd.grad(each, list(model.parameters())) for each in sums)
-        for one, other in zip(ours, theirs):
+        sums = (sum((each.float() * (number + 1)).square().mean() for number, each in enumerate(one)) for one in (found, expected))
+        actual, reference = (torch.autograd.grad(each, list(model.parameters())) for each in sums)
+        for one, other in zip(actual, reference):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 

@@ -52,13 +52,13 @@ def test_a_loss_scaler_changes_nothing_but_skips_what_overflows():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaled, _, same = a_step(uneven_batches(2), scaler)
     assert scaled.updated and scaled.loss == plain.loss and scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
-    for mine, other in zip(model.parameters(), same.parameters()):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    for actual, other in zip(model.parameters(), same.parameters()):
+        torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-6)
     overflowing = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     result, _, untouched = a_step(uneven_batches(2), overflowing, lambda model: model.norm.weight.register_hook(lambda grad: grad * 1e3))
     fresh = new_model(untouched.config, 512, seed=1)
     assert result.finite and not result.updated and overflowing.get_scale() == 2.0**126
-    assert all(torch.equal(mine, other) for mine, other in zip(untouched.parameters(), fresh.parameters()))
+    assert all(torch.equal(actual, other) for actual, other in zip(untouched.parameters(), fresh.parameters()))
 
 
 def test_an_eager_run_on_a_cpu_imports_neither_the_compiler_nor_fsdp(tiny_run):
@@ -177,8 +177,8 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     run = whole.copy(tmp_path / "runs")
     monkeypatch.setenv("VERIFY_DATA", "auto")
     assert run.train() == 0
-    told = capsys.readouterr().out
-    assert "Nothing to do" in told and "[CPU0] From the environment: VERIFY_DATA=auto" in told
+    message = capsys.readouterr().out
+    assert "Nothing to do" in message and "[CPU0] From the environment: VERIFY_DATA=auto" in message
     assert_same_run(run, whole, 6)
     assert run.steps_saved() == [2, 4, 6]
     # With a larger MAX_STEPS it continues.
@@ -234,8 +234,8 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     settings = {"PRETRAIN_CHECKPOINT": finished.checkpoint(6), "RESET_OPTIMIZER": "true"}
     with stop_at(2):
         assert run.train(**settings, SEED=3) == train.EXIT_PREEMPTED
-    told = capsys.readouterr()
-    assert "schedule and step restart" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
+    printed = capsys.readouterr()
+    assert "schedule and step restart" in printed.out and not printed.err, "it is what was asked for, and nothing to warn of"
     assert run.column("val_loss")[0] == pytest.approx(whole.column("val_loss")[6], rel=1e-6)
     assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
     # After a pre-emption the same command continues the run and resets nothing.
@@ -283,9 +283,9 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Early stopping" in capsys.readouterr().out
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
     assert run.train() == 0
-    told = capsys.readouterr().out
-    assert "Nothing to do" in told and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in told
-    assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
+    message = capsys.readouterr().out
+    assert "Nothing to do" in message and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in message
+    assert "raise EARLY_STOPPING_PATIENCE" in message and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
     assert [why for event, _, why in starts_and_ends(run) if event == "end"] == ["early stopping"] * 3
 
@@ -297,14 +297,14 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     assert run.train(MAX_STEPS=6) == 0
-    told = capsys.readouterr()
-    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 4 rows\)", " ".join(told.err.split()))
+    printed = capsys.readouterr()
+    warnings = re.findall(r"the validation loss is above its best, (\S+) at step (\d+) \((\S+) ± \S+, paired over 4 rows\)", " ".join(printed.err.split()))
     assert warnings == [("3.0000", "2", "+0.50")], "of the rise from step 3 on, once; 2.92 is no clear rise"
-    assert "resume" in told.out and f"{run.folder}:best" not in told.out.split("Finished")[-1]
+    assert "resume" in printed.out and f"{run.folder}:best" not in printed.out.split("Finished")[-1]
     with_validation_losses(monkeypatch, {0: 3.3})
     assert run.train(MAX_STEPS=7) == 0
-    told = capsys.readouterr().out
-    assert "best 2.9000 at step 5" in told and re.search(r"use it .*run:best", told) and "resume  " not in told
+    printed = capsys.readouterr().out
+    assert "best 2.9000 at step 5" in printed and re.search(r"use it .*run:best", printed) and "resume  " not in printed
     assert store.locate(f"{run.folder}:best", run.folder).name == "step-00000005"
 
 

@@ -102,27 +102,27 @@ def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
     """Compared with clipping the gradients first, and then an update without grad_scale."""
     config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind, adam_beta1=0.8,
                     adam_beta2=0.9, adam_eps=1e-6, muon_momentum=0.7)
-    mine, theirs = (new_model(config, 512, seed=1) for _ in range(2))
-    optimizer = Optimizer(mine, config)
-    others = {name: p for name, p in theirs.named_parameters() if kind == "muon" and name.startswith("layers.") and p.ndim == 2}
+    actual, reference = (new_model(config, 512, seed=1) for _ in range(2))
+    optimizer = Optimizer(actual, config)
+    others = {name: p for name, p in reference.named_parameters() if kind == "muon" and name.startswith("layers.") and p.ndim == 2}
     buffers = [torch.zeros_like(p) for p in others.values()]
-    rest = [p for name, p in theirs.named_parameters() if name not in others]
+    rest = [p for name, p in reference.named_parameters() if name not in others]
     adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim == decays + 1], "weight_decay": config.weight_decay * decays}
                                for decays in (1, 0)], betas=(0.8, 0.9), eps=1e-6, lr=0.01, fused=True)
     rng = torch.Generator().manual_seed(2)
     for _ in range(3):
-        for p, q in zip(mine.parameters(), theirs.parameters()):
+        for p, q in zip(actual.parameters(), reference.parameters()):
             p.grad = torch.randn(p.shape, generator=rng)
             q.grad = p.grad.clone()
-        norm = gradient_norm(mine)
+        norm = gradient_norm(actual)
         optimizer.step(0.01, clip_scale(norm, max_norm), torch.zeros(()))
         if max_norm:
-            torch.nn.utils.clip_grads_with_norm_(theirs.parameters(), max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(reference.parameters(), max_norm, norm)
         muon_in_plain_words(others.values(), [p.grad for p in others.values()], buffers, 0.01, config.weight_decay, 0.7)
         adamw.step()
-        for p, q in zip(mine.parameters(), theirs.parameters()):
+        for p, q in zip(actual.parameters(), reference.parameters()):
             assert float((p.grad - q.grad).abs().max() / q.grad.abs().max()) <= 1.2e-7
-    for (name, p), q in zip(mine.named_parameters(), theirs.parameters()):
+    for (name, p), q in zip(actual.named_parameters(), reference.parameters()):
         assert float((p - q).abs().max() / q.abs().max()) <= 6e-7, name
 
 

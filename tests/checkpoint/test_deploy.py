@@ -31,9 +31,9 @@ def test_the_template_for_ollama_renders_chats_as_the_chat_template_does(whole):
     template = OLLAMA["<|start_header_id|>"]
     before, turn, after = re.fullmatch(r"(.*)\{\{ range \.Messages \}\}(.*)\{\{ end \}\}(.*)", template, re.DOTALL).groups()
     turns = [turn.replace("{{ .Role }}", message["role"]).replace("{{ .Content }}", message["content"]) for message in messages]
-    ours = jinja2.Template((whole.checkpoint(6) / "chat_template.jinja").read_text()).render(
+    actual = jinja2.Template((whole.checkpoint(6) / "chat_template.jinja").read_text()).render(
         messages=messages, bos_token="", add_generation_prompt=True)
-    assert before + "".join(turns) + after == ours and "{{" not in ours
+    assert before + "".join(turns) + after == actual and "{{" not in actual
 
 
 def test_the_files_and_scripts_that_the_recipes_name_exist(whole):

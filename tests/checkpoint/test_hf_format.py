@@ -69,14 +69,14 @@ def test_a_saved_folder_gives_the_same_logits_in_transformers(config, tokenizer,
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
     huggingface.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
-    assert theirs.dtype == torch.float32
+    assert reference.dtype == torch.float32
     # The rows' 256, unless the scaling is for more: 8 times 64, 32 times 32.
-    assert theirs.config.max_position_embeddings == {None: 256, 2.0: 256, 4.0: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
+    assert reference.config.max_position_embeddings == {None: 256, 2.0: 256, 4.0: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours_BTV, theirs_BTV = model(tokens_BT, mode="logits"), theirs(tokens_BT).logits
+        ours_BTV, theirs_BTV = model(tokens_BT, mode="logits"), reference(tokens_BT).logits
     assert ours_BTV.shape == theirs_BTV.shape == (2, 200, VOCAB)
     assert 0.3 < ours_BTV.std() < 3
     assert (ours_BTV - theirs_BTV).abs().max() < 1e-4
@@ -87,14 +87,14 @@ def test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(con
     """Both round matmuls and the residual stream; we round less within a norm, whose sums and products are float32."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    model, ours = model_of(config), Transformer(config, VOCAB, torch.bfloat16)
-    ours.load_state_dict(model.state_dict())
-    theirs = in_transformers(model)
+    model, actual = model_of(config), Transformer(config, VOCAB, torch.bfloat16)
+    actual.load_state_dict(model.state_dict())
+    reference = in_transformers(model)
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        exact_BTV = theirs.double()(tokens_BT).logits
+        exact_BTV = reference.double()(tokens_BT).logits
         ours_off, theirs_off = ((logits_BTV.double() - exact_BTV).square().mean().sqrt() for logits_BTV in (
-            ours(tokens_BT, mode="logits"), theirs.bfloat16()(tokens_BT).logits))
+            actual(tokens_BT, mode="logits"), reference.bfloat16()(tokens_BT).logits))
     assert 0.002 < ours_off < 0.93 * theirs_off  # 0.78 to 0.85; 0.97 to 1 with norms in bf16
     norm, x = LlamaRMSNorm(64, 1e-5).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     assert torch.equal(RMSNorm(64, 1e-5)(x), norm(x)), "with weights of one there is nothing more to round"
@@ -102,28 +102,28 @@ def test_bf16_logits_are_nearer_to_the_exact_ones_than_those_of_transformers(con
 
 def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, tmp_path):
     """From folders of ours and of transformers; cut within a head, between heads, and in the padding."""
-    state, asked = model_of(config).state_dict(), []
+    state, requests = model_of(config).state_dict(), []
     (tmp_path / "ours").mkdir()
     huggingface.save_model_folder(tmp_path / "ours", state, config, tokenizer, max_seq_len=256)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
 
     def counted(tensor: LazyTensor) -> LazyTensor:
-        return replace(tensor, read=lambda start, stop: asked.append(stop - start) or tensor.read(start, stop))
+        return replace(tensor, read=lambda start, stop: requests.append(stop - start) or tensor.read(start, stop))
 
     for folder in ("ours", "theirs"):
-        asked.clear()
+        requests.clear()
         tensors = {name: counted(tensor) for name, tensor in huggingface.load_model_weights(tmp_path / folder).items()}
-        mine = huggingface.from_huggingface(tensors, config, padded(VOCAB))
-        assert not asked and list(mine) == list(state) and ("lm_head.weight" in tensors) == (not config.tie_embeddings)
+        actual = huggingface.from_huggingface(tensors, config, padded(VOCAB))
+        assert not requests and list(actual) == list(state) and ("lm_head.weight" in tensors) == (not config.tie_embeddings)
         for name, whole in state.items():
             cuts = [cut for cut in (0, 1, 5, 16, 23, 32, 63, 64, VOCAB - 3, VOCAB, VOCAB + 9, padded(VOCAB)) if cut <= len(whole)]
             for start, stop in combinations_with_replacement(cuts, 2):
-                asked.clear()
-                assert torch.equal(mine[name].read(start, stop), whole[start:stop]), (name, start, stop)
+                requests.clear()
+                assert torch.equal(actual[name].read(start, stop), whole[start:stop]), (name, start, stop)
                 allowed = stop - start + (config.head_dim if name.split(".")[-2] in huggingface.ROTATED else 0)
                 if name in huggingface.VOCABULARY:
                     allowed = min(stop, VOCAB) - min(start, VOCAB)
-                assert sum(asked) <= (allowed if start < stop else 0)
+                assert sum(requests) <= (allowed if start < stop else 0)
 
 
 def test_settings_come_back_from_the_config(config):
@@ -187,9 +187,9 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
             huggingface.model_settings_from_huggingface(content)
         return
     settings = huggingface.model_settings_from_huggingface(content)
-    theirs = transformers.LlamaConfig(**content).rope_parameters
-    assert settings["rope_theta"] == theirs["rope_theta"] == expected
-    assert settings["rope_scaling_factor"] == theirs.get("factor")
+    reference = transformers.LlamaConfig(**content).rope_parameters
+    assert settings["rope_theta"] == reference["rope_theta"] == expected
+    assert settings["rope_scaling_factor"] == reference.get("factor")
 
 
 @pytest.mark.parametrize("field", [
@@ -229,8 +229,8 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
     tensors = read_all(huggingface.load_model_weights(tmp_path))
     expected = read_all(huggingface.to_huggingface(model.state_dict(), config, VOCAB))
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    assert all(torch.equal(theirs[name], expected[name]) for name in expected)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(reference[name], expected[name]) for name in expected)
     (tmp_path / files[1]).unlink()
     with pytest.raises(CheckpointError, match=files[1]):
         huggingface.load_model_weights(tmp_path)
@@ -353,9 +353,9 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     """From a model that transformers saved in bf16, with vocabulary rows that no token uses."""
     source, output = tmp_path / "source", tmp_path / "start"
     config = config_of("3.1 scaling, untied")
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(
         **huggingface.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
-    theirs.bfloat16().save_pretrained(source)
+    reference.bfloat16().save_pretrained(source)
     tokenizer.save_huggingface(source)
     done = python(IMPORT_SCRIPT, source, output)
     assert done.returncode == 0, done.stderr
@@ -363,8 +363,8 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     assert f"PRETRAIN_CHECKPOINT={output}\n" in done.stdout
     tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        expected = theirs(tokens_BT).logits[..., :VOCAB]
+        reference = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        expected = reference(tokens_BT).logits[..., :VOCAB]
     assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
     assert huggingface.read_model_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")

@@ -81,8 +81,8 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
             changes(before, now)
         assert str(CHECKPOINT) in str(caught.value)
         return
-    told = changes(before, now)
-    lines = {"safe": told.notes, "curve": told.warnings}
+    result = changes(before, now)
+    lines = {"safe": result.notes, "curve": result.warnings}
     silent = name in ("preset", "resume", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
@@ -91,8 +91,8 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
 
 
 def test_what_plays_no_part_is_not_compared():
-    told = changes(Config(), Config(lora_rank=3, dpo_beta=0.7, distillation_weight=0.1))
-    assert told == ([], [])
+    result = changes(Config(), Config(lora_rank=3, dpo_beta=0.7, distillation_weight=0.1))
+    assert result == ([], [])
 
 
 @pytest.mark.parametrize("recorded, words", [

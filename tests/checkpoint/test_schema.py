@@ -84,13 +84,13 @@ SPOILT = {
 
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_a_run_does_not_go_on_from_what_it_does_not_understand(spoilt, run, capsys):
-    which, place, value, told = SPOILT[spoilt]
+    which, place, value, message = SPOILT[spoilt]
     files = [*both_files(run.checkpoint(2))]
     files[which] = changed(files[which], *place, to=value)
     rehash(run.checkpoint(2), *reversed(files))
     assert run.train(MAX_STEPS=3) == 5
     *_, error = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and told in error and f"{run.checkpoint(2)}/" in error
+    assert error.startswith("error: ") and message in error and f"{run.checkpoint(2)}/" in error
 
 
 @pytest.mark.parametrize("name", ["metrics", "ledger"])

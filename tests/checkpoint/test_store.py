@@ -288,7 +288,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path, monkeypatch, wher
 @pytest.mark.parametrize("failures", [1, len(store.RETRY_SECONDS), len(store.RETRY_SECONDS) + 1])
 def test_a_write_to_an_unavailable_network_disk_is_retried_and_reported(tmp_path, monkeypatch, where, failures):
     """Whichever call fails; the number of retries is limited."""
-    good, left, told, waited = save(tmp_path, 1), [failures], [], []
+    good, left, messages, waited = save(tmp_path, 1), [failures], [], []
 
     def failing(module, name):
         real = getattr(module, name)
@@ -309,15 +309,15 @@ def test_a_write_to_an_unavailable_network_disk_is_retried_and_reported(tmp_path
     monkeypatch.setattr(store.time, "sleep", waited.append)
     if failures > len(store.RETRY_SECONDS):
         with pytest.raises(CheckpointError, match="step-00000002 cannot be written"):
-            save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+            save(tmp_path, 2, write=lambda folder: place.write(folder), warn=messages.append)
         assert store.newest_verified(tmp_path) == (good, [])
     else:
-        bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+        bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=messages.append)
         assert store.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
     waits = store.RETRY_SECONDS[:failures]
     assert sum(waited) == pytest.approx(sum(waits)) and max(waited) <= 1, "it beats meanwhile"
-    assert len(told) == len(waits) and all("step-00000002 cannot be written" in text and "retrying in" in text
-                                            for text in told)
+    assert len(messages) == len(waits) and all("step-00000002 cannot be written" in text and "retrying in" in text
+                                            for text in messages)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
@@ -362,7 +362,7 @@ def test_retention_leaves_what_it_cannot_read(tmp_path):
 
 
 def test_pruning_a_linked_checkpoint_removes_the_link_and_keeps_its_target(tmp_path):
-    folder, elsewhere, told = tmp_path / "checkpoints", tmp_path / "elsewhere", []
+    folder, elsewhere, messages = tmp_path / "checkpoints", tmp_path / "elsewhere", []
     for step in (1, 2, 3, 4):
         save(folder, step)
     elsewhere.mkdir()
@@ -370,10 +370,10 @@ def test_pruning_a_linked_checkpoint_removes_the_link_and_keeps_its_target(tmp_p
         target = (folder / f"step-0000000{step}").rename(elsewhere / f"step-0000000{step}")
         (folder / f"step-0000000{step}").symlink_to(target)
     (folder / "trash-of-an-earlier-version").symlink_to(elsewhere)
-    store.delete_leftovers(folder, told.append)
-    save(folder, 2, warn=told.append)
-    store.prune(folder, keep_last=1, keep_best=0, warn=told.append)
-    assert names(folder) == ["step-00000002"] and not told
+    store.delete_leftovers(folder, messages.append)
+    save(folder, 2, warn=messages.append)
+    store.prune(folder, keep_last=1, keep_best=0, warn=messages.append)
+    assert names(folder) == ["step-00000002"] and not messages
     for step in (1, 2):
         store.verify(elsewhere / f"step-0000000{step}")
 
@@ -400,8 +400,8 @@ def test_best_is_the_checkpoint_with_the_lowest_validation_loss(tmp_path):
     assert store.locate("first", tmp_path / "runs" / "-").name == "step-00000004"
     file = best / next(iter(store.read_manifest(best)["files"]))
     file.write_bytes(b"x" * file.stat().st_size)
-    told = []
-    assert store.locate("first:best", tmp_path / "runs" / "-", told.append, store.verify).name == "step-00000003" and len(told) == 1
+    messages = []
+    assert store.locate("first:best", tmp_path / "runs" / "-", messages.append, store.verify).name == "step-00000003" and len(messages) == 1
     save(tmp_path / "runs" / "reward" / "checkpoints", 1, val_loss=None)
     with pytest.raises(CheckpointError, match="has a validation loss, so none is the best; leave out :best"):
         store.locate("reward:best", tmp_path / "runs" / "-")

@@ -86,13 +86,13 @@ def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tm
     tensors = read_all(huggingface.to_huggingface(trained.state_dict(), config, 100))
     monkeypatch.setattr(huggingface, "load_model_weights", lambda folder: one_at_a_time(tensors))
     load_weights(tmp_path, loaded)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded.parameters(), trained.parameters()))
+    assert all(torch.equal(actual, reference) for actual, reference in zip(loaded.parameters(), trained.parameters()))
     state = {name: lazy(tensor).first_rows(saved_rows(name, tensor, trained)) if tensor.ndim else lazy(tensor)
              for name, tensor in optimizer.state_tensors().items()}
     assert state["tok_embeddings.weight.exp_avg"].shape == (100, 32)
     fresh.load_state_tensors(restore_padding(one_at_a_time(read_all(state)), loaded))
-    mine, theirs = fresh.state_tensors(), optimizer.state_tensors()
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    actual, reference = fresh.state_tensors(), optimizer.state_tensors()
+    assert actual.keys() == reference.keys() and all(torch.equal(actual[name], reference[name]) for name in actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -84,15 +84,15 @@ def test_every_command_handles_signals_from_its_first_import_on():
         processes[script].send_signal(interrupts.SIGNALS[place % 2])
         interrupts.hold(False)
     for place, (script, process) in enumerate(processes.items()):
-        said = process.communicate()[1]
-        assert (process.returncode, said) == ((130, 143)[place % 2], "Stopped.\n"), script
+        output = process.communicate()[1]
+        assert (process.returncode, output) == ((130, 143)[place % 2], "Stopped.\n"), script
 
 
 def test_a_command_that_another_one_starts_leaves_the_line_to_it():
-    for environ, said in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, ""),
+    for environ, output in (({interrupts.PARENT: str(os.getpid())}, ""), ({interrupts.PARENT: "1"}, "Stopped.\n"), ({"LOCAL_RANK": "1"}, ""),
                           ({interrupts.PARENT: str(os.getpid()), "LOCAL_RANK": "0"}, "Stopped.\n")):
         interrupts.hold()
         process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py"], stderr=subprocess.PIPE, text=True, env=os.environ | environ)
         process.send_signal(signal.SIGINT)
         interrupts.hold(False)
-        assert (process.communicate()[1], process.returncode) == (said, 130), environ
+        assert (process.communicate()[1], process.returncode) == (output, 130), environ

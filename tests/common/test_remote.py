@@ -96,9 +96,9 @@ def test_a_file_behind_a_url_arrives_whole_whatever_the_line_does(server, name, 
     server.faults = [*faults]
     assert texts(f"{server.url}/{name}") == LINES
     assert not server.faults
-    told = capfd.readouterr().err.splitlines()
-    assert all("retrying in" in line for line in told), told
-    assert bool(told) == bool(faults) or "drop" in faults, "after these the client itself asks once more"
+    messages = capfd.readouterr().err.splitlines()
+    assert all("retrying in" in line for line in messages), messages
+    assert bool(messages) == bool(faults) or "drop" in faults, "after these the client itself asks once more"
 
 
 def test_a_download_leaves_no_file_has_no_time_limit_and_names_tmpdir_where_it_has_no_room(server, tmp_path, monkeypatch):
@@ -140,10 +140,10 @@ def hub_error(status: int) -> Exception:
 def hub(monkeypatch, tmp_path):
     """A hub that fails as its list of errors says, and then gives a folder."""
     hub = pytest.importorskip("huggingface_hub")
-    errors, asked = [], []
+    errors, requests = [], []
 
     def snapshot_download(name: str, local_files_only: bool = False, **wanted) -> str:
-        asked.append("cache" if local_files_only else "network")
+        requests.append("cache" if local_files_only else "network")
         if local_files_only:
             raise FileNotFoundError("not in the cache")
         if errors:
@@ -152,7 +152,7 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
-    hub.errors_to_raise, hub.asked = errors, asked
+    hub.errors_to_raise, hub.asked = errors, requests
     return hub
 
 
@@ -167,16 +167,16 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
     (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "does not exist.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
 def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, told, capfd):
-    asked = []
+    requests = []
 
     def dataset_info(self, name, revision=None, timeout=None):
-        asked.append(timeout)
+        requests.append(timeout)
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{told}"):
         remote_data.hub_revision("my/text", "")
-    assert asked == [remote.HUB_SECONDS] * tries
+    assert requests == [remote.HUB_SECONDS] * tries
     assert capfd.readouterr().err.count("retrying") == tries - 1
 
 

@@ -114,21 +114,21 @@ def test_random_chats_have_the_ids_and_masks_of_transformers(family, with_templa
     while chats < CHATS:
         messages, options = conversation(chance, may)
         literals = [text for text in (str(messages), str(options)) for control in (*controls, "</s>") if control in text]
-        given = {"date_string": "26 Jul 2024"} if family == "llama 3.2" else {}
+        values = {"date_string": "26 Jul 2024"} if family == "llama 3.2" else {}
         read = messages_in("messages", messages)
         assert read == messages
-        segments = chat_format.encode_chat(read, options | given)
+        segments = chat_format.encode_chat(read, options | values)
         assert label_fault(Example("", read), segments, chat_format) is None
         if literals:  # transformers makes control tokens of what people write
             continue
         chats += 1
-        reference = hf_tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=ends is None, **options, **given)
+        reference = hf_tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=ends is None, **options, **values)
         ids, mask = reference["input_ids"], reference.get("assistant_masks")
         if ends:
             text, pieces = hf_tokenizer.decode(ids), []
             for index, piece in enumerate(text.split(ends[0])):
-                said, found, rest = piece.partition(ends[1]) if index else ("", "", piece)
-                pieces += [(said + found, 1), (rest + ends[0], 0)]
+                answer_text, found, rest = piece.partition(ends[1]) if index else ("", "", piece)
+                pieces += [(answer_text + found, 1), (rest + ends[0], 0)]
             pieces[-1] = (pieces[-1][0].removesuffix(ends[0]), 0)
             encoded = [(hf_tokenizer.encode(text, add_special_tokens=False), flag) for text, flag in pieces]
             assert [token for each, _ in encoded for token in each] == ids
@@ -136,10 +136,10 @@ def test_random_chats_have_the_ids_and_masks_of_transformers(family, with_templa
         targets = [int(is_target) for part, is_target in segments for _ in part]
         assert flat(segments) == ids[:len(targets)] and targets == mask[:len(targets)] and not any(mask[len(targets):])
         turn = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
-        prompt = chat_format.encode_prompt(read[:turn], options | given)
-        assert prompt == hf_tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **given)
+        prompt = chat_format.encode_prompt(read[:turn], options | values)
+        assert prompt == hf_tokenizer.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False, **options, **values)
         if "tool_calls" not in messages[-1]:
-            answer = chat_format.encode_answer(read[:turn], read[turn], options | given)
+            answer = chat_format.encode_answer(read[:turn], read[turn], options | values)
             assert (prompt + answer)[:len(ids)] == ids[:len(prompt + answer)]
 
 

@@ -267,11 +267,11 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
     changed = [*lines[:17], *lines[18:]]  # in the second shard
     source.write_text("\n".join(changed) + "\n")
     other = prepare(source, prepared.tokenizer, tmp_path / "changed")
-    mine, theirs = (look(folder).manifest.splits["train"].shards for folder in (whole, other))
-    assert mine[0] == theirs[0] and mine[1] != theirs[1]
+    actual, reference = (look(folder).manifest.splits["train"].shards for folder in (whole, other))
+    assert actual[0] == reference[0] and actual[1] != reference[1]
     ledger = run.lines("ledger")
     assert run.train(PRETRAIN_DATA_PATH=other) == 5
-    assert f"{theirs[1].file}: the run has read this shard with SHA-256 {mine[1].sha256[:12]}" in capfd.readouterr().err
+    assert f"{reference[1].file}: the run has read this shard with SHA-256 {actual[1].sha256[:12]}" in capfd.readouterr().err
     assert run.lines("ledger") == ledger and run.train() == 0
     source.write_text("\n".join([*lines[:-1], lines[0]]) + "\n")  # in the last shard, which the run does not reach
     later = ahead_run(prepared, tmp_path / "later", whole)

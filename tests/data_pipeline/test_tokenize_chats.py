@@ -134,10 +134,10 @@ def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_p
 def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to_the_other_split(tmp_path, tokenizer_path):
     source, tokenizer = write_jsonl(tmp_path / "x.jsonl", chats(50)), load_tokenizer(tokenizer_path)
     plain = prepare("chats", source, tokenizer_path, tmp_path / "out")
-    told = prepare("chats", source, tokenizer_path, tmp_path / "out", system_prompt="Be brief.")
+    set_folder = prepare("chats", source, tokenizer_path, tmp_path / "out", system_prompt="Be brief.")
     for split in ("train", "validation"):
         texts = [[tokenizer.decode([token for ids, _ in example for token in ids]) for example in examples_of(folder, split)]
-                 for folder in (plain, told)]
+                 for folder in (plain, set_folder)]
         message = "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>"
         for without, has in zip(*texts):
             assert message.format("Be kind.") in has or message.format("Be brief.") in has
@@ -343,9 +343,9 @@ def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_
     (186, 14, {"common_openings": 2}, "Split: 2 openings")])
 def test_a_split_far_from_the_requested_one_is_reported_with_figures_and_a_remedy(trained, held_out, more, words):
     splits = {"train": {"documents": trained}, "validation": {"documents": held_out}}
-    said = "".join(preparation.describe_split({"kind": "chats", "settings": {"validation_fraction": 0.05}, "splits": splits,
+    output = "".join(preparation.describe_split({"kind": "chats", "settings": {"validation_fraction": 0.05}, "splits": splits,
                                                "source": {"sources": [{"path": "x.jsonl"}]}, **more}))
-    assert words in said and bool(said) == bool(words)
+    assert words in output and bool(output) == bool(words)
 
 
 @pytest.mark.parametrize("asked", [None, 1e-6, 0.05])

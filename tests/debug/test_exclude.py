@@ -78,8 +78,8 @@ def test_a_line_of_the_source_names_the_example_that_it_became(mode, name, stage
         out = hit(rows, tokenizer, f"line {path}:{number + 1}")
         found += any(out)
         for text, is_out in zip(texts, out):
-            said = re.sub(r"(?m)^(user|assistant)$|\n", "", text)
-            assert not is_out or said == words(records[number]).replace("\n", "")
+            words_of_text = re.sub(r"(?m)^(user|assistant)$|\n", "", text)
+            assert not is_out or words_of_text == words(records[number]).replace("\n", "")
     assert found >= 3, "most records are in the training split"
     assert hit(rows, tokenizer, f"source {path}") == [True] * len(texts)
 

@@ -114,15 +114,15 @@ def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_ask
     config = load_config(run.argv()).config
     tokenizer = load_tokenizer(config.tokenizer_path)
     chat_format, rows = load_chat_format(tokenizer), open_rows(config, "validation", tokenizer, "never")
-    wanted = set()
+    expected = set()
     for line in (stages.chats.parents[1] / f"{rows.example_set.kind}.jsonl").read_text().splitlines():
         record = json.loads(line)
         messages = record["messages"][:-1] if mode == "sft" else [{"role": "user", "content": record["prompt"]}]
         answer = record["messages"][-1]["content"] if mode == "sft" else record["chosen"]
-        wanted.add((tuple(chat_format.encode_prompt(messages)), answer))
+        expected.add((tuple(chat_format.encode_prompt(messages)), answer))
     found = read_held_out(rows, 10**6)
     assert len(found) == rows.examples - rows.truncated > 8 == len(read_held_out(rows, 8))
-    assert {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in found} <= wanted
+    assert {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in found} <= expected
 
     # The run's answers are those of each prompt alone.
     assert run.train() == 0

@@ -241,8 +241,8 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, wi
     kernel, purposes = install(monkeypatch, name), []
     monkeypatch.setattr(model_module, "choose_kernel",
                         lambda purpose, **_: purposes.append(purpose) or (kernel if purpose in ("documents", "window") else "sdpa"))
-    for found, wanted in zip(results(), expected):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    for found, requested in zip(results(), expected):
+        torch.testing.assert_close(found, requested, atol=1e-4, rtol=1e-4)
     shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
     with torch.no_grad():
         model(tokens, document_ids_BT=shared, mode="logits"), model(tokens, mode="logits")
@@ -347,8 +347,8 @@ def test_blocks_of_queries_attend_as_one_query_after_another(shape, lengths, com
     actual = function("blocks", *inputs, None, spans)
     torch.testing.assert_close(actual, expected)
     weights = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
-    for found, wanted in zip(*(torch.autograd.grad((each * weights).sum(), inputs) for each in (actual, expected))):
-        torch.testing.assert_close(found, wanted)
+    for found, requested in zip(*(torch.autograd.grad((each * weights).sum(), inputs) for each in (actual, expected))):
+        torch.testing.assert_close(found, requested)
 
 
 @pytest.mark.parametrize("queries", [1, 5, attention.GROUPED_QUERIES + 1])

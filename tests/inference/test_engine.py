@@ -301,13 +301,13 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
     model.init_weights(torch.Generator().manual_seed(2))
     folder = tmp_path_factory.mktemp("folder")
     huggingface.save_model_folder(folder, model.state_dict(), model.config, tokenizer, 256)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = random_prompts(5, 1, 17, 40, 3, 9, 64, 2, 25, 11, vocabulary=tokenizer.vocab_size)
-    ours = run(Engine(model, 4, 200, prefill_tokens=16), *[Request(prompt, 100) for prompt in prompts])
-    assert len({token for written in ours for token in written}) > 100
-    for prompt, written in zip(prompts, ours):
+    actual = run(Engine(model, 4, 200, prefill_tokens=16), *[Request(prompt, 100) for prompt in prompts])
+    assert len({token for written in actual for token in written}) > 100
+    for prompt, written in zip(prompts, actual):
         ids = torch.tensor([prompt])
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, do_sample=False,
+        expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, do_sample=False,
                                    eos_token_id=None, pad_token_id=0)[0, len(prompt):]
         assert written == expected.tolist()
 

@@ -106,8 +106,8 @@ def test_text_that_cannot_change_is_streamed_at_once(tokenizers):
             whole, start = tokenizers[kind].decode(ids[:count]), tokenizers[kind].decode(ids[:count - 1])
             assert stream.add(token) == whole.removesuffix("\ufffd")[len(start.removesuffix("\ufffd")):]
     stream = TextStream(tokenizers["tiktoken"], ["User:", "Us"])
-    told = [stream.add(token) for character in "a U-User: b" for token in tokenizers["tiktoken"].encode(character)]
-    assert told == ["a", " ", "", "U-", "", "", "", "", "", "", ""] and stream.stopped and stream.finish() == ""
+    messages = [stream.add(token) for character in "a U-User: b" for token in tokenizers["tiktoken"].encode(character)]
+    assert messages == ["a", " ", "", "U-", "", "", "", "", "", "", ""] and stream.stopped and stream.finish() == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,5 +116,5 @@ def test_text_that_cannot_change_is_streamed_at_once(tokenizers):
 def test_a_continuation_has_the_space_that_the_first_word_of_a_text_lacks(tokenizers, kind, before, after):
     tokenizer = tokenizers[kind]
     before, after = tokenizer.encode(before), tokenizer.encode(after)
-    told = "".join(pieces(TextStream(tokenizer, prefix=before), after))
-    assert tokenizer.decode(before) + told == tokenizer.decode(before + after)
+    text = "".join(pieces(TextStream(tokenizer, prefix=before), after))
+    assert tokenizer.decode(before) + text == tokenizer.decode(before + after)

@@ -46,10 +46,10 @@ def test_divergence_is_trls_times_temperature_squared(kind, trl_beta, temperatur
         from trl.experimental.gkd import GKDTrainer
     student, teacher = random_logits(seed=1)[None], random_logits(seed=2)[None]
     labels = torch.tensor([[1, IGNORE_INDEX, 2, 3, IGNORE_INDEX, 4]])
-    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=trl_beta, temperature=temperature, reduction="sum")
+    reference = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=trl_beta, temperature=temperature, reduction="sum")
     value, _ = divergence(student[0], teacher[0], kind, temperature, trl_beta)
-    ours = value[labels[0] != IGNORE_INDEX].sum()
-    torch.testing.assert_close(ours, theirs * temperature**2, rtol=1e-5, atol=1e-5)
+    actual = value[labels[0] != IGNORE_INDEX].sum()
+    torch.testing.assert_close(actual, reference * temperature**2, rtol=1e-5, atol=1e-5)
 
 
 def test_extreme_logits_stay_finite():
@@ -103,7 +103,7 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
     student, teacher, batch = llama(1, head_chunk_tokens=chunk), llama(2), a_batch(with_positions)
     objective = Distillation(settings(loss=kind, weight=0.3, temperature=2.0, jsd_beta=0.3), Teacher(teacher))
     summed = objective.loss_sum(student, batch)
-    ours = gradients(student, summed.total)
+    actual = gradients(student, summed.total)
 
     logits, teacher_logits = (model(batch.tokens_BT, document_ids_BT=batch.document_ids_BT, mode="logits") for model in (student, teacher))
     counted = batch.targets_BT != IGNORE_INDEX
@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
     for ours_B, total in ((by_item.total, summed.total), *((by_item.metrics[name], value) for name, value in summed.metrics.items())):
         torch.testing.assert_close(ours_B.sum(), total.detach(), rtol=1e-5, atol=1e-5, check_dtype=False)
     for name, gradient in plain.items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_batch_without_any_target_gives_zero_and_gradients():

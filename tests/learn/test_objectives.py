@@ -130,8 +130,8 @@ def rows_of(batch: Batch, rows) -> Batch:
 def check_same(one, other) -> None:
     """Compare two results of `gradients`."""
     assert one[0] == pytest.approx(other[0], rel=1e-5) and one[1] == other[1]
-    for ours, theirs in zip(one[2], other[2]):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for actual, reference in zip(one[2], other[2]):
+        torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
 
 @modes
@@ -271,10 +271,10 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     from trl import DPOTrainer
 
     batch, model, reference = pair_rows(9), model_of(0), model_of(99)
-    theirs, their_reference = (in_transformers(each, attn_implementation="eager") for each in (model, reference))
+    other, their_reference = (in_transformers(each, attn_implementation="eager") for each in (model, reference))
     inputs = padded_pairs(batch)
 
-    policy = Fused(theirs)
+    policy = Fused(other)
     trainer = DPOTrainer.__new__(DPOTrainer)
     trainer.__dict__.update(
         model=policy, ref_model=Fused(their_reference), accelerator=SimpleNamespace(
@@ -296,9 +296,9 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
         (theirs_logged,) = trainer._metrics["train"][f"rewards/{name}"]
         assert float(summed.metrics[f"reward_{name}"] / pairs) == pytest.approx(float(theirs_logged), rel=1e-4)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
-    for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    actual = read_all(to_huggingface(gradients, CONFIG, VOCAB))
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("point", ["above 0", "clamped"])
@@ -342,9 +342,9 @@ def test_kto_equals_trl(point):
     loss.backward()
     assert float(batch.stored["point_B1"][0]) == pytest.approx(their_point, rel=1e-6)
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), abs=1e-6)
-    ours = read_all(to_huggingface({name: each.grad for name, each in model.named_parameters()}, CONFIG, VOCAB))
+    actual = read_all(to_huggingface({name: each.grad for name, each in model.named_parameters()}, CONFIG, VOCAB))
     for name, parameter in policy.inner.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(actual[name], parameter.grad, rtol=1e-4, atol=1e-6)
     # Elsewhere the batch has its own reference point.
     alone = replace(batch, stored={"label_BP": batch.stored["label_BP"]})
     assert float(objective.loss_sum(model, alone).total.detach()) == pytest.approx(4 * float(loss.detach()), abs=1e-6)
@@ -356,11 +356,11 @@ def test_the_reference_point_of_kto_is_that_of_all_micro_batches_of_all_ranks():
     objective.prepare_step([batch], 0)
     point = batch.stored["point_B1"]
     first, second = (rows_of(unpaired_rows(3, point=None), rows) for rows in (slice(0, 1), slice(1, 3)))
-    told = []
+    messages = []
     for part in (first, second):  # each on its own rank; the second pass knows what the other found
-        replace(objective, gather=lambda sums: told.append(sums) or [sums]).prepare_step([part], 0)
+        replace(objective, gather=lambda sums: messages.append(sums) or [sums]).prepare_step([part], 0)
     for part in (first, second):
-        replace(objective, gather=lambda _: told).prepare_step([part], 0)
+        replace(objective, gather=lambda _: messages).prepare_step([part], 0)
     torch.testing.assert_close(torch.cat([first.stored["point_B1"], second.stored["point_B1"]]), point)
 
 

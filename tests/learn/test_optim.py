@@ -96,16 +96,16 @@ def test_a_checkpoint_from_before_the_first_update_has_no_state():
 def test_muon_is_torchs_muon_in_float32():
     torch.manual_seed(0)
     shapes = [(8, 24), (24, 8), (8, 8), (8, 24)]
-    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    mine = Muon(ours, lr=0.1, weight_decay=0.1, momentum=0.95)
-    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    actual, other = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    muon = Muon(actual, lr=0.1, weight_decay=0.1, momentum=0.95)
+    reference = torch.optim.Muon(other, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
-        for a, b in zip(ours, theirs):
+        for a, b in zip(actual, other):
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
-        mine.step()
+        muon.step()
         reference.step()
-    for a, b in zip(ours, theirs):
+    for a, b in zip(actual, other):
         assert torch.allclose(a, b, atol=0.02), (a - b).abs().max()  # theirs iterates in bf16
         assert not torch.allclose(b, torch.ones_like(b), atol=0.1)
 

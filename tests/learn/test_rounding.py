@@ -104,13 +104,13 @@ def test_the_update_is_adamws_in_float64_up_to_the_rounding(weight_dtype, state_
         optimizer.step(0.01, torch.tensor(3.0), torch.tensor(1.0))  # skipped
         assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
     for name, parameter in model.named_parameters():
-        wanted = oracle(starts[name], history[name], 0.1 if parameter.ndim > 1 else 0.0, 0.01)
-        error = parameter.detach().double() - wanted
+        expected = oracle(starts[name], history[name], 0.1 if parameter.ndim > 1 else 0.0, 0.01)
+        error = parameter.detach().double() - expected
         if parameter.dtype == torch.float32:
-            assert float((error / wanted.abs().clamp(min=0.01)).abs().max()) < 2e-5, name
+            assert float((error / expected.abs().clamp(min=0.01)).abs().max()) < 2e-5, name
         else:
             # Six roundings of at most one unit each, and no bias: within 5 standard errors.
-            largest = torch.maximum(wanted.abs(), starts[name].double().abs()) + 0.01
+            largest = torch.maximum(expected.abs(), starts[name].double().abs()) + 0.01
             unit = 2.0 ** (largest.log2().floor() - 7)
             assert float((error / unit).abs().max()) < 6
             relative = error / unit

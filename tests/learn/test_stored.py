@@ -32,14 +32,14 @@ def get_or_compute(folder: Path, work=lambda: None, signals=SimpleNamespace(rece
 def test_of_two_jobs_one_computes_and_the_other_waits(tmp_path, monkeypatch):
     """The jobs may run on different machines, whose outputs differ in their last bits."""
     monkeypatch.setattr(stored, "WAIT_SECONDS", 0.01)
-    begun, waits, said = threading.Event(), threading.Event(), []
+    begun, waits, messages = threading.Event(), threading.Event(), []
 
     def work() -> None:
         begun.set()
         assert waits.wait(30)
 
     def info(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         if "waiting for" in text:
             waits.set()
 
@@ -47,7 +47,7 @@ def test_of_two_jobs_one_computes_and_the_other_waits(tmp_path, monkeypatch):
         first = pool.submit(get_or_compute, tmp_path, work)
         assert begun.wait(30)
         assert get_or_compute(tmp_path, lambda: pytest.fail("computed twice"), info=info) == first.result()
-    assert any(f"process {os.getpid()} on" in line for line in said)
+    assert any(f"process {os.getpid()} on" in line for line in messages)
     assert get_or_compute(tmp_path, lambda: pytest.fail("computed again")) == first.result()
 
 

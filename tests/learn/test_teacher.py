@@ -116,8 +116,8 @@ def held_against_documents_alone(teacher, alone, vocab_size: int) -> None:
         batch = a_batch(vocab_size, with_positions)
         logits_of = teacher.logits(batch)
         places = (torch.arange(batch.tokens_BT.numel()) if batch.target_index_M is None else batch.target_index_M).tolist()
-        said = torch.cat([logits_of(slice(0, 5)), logits_of(slice(5, len(places)))])
-        assert said.shape == (len(places), vocab_size) and said.dtype == torch.float32 and not said.requires_grad
+        teacher_logits = torch.cat([logits_of(slice(0, 5)), logits_of(slice(5, len(places)))])
+        assert teacher_logits.shape == (len(places), vocab_size) and teacher_logits.dtype == torch.float32 and not teacher_logits.requires_grad
         checked = 0
         for row in range(len(batch.tokens_BT)):
             for document in batch.document_ids_BT[row].unique().tolist():
@@ -128,7 +128,7 @@ def held_against_documents_alone(teacher, alone, vocab_size: int) -> None:
                 for position, logits in zip(inside.tolist(), expected):
                     place = row * batch.tokens_BT.shape[1] + position
                     if place in places:
-                        torch.testing.assert_close(said[places.index(place)], logits, rtol=1e-4, atol=1e-4)
+                        torch.testing.assert_close(teacher_logits[places.index(place)], logits, rtol=1e-4, atol=1e-4)
                         checked += 1
         assert checked > 20
 
@@ -136,13 +136,13 @@ def held_against_documents_alone(teacher, alone, vocab_size: int) -> None:
 @pytest.mark.parametrize("with_documents", [True, False])
 def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_folder, tokenizer, with_documents):
     transformers = pytest.importorskip("transformers")
-    ours = load_teacher(llama_folder, settings(llama_folder, attention_backend="math"), tokenizer.vocab_size, Ranks())
-    assert ours.model.config.attention_backend == "math"
-    theirs = HFTeacher(transformers.AutoModelForCausalLM.from_pretrained(llama_folder), tokenizer.vocab_size)
+    actual = load_teacher(llama_folder, settings(llama_folder, attention_backend="math"), tokenizer.vocab_size, Ranks())
+    assert actual.model.config.attention_backend == "math"
+    reference = HFTeacher(transformers.AutoModelForCausalLM.from_pretrained(llama_folder), tokenizer.vocab_size)
     batch = a_batch(tokenizer.vocab_size)
     if not with_documents:
         batch = Batch(batch.tokens_BT, batch.targets_BT, None, batch.target_index_M)
-    torch.testing.assert_close(ours.logits(batch)(slice(None)), theirs.logits(batch)(slice(None)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(actual.logits(batch)(slice(None)), reference.logits(batch)(slice(None)), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("stored, asked, expected", [

@@ -21,19 +21,19 @@ from extensions.power import HEADER, GpuMeter, Moment, PowerSampler, Sample, Unr
 
 
 def test_the_stub_has_the_signatures_and_types_of_nvidia_ml_py():
-    real, ours = pytest.importorskip("pynvml"), Pynvml()
+    real, actual = pytest.importorskip("pynvml"), Pynvml()
     for name, value in vars(Pynvml).items():
         if name.startswith("nvml"):
-            theirs = inspect.signature(getattr(real, name)).parameters
-            assert [*inspect.signature(value).parameters][1:] == [*theirs], name
+            reference = inspect.signature(getattr(real, name)).parameters
+            assert [*inspect.signature(value).parameters][1:] == [*reference], name
         elif name.startswith("NVML_"):
             assert getattr(real, name) == value, name
         elif name.startswith("NVMLError"):
             assert issubclass(getattr(real, name), real.NVMLError)
-    ours.nvmlInit()
-    field, theirs = ours.nvmlDeviceGetFieldValues(None, [186])[0], real.c_nvmlFieldValue_t()
-    theirs.nvmlReturn, theirs.value.uiVal = field.nvmlReturn, field.value.uiVal
-    assert (theirs.nvmlReturn, theirs.value.uiVal) == (real.NVML_SUCCESS, 300_000)
+    actual.nvmlInit()
+    field, reference = actual.nvmlDeviceGetFieldValues(None, [186])[0], real.c_nvmlFieldValue_t()
+    reference.nvmlReturn, reference.value.uiVal = field.nvmlReturn, field.value.uiVal
+    assert (reference.nvmlReturn, reference.value.uiVal) == (real.NVML_SUCCESS, 300_000)
     assert real.NVML_VALUE_TYPE_UNSIGNED_INT == 1
     reasons = {name: value for name, value in vars(real).items() if name.startswith("nvmlClocksEventReason")}
     assert power.IDLE == reasons["nvmlClocksEventReasonGpuIdle"]

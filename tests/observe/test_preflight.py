@@ -94,17 +94,17 @@ def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, c
     run = stages.run(mode, tmp_path, MAX_STEPS=1, PEAK_TFLOPS=1, OPTIMIZER=optimizer, **UNMEASURED)
     plans, plan_steps = [], check.plan_steps
     monkeypatch.setattr(check, "plan_steps", lambda *facts: plans.append(plan_steps(*facts)) or plans[-1])
-    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
+    texts = dict((name, text) for _, name, text in Checked(run, capsys).lines)
     plan, _ = plans[0]
     assert run.train() == 0
     saved = sum(tensor.nbytes for file in run.checkpoint(1).glob("*.safetensors") for tensor in load_file(file).values())
     assert plan.checkpoint_bytes == pytest.approx(saved, rel=0.02)
     if mode == "lora-sft":
-        assert "<|eot_id|>" in told["first row"].rpartition("assistant")[2], "the end of an answer, which is only a target"
+        assert "<|eot_id|>" in texts["first row"].rpartition("assistant")[2], "the end of an answer, which is only a target"
     step = run.metrics()[-1]
     assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
-    assert told["length"].startswith("768 tokens") and told["length"].endswith(f"; {plan.needed:.2e} FLOPs")
-    assert ("Chinchilla" in told["length"]) == (mode == "distilled"), "it is about random weights and all of them"
+    assert texts["length"].startswith("768 tokens") and texts["length"].endswith(f"; {plan.needed:.2e} FLOPs")
+    assert ("Chinchilla" in texts["length"]) == (mode == "distilled"), "it is about random weights and all of them"
 
 
 def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensible(prepared, tmp_path, capsys):
@@ -117,9 +117,9 @@ def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensib
         return checked.text("warn")
 
     assert warnings(MAX_STEPS=180) == ""
-    told = warnings(MAX_STEPS=8000)
-    assert told.startswith("the run reads the data 175 times, but more than about 4 passes")
-    assert warnings(MAX_STEPS=re.search(r"MAX_STEPS=(\d+)", told)[1]) == ""
+    message = warnings(MAX_STEPS=8000)
+    assert message.startswith("the run reads the data 175 times, but more than about 4 passes")
+    assert warnings(MAX_STEPS=re.search(r"MAX_STEPS=(\d+)", message)[1]) == ""
     assert warnings(MAX_STEPS=150, DIM=32) == "few tokens for a model of this size: use more data, or a smaller model (DEPTH)"
     assert warnings(MAX_STEPS=99, DIM=32) == "", "a trial of the machinery"
 

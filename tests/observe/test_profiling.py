@@ -64,10 +64,10 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
 
 
 def fake_run(tmp_path, **settings):
-    said: list[str] = []
+    messages: list[str] = []
     ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1, is_rank0=True, device=torch.device("cuda", 0))
-    return SimpleNamespace(config=Config(**settings), ranks=ranks, folder=tmp_path, progress=SimpleNamespace(step=0), said=said,
-                           log=SimpleNamespace(info=said.append, warn=said.append, event=lambda *facts, **others: None))
+    return SimpleNamespace(config=Config(**settings), ranks=ranks, folder=tmp_path, progress=SimpleNamespace(step=0), said=messages,
+                           log=SimpleNamespace(info=messages.append, warn=messages.append, event=lambda *facts, **others: None))
 
 
 def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path, monkeypatch):
@@ -99,9 +99,9 @@ def test_the_readings_of_all_ranks_are_combined_and_a_slowdown_is_reported_once(
         "gpu_temperature_celsius": 80, "gpu_clock_mhz": 1200, "gpu_throttled": 0.75}
     assert power.power_metrics([nothing], 1600) == {}
     run = fake_run(tmp_path)
-    told = SimpleNamespace(run=run, warned_of=0)
+    state = SimpleNamespace(run=run, warned_of=0)
     for _ in range(2):
-        Measurements._warn_of_slowdowns(told, [one, other])
+        Measurements._warn_of_slowdowns(state, [one, other])
     assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; reported once"
                         for cause in ("its power limit", "heat")]
 

@@ -44,10 +44,10 @@ def talk() -> None:
 
         calls.clear()
         assert ranks.raise_on_all(fail(ranks, set())) == ranks.rank and calls == [1], "a word, when all is well"
-        for failing, told in (({0, 2}, "line 0"), ({1, 2}, "rank 1: line 1"), ({2}, "rank 2: line 2")):
+        for failing, message in (({0, 2}, "line 0"), ({1, 2}, "rank 1: line 1"), ({2}, "rank 2: line 2")):
             with pytest.raises(DataError) as raised:
                 ranks.raise_on_all(fail(ranks, failing))
-            assert str(raised.value) == told and raised.value.on_all_ranks
+            assert str(raised.value) == message and raised.value.on_all_ranks
         with pytest.raises(CheckpointError) as raised:
             ranks.raise_on_all(lambda: fail_to_write(ranks) if ranks.rank == 1 else None)
         assert raised.value.errno == errno.ESTALE, "each rank knows whether to try again"

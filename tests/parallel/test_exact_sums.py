@@ -147,21 +147,21 @@ def test_a_gradient_that_is_not_finite_stops_a_reproducible_step(row):
 def test_a_step_equals_one_of_transformers_whose_gradients_are_added_as_fractions():
     """Theirs in float64, summed without any rounding; ours in float32, summed as integers."""
     model, batches = new_model(Config(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), 512), uneven_batches(2)
-    theirs = in_transformers(model).double()
+    reference = in_transformers(model).double()
     exact = ReproducibleReducer(model, Ranks(), SimpleNamespace(seed=0, reproducible_micro_batches=len(batches)))
     exact.begin(UNITS, Progress(gradient_exponent=8))
-    sums = {name: [Fraction(0)] * weight.numel() for name, weight in theirs.named_parameters()}
+    sums = {name: [Fraction(0)] * weight.numel() for name, weight in reference.named_parameters()}
     for batch in batches:
         with exact.add(step=0, is_last=False):
             NextToken().loss_sum(model, batch).total.backward()
-        logits_BTV = theirs(batch.tokens_BT).logits
-        theirs.zero_grad()
+        logits_BTV = reference(batch.tokens_BT).logits
+        reference.zero_grad()
         F.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum").backward()
-        for name, weight in theirs.named_parameters():
+        for name, weight in reference.named_parameters():
             sums[name] = [total + Fraction(value) for total, value in zip(sums[name], weight.grad.flatten().tolist())]
     units = sum(int((batch.targets_BT != IGNORE_INDEX).sum()) for batch in batches)
     assert exact.reduce(torch.tensor(float(units), dtype=torch.float64))[0]
-    ours = read_all(to_huggingface({name: weight.grad for name, weight in model.named_parameters()}, model.config, 512))
+    actual = read_all(to_huggingface({name: weight.grad for name, weight in model.named_parameters()}, model.config, 512))
     for name, total in sums.items():
-        expected = torch.tensor([float(each / units) for each in total]).view_as(ours[name])
-        assert float((ours[name] - expected).abs().max()) <= 1e-6 * float(expected.abs().max()), name
+        expected = torch.tensor([float(each / units) for each in total]).view_as(actual[name])
+        assert float((actual[name] - expected).abs().max()) <= 1e-6 * float(expected.abs().max()), name

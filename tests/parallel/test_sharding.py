@@ -63,10 +63,10 @@ def furthest(run: TinyRun, other: TinyRun, step: int) -> float:
     """The largest difference between two tensors of a checkpoint, relative to the largest number in the tensor."""
     distance = 0.0
     for file in run.checkpoint(step).glob("*.safetensors"):
-        mine, theirs = (load_file(each.checkpoint(step) / file.name) for each in (run, other))
-        assert mine.keys() == theirs.keys()
-        distance = max(distance, *(float((mine[name] - theirs[name]).abs().max() / theirs[name].abs().max().clamp(min=1e-12))
-                                   for name in mine))
+        actual, reference = (load_file(each.checkpoint(step) / file.name) for each in (run, other))
+        assert actual.keys() == reference.keys()
+        distance = max(distance, *(float((actual[name] - reference[name]).abs().max() / reference[name].abs().max().clamp(min=1e-12))
+                                   for name in actual))
     return distance
 
 

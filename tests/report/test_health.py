@@ -33,8 +33,8 @@ def curves(**values: list[float]) -> dict[str, Curve]:
                                         (False, "The validation loss has risen since step 10, where it was 0.70.")]),
     ([7.59, 0.8, 0.81], "finished", (), [(True, "Learned: validation loss 7.59 → 0.81 (unpaired).")]), ([7.59], "running", (), [])])
 def test_a_run_has_learned_if_its_loss_fell_by_more_than_its_error(losses, state, kinds, verdicts):
-    given = curves(val_loss=losses, val_loss_stderr=[0.02] * len(losses))
-    assert [*learning(given, state, kinds, "HellaSwag")] == verdicts
+    values = curves(val_loss=losses, val_loss_stderr=[0.02] * len(losses))
+    assert [*learning(values, state, kinds, "HellaSwag")] == verdicts
 
 
 def measured(*means: float, noise: float = 0.0, metric: str = "loss", n: int = 24) -> tuple[dict, dict]:
@@ -53,10 +53,10 @@ def measured(*means: float, noise: float = 0.0, metric: str = "loss", n: int = 2
 
 def test_the_same_rows_are_compared_in_pairs():
     """Issue 50: an error of 0.25 of each loss hides a fall of 0.13 on the same chats, t = -15."""
-    given, followed = measured(2.36, 2.23, noise=0.13 / 15 * 24**0.5)
-    (is_good, text), = learning(given, "finished", (), "", LOSS, followed)
+    values, followed = measured(2.36, 2.23, noise=0.13 / 15 * 24**0.5)
+    (is_good, text), = learning(values, "finished", (), "", LOSS, followed)
     assert is_good and text == "Learned: validation loss 2.36 → 2.23 (-0.1300 ± 0.0087, paired over 24 chats)."
-    assert not next(learning(given, "finished", (), ""))[0], "unpaired, it did not"
+    assert not next(learning(values, "finished", (), ""))[0], "unpaired, it did not"
     stats = pytest.importorskip("scipy.stats")
     first, last = (each.scores["loss"] for each in (followed["val_loss"].first, followed["val_loss"].last))
     test, expected = followed["val_loss"].change(), stats.ttest_rel(last, first)
@@ -67,8 +67,8 @@ def test_the_same_rows_are_compared_in_pairs():
                                           ((5.088, 5.325), "Got worse: validation loss 5.09 → 5.33 (+0.237 ± 0.062")])
 def test_a_loss_above_its_best_is_overfit_not_learned(losses, word):
     """Issue 50: t = 3.8 on the same chats; the unpaired error of 0.25 sees nothing."""
-    given, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
-    (is_good, text), = learning(given, "finished", (), "", LOSS, followed)
+    values, followed = measured(*losses, noise=0.237 / 3.8 * 24**0.5 / (2**0.5 if len(losses) > 2 else 1))
+    (is_good, text), = learning(values, "finished", (), "", LOSS, followed)
     assert not is_good and text.startswith(word) and text.endswith("paired over 24 chats).")
     assert alarms_and_downtime("finished", Counter(), [], is_good) == (None, "No alarms, no interruptions."), "not healthy"
     small = measured(*losses[:-1], losses[-2] + 0.03, noise=0.001)
@@ -88,15 +88,15 @@ def test_preferences_are_judged_by_their_accuracy_and_grpo_by_its_reward():
     for shares, good, text in (((0.0, 18 / 24), True, "Learned: held-out preference accuracy 50.0 % → 75.0 % (from chance, over 24 chats)."),
                                ((0.0, 13 / 24), False, "Did not learn: held-out preference accuracy 50.0 % → 54.2 % (from chance, over 24 chats)."),
                                ((10 / 24, 20 / 24), True, "Learned: held-out preference accuracy 41.7 % → 83.3 % (+42 ± 10 points, paired over 24 chats).")):
-        given, followed = measured(*shares, metric="preferred")
-        given |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
-        assert next(learning(given, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
-    given, followed = measured(0.0, 1.0, metric="preferred", n=1)
-    assert next(learning(given, "finished", (), "", HEADLINES["dpo"], followed)) == (
+        values, followed = measured(*shares, metric="preferred")
+        values |= curves(val_loss=[0.69, 1.2], train_loss=[0.7, 0.1])
+        assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (good, text)
+    values, followed = measured(0.0, 1.0, metric="preferred", n=1)
+    assert next(learning(values, "finished", (), "", HEADLINES["dpo"], followed)) == (
         None, "Too few to tell: held-out preference accuracy 50.0 % → 100.0 % (from chance, over 1 chat).")
-    given, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
-    given |= curves(train_loss=[0.0, 0.02, 0.05])
-    assert next(learning(given, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")
+    values, followed = measured(0.1, 0.3, noise=0.2, metric="reward")
+    values |= curves(train_loss=[0.0, 0.02, 0.05])
+    assert next(learning(values, "finished", {"divergence"}, "", HEADLINES["grpo"], followed))[1].startswith("Learned: held-out reward 0.10 → 0.30 (+0.200 ±")
     assert next(learning(curves(reward=[0.1, 0.5, 0.9, 0.9]), "running", (), "", HEADLINES["grpo"]))[1].startswith("Learning: training reward 0.10 → 0.90")
 
 

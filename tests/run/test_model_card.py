@@ -62,10 +62,10 @@ def test_the_recipe_gives_the_same_settings(whole, tmp_path):
     file, section = tmp_path / "card.env", sections_of(read_card(whole.checkpoint(6)))["Make it again"]
     file.write_text(re.search(r"```\n(.*?)\n```", section, re.DOTALL)[1])
     made = load_config(["--env-file", str(file)], {}, complete=False).config.public()
-    told = Config(**{name.lower(): value for name, value in store.read_state(whole.checkpoint(6))["settings"].items()}).public()
+    recorded = Config(**{name.lower(): value for name, value in store.read_state(whole.checkpoint(6))["settings"].items()}).public()
     places = {"PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH"}
-    assert {name for name in told if told[name] != made[name]} - NOT_IN_RECIPE <= places
-    assert {name: made[name] for name in places} == {name: Path(told[name]).name for name in places}
+    assert {name for name in recorded if recorded[name] != made[name]} - NOT_IN_RECIPE <= places
+    assert {name: made[name] for name in places} == {name: Path(recorded[name]).name for name in places}
 
 
 def test_the_card_contains_nothing_about_the_machine(whole):

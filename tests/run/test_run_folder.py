@@ -78,8 +78,8 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
     if "in use" in changes:
         other = open(finished.folder / run_folder.LOCK, "w")
         run_folder.fcntl.flock(other, run_folder.fcntl.LOCK_EX)
-    given = {name: others.get(value, value) for name, value in changes.items() if name.isupper()}
-    assert finished.train(**given) == code
+    values = {name: others.get(value, value) for name, value in changes.items() if name.isupper()}
+    assert finished.train(**values) == code
     assert contents(finished.output_dir) == before
     if other:
         other.close()
@@ -171,8 +171,8 @@ def test_a_run_that_dies_after_the_move_is_restarted_by_the_next_command_with_a_
     assert (aside / "ledger.jsonl.bad").exists() and not (finished.folder / "ledger.jsonl.bad").exists()
     assert f"was moved into {aside.name}" in capsys.readouterr().err
     assert finished.train(MAX_STEPS=2) == 0
-    told = capsys.readouterr().err
-    assert "this run starts from the beginning" in told and f"RESUME={aside}" in told
+    message = capsys.readouterr().err
+    assert "this run starts from the beginning" in message and f"RESUME={aside}" in message
     assert finished.steps_saved() == [2]
     # The advice works: the earlier run continues, although another one used the folder since.
     shutil.rmtree(finished.folder / "checkpoints")
@@ -236,11 +236,11 @@ def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp
 def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
     """A job whose start is refused deletes the folder after this job opened the lock file, and before it locked it."""
     flock, run_dir = run_folder.fcntl.flock, tmp_path / "run"
-    told = iter([lambda: shutil.rmtree(run_dir)])
+    actions = iter([lambda: shutil.rmtree(run_dir)])
 
     def too_late(file, how):
         flock(file, how)
-        next(told, lambda: None)()
+        next(actions, lambda: None)()
 
     monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
     with run_folder.lock_run(run_dir):
@@ -258,8 +258,8 @@ def test_a_run_whose_folder_is_renamed_continues_there(tiny_run, whole, prepared
 
     with at_step(3, rename):
         assert run.train() == 0
-    told = capsys.readouterr().err
-    assert f"was renamed to {new} during the run" in told and "--run-name new" in told
+    message = capsys.readouterr().err
+    assert f"was renamed to {new} during the run" in message and "--run-name new" in message
     moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
     assert moved.steps_saved() == [2, 4, 6]
     assert_same_run(moved, whole, 6)

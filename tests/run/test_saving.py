@@ -102,8 +102,8 @@ def test_without_room_for_a_copy_training_stops_for_the_whole_save(tiny_run, who
     threads = []
     monkeypatch.setattr(saving, "Background", threads.append)
     assert run.train() == 0 and threads == []
-    told = capsys.readouterr().err
-    assert told.count("ASYNC_SAVE: training stops while checkpoints are written") == (1 if plant else 0), told
+    message = capsys.readouterr().err
+    assert message.count("ASYNC_SAVE: training stops while checkpoints are written") == (1 if plant else 0), message
     assert_same_run(run, whole, 6)
 
 

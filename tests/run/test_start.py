@@ -45,8 +45,8 @@ def test_a_run_resumes_from_its_start_in_any_spelling(stages, tmp_path, monkeypa
             monkeypatch.chdir(tmp_path / "elsewhere")
         capsys.readouterr()
         assert run.train(PRETRAIN_CHECKPOINT=spelt, MAX_STEPS=step) == 0
-        told = capsys.readouterr()
-        assert f"resuming after step {step - 1}" in told.out and "is not used" not in told.err, spelt
+        printed = capsys.readouterr()
+        assert f"resuming after step {step - 1}" in printed.out and "is not used" not in printed.err, spelt
         assert list(run.column("train_loss")) == list(range(1, step + 1))
     shutil.copytree(stages.base, "copy")
     fresh = stages.run("sft", tmp_path / "fresh", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="../base")
@@ -124,10 +124,10 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
     adapted = there.run("lora-sft")
     described = read_model_json(adapted.checkpoint(4) / "adapter_config.json")
     assert described["base_model_name_or_path"].startswith(str(tmp_path / "there"))
-    told = []
+    messages = []
     for step in (1, 4):
-        replay(adapted.folder, step, Layer(), info=told.append)
-    assert " ".join(told).count("the same") == 4
+        replay(adapted.folder, step, Layer(), info=messages.append)
+    assert " ".join(messages).count("the same") == 4
     monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
     import merge_lora
 
@@ -158,20 +158,20 @@ def without_shape(run: TinyRun) -> TinyRun:
 def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path, capsys):
     """The same bits as with the shape in the settings; resuming needs the start no more, and adapters' own state says it."""
     base = shutil.copytree(stages.base.parent.parent, tmp_path / "named" / "base")
-    given = stages.run("sft", tmp_path / "given", **UNMEASURED, MAX_STEPS=2)
+    tuned = stages.run("sft", tmp_path / "given", **UNMEASURED, MAX_STEPS=2)
     taken = without_shape(stages.run("sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base"))
     adapted = without_shape(stages.run("lora-sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, RUN_NAME="adapted"))
-    assert given.train() == 0
+    assert tuned.train() == 0
     capsys.readouterr()
     assert train.main([*taken.argv(), "--check"]) == taken.train() == adapted.train() == 0
-    told = capsys.readouterr().out
-    said = "base/checkpoints/step-00000002: DIM=32 N_LAYERS=2 N_HEADS=4 N_KV_HEADS=2 FFN_DIM=96"
-    assert told.count(said) == 3 and "2 layers, dim 32, heads 4/2, feed-forward 96" in told
+    message = capsys.readouterr().out
+    shape_line = "base/checkpoints/step-00000002: DIM=32 N_LAYERS=2 N_HEADS=4 N_KV_HEADS=2 FFN_DIM=96"
+    assert message.count(shape_line) == 3 and "2 layers, dim 32, heads 4/2, feed-forward 96" in message
     written = read_model_json(taken.folder / "config.json")
     assert [written[name] for name in (*SHAPE[:4], "FFN_DIM")] == [32, 2, 4, 2, 96]
     shutil.rmtree(base)
     assert train.main([*taken.argv(MAX_STEPS=2), "--check"]) == taken.train(MAX_STEPS=2) == adapted.train(MAX_STEPS=2) == 0
-    assert taken.hashes(2) == given.hashes(2)
+    assert taken.hashes(2) == tuned.hashes(2)
     assert capsys.readouterr().out.count("step-00000001: DIM=32 N_LAYERS=2") == 3
     again = []
     replay(taken.folder, 2, Layer(), info=again.append)
@@ -273,10 +273,10 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
     assert len(kept) > 100 and torch.equal(embedding[kept], base[kept])
     merge(first.checkpoint(2), tmp_path / "merged")
     assert len(load_file(tmp_path / "merged" / "model.safetensors")["model.embed_tokens.weight"]) == ids + 3
-    theirs = pytest.importorskip("peft").AutoPeftModelForCausalLM.from_pretrained(first.checkpoint(2)).eval()
+    reference = pytest.importorskip("peft").AutoPeftModelForCausalLM.from_pretrained(first.checkpoint(2)).eval()
     tokens_BT = torch.tensor([[1, ids, 5, 9, ids]])
     with torch.no_grad():
-        assert (theirs(tokens_BT).logits - model(tokens_BT, mode="logits")[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
+        assert (reference(tokens_BT).logits - model(tokens_BT, mode="logits")[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("damage, told", [
@@ -306,8 +306,8 @@ def test_sft_from_random_weights_needs_random_init(stages, tmp_path, capsys):
     run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
     del run.settings["PRETRAIN_CHECKPOINT"]
     assert run.train() == train.main([*run.argv(), "--check"]) == 2
-    told = capsys.readouterr()
-    assert "RANDOM_INIT=true" in told.err and "RANDOM_INIT=true" in told.out and not run.folder.exists()
+    printed = capsys.readouterr()
+    assert "RANDOM_INIT=true" in printed.err and "RANDOM_INIT=true" in printed.out and not run.folder.exists()
     assert run.train(RANDOM_INIT="true", PRETRAIN_CHECKPOINT=stages.base) == 2
     assert "remove one of them" in capsys.readouterr().err
     assert run.train(RANDOM_INIT="true") == 0
@@ -335,7 +335,7 @@ def test_every_file_has_the_permissions_that_the_user_asks_for(tmp_path):
 def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch):
     """In proportion to 1 / DIM below that of the recipes, as in muP; a resumed run keeps its rate, and a given rate is kept."""
     run, recipe = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1), 2e-5
-    given = run.settings.pop("LEARNING_RATE")
+    learning_rate = run.settings.pop("LEARNING_RATE")
 
     def trained(**changes) -> dict:
         assert run.train(**changes) == 0
@@ -347,7 +347,7 @@ def test_a_narrow_model_is_tuned_at_a_higher_rate(stages, tmp_path, monkeypatch)
     monkeypatch.setattr("run.start.RECIPE_WIDTH", settings["DIM"])
     assert trained(MAX_STEPS=2)["LEARNING_RATE"] == scaled, "a resumed run"
     assert trained(RUN_NAME="wide")["LEARNING_RATE"] == recipe
-    assert trained(RUN_NAME="given", LEARNING_RATE=given)["LEARNING_RATE"] == given
+    assert trained(RUN_NAME="given", LEARNING_RATE=learning_rate)["LEARNING_RATE"] == learning_rate
 
 
 def suppressed_by(folder: Path) -> list[int]:

@@ -78,9 +78,9 @@ def test_every_type_is_the_model(name, gguf, tmp_path):
     assert "compared with the model's: within the rounding of q8_0" in (tmp_path / "q8_0.md").read_text()
     assert "FROM ./q8_0.gguf" in (modelfile := (tmp_path / "q8_0.Modelfile").read_text()) and 'PARAMETER stop "<|eot_id|>"' in modelfile
     if name in ("llama", "narrow", "qwen2"):
-        ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder, **file) for file in ({}, {"gguf_file": str(tmp_path / "f32.gguf")}))
+        actual, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder, **file) for file in ({}, {"gguf_file": str(tmp_path / "f32.gguf")}))
         tokens = torch.arange(0, 400, 7)[None]
-        assert (ours(tokens).logits - theirs(tokens).logits).abs().max() < 1e-4
+        assert (actual(tokens).logits - reference(tokens).logits).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("kind, error", [("f32", 1e-3), ("q8_0", 1e-2)])

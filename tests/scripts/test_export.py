@@ -90,13 +90,13 @@ def without_training(folder: Path) -> dict[str, bytes]:
 
 def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-    said = export(whole.folder, "--to", "hf", "--output", tmp_path / "made")
+    output = export(whole.folder, "--to", "hf", "--output", tmp_path / "made")
     source = max((whole.folder / "checkpoints").glob("step-*"))
     assert without_training(tmp_path / "made") == without_training(source)
-    assert verify(tmp_path / "made")["files"].keys() == without_training(source).keys() - {"README.md"} and "Exported" in said
-    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "made"))
+    assert verify(tmp_path / "made")["files"].keys() == without_training(source).keys() - {"README.md"} and "Exported" in output
+    actual, reference = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "made"))
     tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    assert torch.equal(actual(tokens).logits, reference(tokens).logits)
     assert "already exists; choose a new folder" in export(whole.folder, "--to", "hf", "--output", tmp_path / "made", code=5)
 
 
@@ -113,9 +113,9 @@ def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, monkeypatch):
 
 
 def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub, tmp_path):
-    said = export(whole.folder, "--to", "hub", "--repo", "me/first")
+    output = export(whole.folder, "--to", "hub", "--repo", "me/first")
     source = max((whole.folder / "checkpoints").glob("step-*"))
-    assert Hub.files == without_training(source) and "Uploaded: " in said and "/commit/abc" in said
+    assert Hub.files == without_training(source) and "Uploaded: " in output and "/commit/abc" in output
     assert visibility(Hub.created[0]) == "private" and Hub.created[0]["name"] == "first"
     public = ("--to", "hub", "--repo", "me/first", "--public")
     assert "names no license, so the model stays private" in export(whole.folder, *public, code=5) and len(Hub.created) == 1
@@ -129,10 +129,10 @@ def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub, tmp_pat
 
 def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    said = export(whole.folder, "--to", "hub", "me/first", "--dry-run")
+    output = export(whole.folder, "--to", "hub", "me/first", "--dry-run")
     source = max((whole.folder / "checkpoints").glob("step-*"))
     names = sorted(without_training(source))
-    title, *lines, last = [line for line in said.splitlines() if not line.startswith("Using ")]
+    title, *lines, last = [line for line in output.splitlines() if not line.startswith("Using ")]
     assert [line.split()[0] for line in lines] == names and f"{len(names)} files" in title and "to me/first (private" in title
     assert all(f"{(source / name).stat().st_size:,} bytes" in line for name, line in zip(names, lines))
     assert last.endswith("--to hub me/first") and Hub.files == {} and Hub.created == []
@@ -141,8 +141,8 @@ def test_a_dry_run_lists_what_would_be_uploaded_and_needs_no_token(whole, hub, m
 
 def test_a_wrong_token_and_a_missing_network_are_errors(whole, hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    said = export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
-    assert "refused to upload to me/first (HTTP 401); set HF_TOKEN" in said and "hf_wrong" not in said and not Hub.files
+    output = export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
+    assert "refused to upload to me/first (HTTP 401); set HF_TOKEN" in output and "hf_wrong" not in output and not Hub.files
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # where a token may be kept
     assert "requires a token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)

@@ -69,9 +69,9 @@ def continued(model, tokenizer, *options) -> list[str]:
 
 
 def test_greedy_text_is_that_of_transformers(folder, tokenizer):
-    ours = continued(*load(str(folder)), PROMPTS, 24, Sampling())
-    assert ours == [by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
-    assert all(ours) and len(set(ours)) == 3
+    actual = continued(*load(str(folder)), PROMPTS, 24, Sampling())
+    assert actual == [by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
+    assert all(actual) and len(set(actual)) == 3
 
 
 def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
@@ -79,8 +79,8 @@ def test_adapters_are_applied_to_their_base_as_peft_does(folder, tokenizer, adap
     alone = continued(*load(str(folder)), PROMPTS, 24, Sampling())
     assert capsys.readouterr().err == ""
     for name in ("adapted", "runs/adapted", str(adapter)):
-        ours = continued(*load(name), PROMPTS, 24, Sampling())
-        assert ours == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
+        actual = continued(*load(name), PROMPTS, 24, Sampling())
+        assert actual == [by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
 

@@ -98,24 +98,24 @@ def test_documents_are_described(sets, inspect, prepared):
     assert facts["repeated"] == 30 and not facts["repeated_is_estimate"]
     assert facts["bytes_per_token"] == pytest.approx(sum(len(text.encode()) for text in texts) / sum(lengths))
     assert facts["longer"] == pytest.approx(sum(length > 128 for length in lengths) / 90)
-    said = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
-    assert "documents, made from" in said and "repeated: 30 documents (33.33%)" in said and "█" in said
-    assert said.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in said
+    output = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
+    assert "documents, made from" in output and "repeated: 30 documents (33.33%)" in output and "█" in output
+    assert output.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in output
 
 
 def test_a_batch_of_chats_shows_what_is_learned(sets, inspect):
-    said = inspect(sets["chats"], "--max-seq-len", 256)
-    row = said[said.index("number 1 of the run"):]
+    output = inspect(sets["chats"], "--max-seq-len", 256)
+    row = output[output.index("number 1 of the run"):]
     assert row.count("⟦Yes\\x1b[2J, it is.<|eot_id|>⟧") == row.count("slots") - 1 - row.count("padding") > 1
-    assert "\x1b" not in said and "60 chats in" in said
+    assert "\x1b" not in output and "60 chats in" in output
     cut = inspect(sets["chats"], "--batch", 0, "--max-seq-len", 104)
     assert "of the run" not in cut and "left out" in cut
 
 
 def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
-    said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
-    assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
-    assert f"scripts/inspect_data.py {sets['documents']}" in said.replace("'", "")  # quoted in a folder with a space
+    output = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
+    assert "a mixture of 2 sources" in output and output.count(" from a, number") == output.count(" from b, number") == 2
+    assert f"scripts/inspect_data.py {sets['documents']}" in output.replace("'", "")  # quoted in a folder with a space
 
 
 @pytest.mark.parametrize("kind, pattern, examples, hashes", [

@@ -17,10 +17,10 @@ def test_numbers_are_exact_weighted_means(whole, tmp_path):
     folders, weights = [whole.checkpoint(step) for step in (2, 4, 6)], (1.0, 2.0, 0.5)
     merge(folders, weights, tmp_path / "mean")
     store.verify_model(tmp_path / "mean")
-    given, found = [*map(load_model_weights, folders)], load_model_weights(tmp_path / "mean")
-    assert found.keys() == given[0].keys() and load_model(tmp_path / "mean")[1].vocab_size
+    values, found = [*map(load_model_weights, folders)], load_model_weights(tmp_path / "mean")
+    assert found.keys() == values[0].keys() and load_model(tmp_path / "mean")[1].vocab_size
     for name, tensor in found.items():
-        columns = [each[name].full().flatten() for each in given]
+        columns = [each[name].full().flatten() for each in values]
         for index in range(0, len(columns[0]), 97):  # rounded from the exact fraction
             exact = sum(Fraction(weight) * Fraction(float(column[index])) for weight, column in zip(weights, columns)) / Fraction(sum(weights))
             assert float(tensor.full().flatten()[index]) == torch.tensor(float(exact), dtype=torch.float64).float()

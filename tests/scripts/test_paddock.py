@@ -178,8 +178,8 @@ def test_arguments_are_passed_on_as_they_are_and_the_folder_stays(clone):
 
 def test_without_packages_help_is_the_docstring_of_the_script(clone):
     (clone.root / "scripts" / "run.py").write_text('"""What it does."""\nraise SystemExit(2)\n')
-    said = clone.paddock("train", "--help")
-    assert said == "What it does.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n" and not clone.calls()
+    output = clone.paddock("train", "--help")
+    assert output == "What it does.\n\nTo see the flags, install the packages: bash scripts/setup.sh\n" and not clone.calls()
 
 
 def test_an_unknown_command_names_the_nearest(clone):
@@ -193,8 +193,8 @@ def test_an_unknown_command_names_the_nearest(clone):
 def test_without_an_environment_one_is_made_once(clone):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("a GPU is here")
-    said = clone.paddock("train", "--max-steps", "3")
-    assert "Creating the environment .venv" in said and "no NVIDIA driver" in said and "Installing requirements.txt" in said
+    output = clone.paddock("train", "--max-steps", "3")
+    assert "Creating the environment .venv" in output and "no NVIDIA driver" in output and "Installing requirements.txt" in output
     [_, first, *_], [_, rest, *_] = clone.calls("pip")
     [made] = clone.calls("venv")
     assert made[1] == "-m venv .venv" and first[-1] == "torch==2.13.0+cpu"
@@ -220,16 +220,16 @@ def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
     if os.path.exists("/proc/driver/nvidia"):
         pytest.skip("a GPU is here")
     clone.add("uv", UV.format(fails=int(fails)))
-    said = clone.paddock("runs", NO_CPU_BUILD="2.12.0, 2.13.0")
+    output = clone.paddock("runs", NO_CPU_BUILD="2.12.0, 2.13.0")
     [[_, uv, *_]] = clone.calls("uv")
     assert "--torch-backend=cpu torch==2.13.0" in uv
-    wanted = [call[1][-1] for call in clone.calls("pip")]
-    assert wanted[:-1] == (["torch==2.13.0+cpu", "torch==2.13.0"] if fails else [])
-    assert ("3.4 GB to download" in said) is fails
+    expected = [call[1][-1] for call in clone.calls("pip")]
+    assert expected[:-1] == (["torch==2.13.0+cpu", "torch==2.13.0"] if fails else [])
+    assert ("3.4 GB to download" in output) is fails
     shutil.rmtree(clone.root / ".venv")
     clone.add("nvidia-smi", "#!/bin/sh\n")
-    said = clone.paddock("runs")
-    assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in said
+    output = clone.paddock("runs")
+    assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in output
 
 
 def test_a_torch_that_is_there_is_used_and_kept(clone, template):
@@ -259,8 +259,8 @@ def test_the_older_scripts_start_the_same(clone):
     clone.with_environment()
     run = {"cwd": clone.elsewhere, "env": {"PATH": "/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")}, "check": True, "text": True}
     for _ in range(2):  # each time, because a package may have been removed since
-        said = subprocess.run(["bash", clone.root / "scripts" / "setup.sh"], capture_output=True, **run).stdout
-        assert f"The environment is ready: {clone.root}/.venv/bin/python" in said
+        output = subprocess.run(["bash", clone.root / "scripts" / "setup.sh"], capture_output=True, **run).stdout
+        assert f"The environment is ready: {clone.root}/.venv/bin/python" in output
     assert len(clone.calls("pip")) == 2
     for script, expected in (("run.sh", "run.py"), ("run_pipeline.sh", "pipeline.py")):
         clone.paddock("runs")

@@ -121,8 +121,8 @@ def test_one_rank_or_several_are_launched_and_started_again(project, prepared, m
 def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     Path(".env").unlink()
     assert project.command("--device", "cpu") == [*ALONE, "--device", "cpu", "--preset", "sample"]
-    told = capsys.readouterr().out
-    assert project.made == [str(ROOT / "scripts/make_sample.py")] and "short stories" in told and "There is no run" not in told
+    message = capsys.readouterr().out
+    assert project.made == [str(ROOT / "scripts/make_sample.py")] and "short stories" in message and "There is no run" not in message
     project.command("--run-name", "frist", "--device=cpu")
     assert "There is no run runs/frist to resume, and no data is set" in capsys.readouterr().out, "a typo is reported"
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()
@@ -166,8 +166,8 @@ def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_pat
     while process.poll() is None and not [*tmp_path.glob("sets/tmp-*/train-*.bin")]:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate()
-    assert process.returncode == 130 and said.endswith("Stopped. Run the same command again to resume.\n") and "Traceback" not in said, said
+    _, output = process.communicate()
+    assert process.returncode == 130 and output.endswith("Stopped. Run the same command again to resume.\n") and "Traceback" not in output, output
     assert [*tmp_path.glob("sets/tmp-*")], "it was not finished"
     finished = subprocess.run(command, text=True, capture_output=True)
     assert finished.returncode == 0 and "Finished 1 step (" in finished.stdout, finished

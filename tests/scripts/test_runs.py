@@ -92,8 +92,8 @@ def clean(runs: Path, answer: str) -> str:
 @pytest.mark.parametrize("answer", ["y", "\x04"])
 def test_nothing_is_deleted_unless_yes_is_typed(answer, runs):
     before = files(runs)
-    said = clean(runs, answer)
-    assert "Nothing was deleted" in said and str(runs / "failed") in said and files(runs) == before
+    output = clean(runs, answer)
+    assert "Nothing was deleted" in output and str(runs / "failed") in output and files(runs) == before
 
 
 def test_nothing_is_deleted_without_a_terminal(runs):
@@ -105,8 +105,8 @@ def test_nothing_is_deleted_without_a_terminal(runs):
 def test_after_yes_what_was_listed_is_deleted_and_nothing_else(runs):
     gone = {runs / name for name in proposed(runs)}
     expected = {path for path in files(runs) if not any(path == place or path.is_relative_to(place) for place in gone)}
-    said = clean(runs, "yes")
-    assert f"Deleted {len(gone)} of {len(gone)}." in said and files(runs) == expected
+    output = clean(runs, "yes")
+    assert f"Deleted {len(gone)} of {len(gone)}." in output and files(runs) == expected
     assert "Nothing to delete." in clean(runs, "")
 
 

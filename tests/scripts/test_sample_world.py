@@ -68,10 +68,10 @@ def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_stor
         differing = [each for each in zip(*words) if len(set(each)) > 1]
         pool = stories.POOLS[item["source_id"].split("~")[1]]
         assert differing and all(len(set(each)) == 4 and set(each) <= set(pool) for each in differing)
-        told = [value in re.findall(r"\w+", item["ctx"]) for value in differing[0]]
-        assert told[item["label"]]
-        assert sum(told) <= 2
-        rivals += sum(told) == 2
+        messages = [value in re.findall(r"\w+", item["ctx"]) for value in differing[0]]
+        assert messages[item["label"]]
+        assert sum(messages) <= 2
+        rivals += sum(messages) == 2
     assert rivals > COUNT / 4, "too few items that need more than having read the names"
 
 

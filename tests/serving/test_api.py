@@ -147,12 +147,12 @@ def test_control_tokens_in_a_prompt_are_reported_and_can_be_parsed(client, model
     tokenizer = models[0].tokenizer
     text = "a<|eot_id|>b"
     ids = [tokenizer.document_start_id, *tokenizer.encode("a"), tokenizer.eot_id, *tokenizer.encode("b")]
-    told, meant, by_id = complete(client, text), complete(client, text, extra_body={"parse_special": True}), complete(client, ids)
-    assert told.warning.startswith("<|eot_id|> in the prompt is encoded as text") and "parse_special=true" in told.warning
-    assert told.usage.prompt_tokens > meant.usage.prompt_tokens == by_id.usage.prompt_tokens == len(ids)
+    output, meant, by_id = complete(client, text), complete(client, text, extra_body={"parse_special": True}), complete(client, ids)
+    assert output.warning.startswith("<|eot_id|> in the prompt is encoded as text") and "parse_special=true" in output.warning
+    assert output.usage.prompt_tokens > meant.usage.prompt_tokens == by_id.usage.prompt_tokens == len(ids)
     assert meant.choices[0].text == by_id.choices[0].text and not hasattr(meant, "warning") and not hasattr(complete(client), "warning")
     assert [each.text for each in complete(client, [ids, ids]).choices] == [by_id.choices[0].text] * 2
-    assert [*complete(client, text, stream=True)][0].warning == told.warning
+    assert [*complete(client, text, stream=True)][0].warning == output.warning
     for prompt, message in ((ids + [512], "512 is not a token id"), ([[]], "expected a text"), ([1, "a"], "expected a text"), ([True], "expected")):
         with pytest.raises(openai().BadRequestError, match=message):
             complete(client, prompt)
@@ -176,9 +176,9 @@ def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, refe
     engine, prompt, done = server[1][0]._engine, models[0].chat_prompt(HELLO).ids, []
     cancel = engine.cancel
     monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), done.append(request.output_ids)))
-    asked = {"logprobs": True, "top_logprobs": 5, "temperature": 2.0, "seed": 1, "extra_body": {"repetition_penalty": 1.3},
+    requested = {"logprobs": True, "top_logprobs": 5, "temperature": 2.0, "seed": 1, "extra_body": {"repetition_penalty": 1.3},
              "presence_penalty": 0.5}
-    whole = chat(client, **asked).choices[0]
+    whole = chat(client, **requested).choices[0]
     entries = whole.logprobs.content
     written = done[0]
     assert len(written) == 12
@@ -189,10 +189,10 @@ def test_logprobs_are_the_log_softmax_of_the_logits(client, server, models, refe
         assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-4)
         assert [one.token for one in entry.top_logprobs] == [text_of(id) for id in best.indices.tolist()]
         assert entry.bytes is None if "\ufffd" in entry.token else bytes(entry.bytes).decode() == entry.token == text_of(token)
-    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **asked)]
+    chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **requested)]
     streamed = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
-    for mine, entry in zip(streamed, entries, strict=True):  # the last bit may follow where the memory begins
-        for one, other in zip((mine, *mine.top_logprobs), (entry, *entry.top_logprobs), strict=True):
+    for actual, entry in zip(streamed, entries, strict=True):  # the last bit may follow where the memory begins
+        for one, other in zip((actual, *actual.top_logprobs), (entry, *entry.top_logprobs), strict=True):
             assert one.token == other.token and one.logprob == pytest.approx(other.logprob, abs=1e-5)
     text = complete(client, logprobs=2).choices[0]
     assert len(text.logprobs.tokens) == len(text.logprobs.token_logprobs) == 12 and len(text.logprobs.top_logprobs[0]) == 2
@@ -231,9 +231,9 @@ def test_the_server_limits_how_far_a_prompt_is_continued(prepared):
     assert ServeOptions().max_tokens == 4096
     with serving([tiny_model(prepared.tokenizer)], max_tokens=7) as (url, _), \
             openai().OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
-        for asked, given in ((None, 7), (12, 7), (7, 7), (3, 3)):
-            for answer in (complete(client, max_tokens=asked), chat(client, max_tokens=asked)):
-                assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (given, "length")
+        for requested, values in ((None, 7), (12, 7), (7, 7), (3, 3)):
+            for answer in (complete(client, max_tokens=requested), chat(client, max_tokens=requested)):
+                assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (values, "length")
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}

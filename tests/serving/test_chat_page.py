@@ -132,10 +132,10 @@ def chat(browser, stub):
         return tabs[-1]
 
     yield open_page
-    heard = [each for tab in tabs for each in tab.heard]
+    received = [each for tab in tabs for each in tab.heard]
     for context in contexts:
         context.close()
-    assert [each for each in heard if not each.startswith((*(tab.own for tab in tabs), "data:", ERRORS))] == []
+    assert [each for each in received if not each.startswith((*(tab.own for tab in tabs), "data:", ERRORS))] == []
 
 
 @contextmanager
@@ -253,15 +253,15 @@ def test_good_and_bad_versions_become_pairs_and_chats_that_training_reads(chat, 
     page.locator("[data-mark=bad]").last.click()  # " A " is bad too
     page.toggle("drawer")
     page.sees("1 preference pair so far. A pair is a good and a bad answer to the same messages.", where="#kept-note")
-    asked = [{"role": "system", "content": "Be kind."}, *messages("Hi", "Fine \ufffd", "More")]
+    requests = [{"role": "system", "content": "Be kind."}, *messages("Hi", "Fine \ufffd", "More")]
     line, = page.exported("pairs")
     example = pair_of("line 1", line)
-    assert (example.messages, [answer["content"] for answer in example.answers]) == (asked, ["A", "B"])
+    assert (example.messages, [answer["content"] for answer in example.answers]) == (requests, ["A", "B"])
     assert re.fullmatch(r"preferences-\d{14}\.jsonl", page.file)
     page.sees("1 line saved. To train on them (if the browser saves in ~/Downloads): ./paddock prepare pairs "
               f"~/Downloads/{page.file} --instruct-checkpoint 'runs/it'\\''s' ", where="#notice")
     line, = page.exported("chats")
-    assert chats_of("line 1", line)[0].messages == asked[:-1], "what follows a bad answer is not learned"
+    assert chats_of("line 1", line)[0].messages == requests[:-1], "what follows a bad answer is not learned"
 
 
 def test_the_better_answer_is_preferred_and_continued_by_both_models(chat, stub):

@@ -97,8 +97,8 @@ def test_pages_of_other_origins_are_refused(client, server, origin):
         assert response.status_code == 403, origin
         assert not [name for name in response.headers if name.startswith("access-control")]
     assert is_free(server[1][0])
-    ours = client.post(CHAT, json=asked(), headers={"Origin": f"http://127.0.0.1:{client.base_url.port}"})
-    assert ours.status_code == 200 and "access-control-allow-origin" not in ours.headers
+    actual = client.post(CHAT, json=asked(), headers={"Origin": f"http://127.0.0.1:{client.base_url.port}"})
+    assert actual.status_code == 200 and "access-control-allow-origin" not in actual.headers
 
 
 SITE = {"Origin": "https|chat.example:8443", "Host": "chat.example:8443"}
@@ -250,7 +250,7 @@ def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
     (ValueError("planted"), None, r"the model failed \(ValueError\); see the server's output")])
 def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, server, capfd, error, code, message):
-    batcher, said = server[1][0], []
+    batcher, messages = server[1][0], []
     wait_until(lambda: is_free(batcher))
     engine, step = batcher._engine, batcher._engine.step
 
@@ -263,9 +263,9 @@ def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, ser
     with ThreadPoolExecutor() as threads:
         whole = threads.submit(client.post, CHAT, json=asked(max_tokens=CONTEXT))
         with client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True)) as stream:
-            said.append(json.loads([line for line in stream.iter_lines() if line][-1].removeprefix("data: ")))
-        said.append(whole.result().json())
-    for each in said:
+            messages.append(json.loads([line for line in stream.iter_lines() if line][-1].removeprefix("data: ")))
+        messages.append(whole.result().json())
+    for each in messages:
         assert re.search(message, each["error"]["message"]) and each["error"]["code"] == code, each
     assert client.get("/health").status_code == 503
     assert client.post(CHAT, json=asked()).status_code == 200 == client.get("/health").status_code

@@ -69,9 +69,9 @@ def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
         "DEPTH=4 sets N_LAYERS=4, DIM=256, N_HEADS=4, FFN_DIM=704, N_KV_HEADS=1, TOTAL_BATCH_SIZE=14400, MICRO_BATCH_SIZE=144, "
         "WARMUP_STEPS=50")
     assert sized(4, "--dim", "512").n_heads == 8
-    theirs = load("--preset", "1.3b").config
+    reference = load("--preset", "1.3b").config
     assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
-        name: getattr(theirs, name) for name in ("dim", "hidden_dim", "learning_rate")}
+        name: getattr(reference, name) for name in ("dim", "hidden_dim", "learning_rate")}
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])

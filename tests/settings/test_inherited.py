@@ -100,8 +100,8 @@ def test_a_record_beats_an_env_of_another_run_and_one_line_lists_what_is_ignored
     assert (values["training_stage"], values["sft_data_path"]) == ("sft", "set"), "what ./paddock train prepares"
     lines = [note for note in loaded.notes if "Ignored" in note]
     assert len(lines) == 1 and ignored in lines[0] and lines[0].startswith(("Ignored from .env, ", f"Ignored from {PRESETS_DIR}"))
-    given = load("--run-name", "first", *flags, "--seed", 9)
-    assert given.config.seed == 9 and "seed" in given.sources, "which is compared with the record"
+    inputs = load("--run-name", "first", *flags, "--seed", 9)
+    assert inputs.config.seed == 9 and "seed" in inputs.sources, "which is compared with the record"
     by_environment = load_config(["--run-name", "first", *map(str, flags)], {"SEED": "9"})
     assert by_environment.config.seed == 9 and by_environment.sources["seed"] == "environment"
 

@@ -264,9 +264,9 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
     loaded = load_config([], {**os.environ, **DATA})
     assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
-    ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
-    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrides .env: OMP_NUM_THREADS")
-    assert "canary" not in ours + repr(loaded), "some are secrets"
+    actual, reference = (note for note in loaded.notes if note.startswith("For the libraries"))
+    assert "HF_HOME" in actual and "OMP_NUM_THREADS" not in actual and reference.endswith("overrides .env: OMP_NUM_THREADS")
+    assert "canary" not in actual + repr(loaded), "some are secrets"
     export(loaded)
     assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"} | ON_A_CPU
 
@@ -374,7 +374,7 @@ UNKNOWN = """
 
 
 @pytest.mark.parametrize("name, words", [
-    *((name, f"did you mean --{ours.replace('_', '-')}?") for name, ours in (pair.split(":") for pair in MEANT.split())),
+    *((name, f"did you mean --{actual.replace('_', '-')}?") for name, actual in (pair.split(":") for pair in MEANT.split())),
     *(pair.split(":", 1) for pair in SAID.split()), *((name, "there is no such setting") for name in UNKNOWN.split())])
 def test_a_suggestion_means_the_same_or_is_a_typo_away(name, words):
     message = unknown_flag(f"--{name}", [*Config.model_fields])
@@ -383,10 +383,10 @@ def test_a_suggestion_means_the_same_or_is_a_typo_away(name, words):
 
 
 def test_the_tables_of_other_trainers_names_fit_the_settings():
-    ours, foreign = {*Config.model_fields}, [*ALIASES, *OTHER_WAYS]
-    assert {*ALIASES.values()} <= ours and not {*foreign} & ours and len({*foreign}) == len(foreign)
+    actual, foreign = {*Config.model_fields}, [*ALIASES, *OTHER_WAYS]
+    assert {*ALIASES.values()} <= actual and not {*foreign} & actual and len({*foreign}) == len(foreign)
     named = {name for sentence in OTHER_WAYS.values() for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", sentence)}
-    assert named - {"WANDB_ENTITY", "WANDB_PROJECT", "CUDA_VISIBLE_DEVICES", *SECRETS} <= {name.upper() for name in ours}
+    assert named - {"WANDB_ENTITY", "WANDB_PROJECT", "CUDA_VISIBLE_DEVICES", *SECRETS} <= {name.upper() for name in actual}
     # What a sentence advises to set can be set.
     assigned = {pair for sentence in OTHER_WAYS.values() for pair in re.findall(r"\b([A-Z_]+=\S+?)(?:[;,]|\s|$)", sentence)}
     assert len(assigned) > 15
@@ -634,12 +634,12 @@ def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder
     """Each write is a packet. With -u, as torchrun starts ranks, print writes its arguments one by one."""
     (empty_folder / ".env").write_text("MAX_STEP=3\n")
     (empty_folder / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('the', 'end'))")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
-        with theirs:
-            process = subprocess.Popen([sys.executable, "-u", ROOT / "train.py", "--typo", "1"], stdout=theirs, stderr=theirs,
+    actual, reference = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with actual:
+        with reference:
+            process = subprocess.Popen([sys.executable, "-u", ROOT / "train.py", "--typo", "1"], stdout=reference, stderr=reference,
                                        env={**os.environ, **DATA, "PYTHONPATH": str(empty_folder)})
-        packets = [packet.decode() for packet in iter(lambda: ours.recv(65536), b"")]
+        packets = [packet.decode() for packet in iter(lambda: actual.recv(65536), b"")]
     text = "".join(packets)
     assert process.wait() == 2 and "Traceback" not in text
     assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in text and "unknown flag --typo" in text

@@ -50,17 +50,17 @@ def test_rows_become_tokens_with_the_row_length_and_the_ranks():
     assert (loaded.config.total_batch_size, loaded.config.micro_batch_size) == (3072, 3)
     (problem,) = problems("--gradient_accumulation_steps", "4", env="")
     assert "gradient_accumulation_steps=4 needs MICRO_BATCH_SIZE and MAX_SEQ_LEN; TOTAL_BATCH_SIZE, in tokens" in problem
-    given = ["--micro-batch-size", "2", "--max-seq-len", "1024", "--gradient_accumulation_steps"]
+    values = ["--micro-batch-size", "2", "--max-seq-len", "1024", "--gradient_accumulation_steps"]
     for wrong in ("auto", "0", "-1", "2.5"):
-        assert "is not a valid number" in problems(*given, wrong)[0]
-    assert peek([*given, "4"])[0]["total_batch_size"] == "8192"
+        assert "is not a valid number" in problems(*values, wrong)[0]
+    assert peek([*values, "4"])[0]["total_batch_size"] == "8192"
 
 
 def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
     config = load("--max-steps", "200", config={"warmup_ratio": 0.1}).config
     assert config.warmup_steps == 0.1 and learning_rate(19, config) == config.learning_rate > learning_rate(18, config)
-    for given, steps in (("0.03", 3), ("0", 0), ("7", 7), ("1", 1)):
-        config = load("--epochs", "1", env=f"WARMUP_RATIO={given}\n").config.model_copy(update={"max_steps": 100})
+    for values, steps in (("0.03", 3), ("0", 0), ("7", 7), ("1", 1)):
+        config = load("--epochs", "1", env=f"WARMUP_RATIO={values}\n").config.model_copy(update={"max_steps": 100})
         assert max(range(100), key=lambda step: learning_rate(step, config)) == max(0, steps - 1)
     assert "WARMUP_STEPS=1.5 must be a whole number" in problems("--warmup_ratio", "1.5")[0]
 

@@ -47,15 +47,15 @@ def test_every_name_of_another_trainer_is_known_and_has_a_setting_or_a_command()
     rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", (ROOT / "docs/coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) > 100
     settings = {name.upper() for name in Config.model_fields} | {"WANDB_PROJECT"}
-    for theirs, ours in rows:
-        names = [name for name in re.findall(r"`([a-z][\w.]*)`", theirs) if not name.endswith(".py")]
-        assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", theirs)), theirs
-        quoted = re.findall(r"`(.*?)`", ours)
-        if called := re.match(r"`(?:trl|axolotl|litgpt|llamafactory-cli|python -m scripts)[ .](\w+\S*?)[ `]", theirs):
+    for reference, actual in rows:
+        names = [name for name in re.findall(r"`([a-z][\w.]*)`", reference) if not name.endswith(".py")]
+        assert all(map(known_form, names)) and (names or re.search(r"[ /\[]|\.py", reference)), reference
+        quoted = re.findall(r"`(.*?)`", actual)
+        if called := re.match(r"`(?:trl|axolotl|litgpt|llamafactory-cli|python -m scripts)[ .](\w+\S*?)[ `]", reference):
             command = ELSEWHERE.get(called[1].replace("-", "_"), called[1])
-            assert "./paddock" not in ours or command.split()[0] == quoted[0].split()[1], theirs
-        assert quoted or ours == "nothing to set", theirs
-        assert {each for each in quoted if not each.startswith(("./paddock ", "--"))} <= settings, ours
+            assert "./paddock" not in actual or command.split()[0] == quoted[0].split()[1], reference
+        assert quoted or actual == "nothing to set", reference
+        assert {each for each in quoted if not each.startswith(("./paddock ", "--"))} <= settings, actual
 
 
 def test_every_page_is_in_the_site_but_the_log():

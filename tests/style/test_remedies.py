@@ -114,11 +114,11 @@ def test_what_a_command_advises_helps(remedy, place, capsys):  # noqa: F811
     refused = run_here(remedy.command, capsys)
     assert refused.code in (2, 3, 5) and "Traceback" not in refused.errors, refused
     told = (refused.output + refused.errors).splitlines()
-    said = [found for line in told if (found := re.search(remedy.advice, line.strip()))]
-    assert said, refused
+    messages = [found for line in told if (found := re.search(remedy.advice, line.strip()))]
+    assert messages, refused
     remedy.mend()
     for command in remedy.commands:
-        outcome = run_here(command.format(*said[-1].groups()), capsys)
+        outcome = run_here(command.format(*messages[-1].groups()), capsys)
         assert outcome.code == 0, outcome
 
 
@@ -147,9 +147,9 @@ def test_what_the_settings_advise_helps(given, setting, advice):
     given = {**GIVEN, **given}
     with pytest.raises(SettingsError) as refused:
         load_config([], given)
-    said = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
-    assert len(said) == 1, refused.value
-    for value in said[0].groups():
+    messages = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
+    assert len(messages) == 1, refused.value
+    for value in messages[0].groups():
         load_config([], {**given, setting: value.replace(" ", "") or "7"})
 
 

@@ -172,10 +172,10 @@ LINES = {"OPENAI_API_KEY=canary": "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY='cana
 @pytest.mark.parametrize("command", ["train.py", "load_pretrain_dataset.py", "launch.py"])
 def test_a_wrong_line_of_env_is_an_error_that_does_not_repeat_it(command, monkeypatch, capfd, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for line, said in LINES.items() if command != "launch.py" else [("\n".join(LINES), "OPENAI_API_KEY")]:
+    for line, output in LINES.items() if command != "launch.py" else [("\n".join(LINES), "OPENAI_API_KEY")]:
         (tmp_path / ".env").write_text(f"MAX_STEPS=1\n{line}\n")
         text = refusal(command, [], monkeypatch, capfd)
-        assert "canary" not in text and said in text and ".env:2" in text, text
+        assert "canary" not in text and output in text and ".env:2" in text, text
 
 
 URL = "https://user:canary@127.0.0.1:9/{}?token=canary"

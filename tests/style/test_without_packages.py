@@ -27,9 +27,9 @@ def machine() -> Callable[..., str]:
     """A function that runs a command without these packages, and returns its output."""
     def run(*command, code: int = 0) -> str:
         done = python(*command, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"}, prepare=block)
-        said = done.stderr + done.stdout
-        assert done.returncode == code and "Traceback" not in said, said
-        return said
+        output = done.stderr + done.stdout
+        assert done.returncode == code and "Traceback" not in output, output
+        return output
 
     return run
 
@@ -57,10 +57,10 @@ class Project:
         self.train("first")
 
     def prepare(self, script: str, file: str, *flags: str) -> None:
-        said = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
+        output = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
                             "--output", self.folder / script, "--tokenizer-path", self.settings["TOKENIZER_PATH"],
                             "--validation-fraction", 0.1)
-        self.settings |= [re.search(r"^(\w+_PATH)=(.+)$", said, re.MULTILINE).groups()]
+        self.settings |= [re.search(r"^(\w+_PATH)=(.+)$", output, re.MULTILINE).groups()]
 
     def train(self, name: str, **changes) -> str:
         return self.machine("train.py", *argv_of({**self.settings, "RUN_NAME": name, **changes}))
@@ -98,8 +98,8 @@ def test_a_feature_that_lacks_a_package_prints_what_to_install(machine, sources,
     assert "pip install datasets" in machine(*prepare, tmp_path / "rows.parquet", code=2)
     assert "pip install huggingface_hub" in machine(*prepare, "wikitext", code=2)
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1, **UNMEASURED)
-    said = machine("train.py", *run.argv(WANDB_ENABLED="true", TENSORBOARD_ENABLED="true"))
-    assert said.count("pip install wandb") == said.count("pip install tensorboard") == 1
+    output = machine("train.py", *run.argv(WANDB_ENABLED="true", TENSORBOARD_ENABLED="true"))
+    assert output.count("pip install wandb") == output.count("pip install tensorboard") == 1
     assert "pip install starlette" in machine("scripts/report.py", run.folder, "--serve", code=2)
     assert "pip install lm_eval" in machine("scripts/evaluate.py", run.checkpoint(1), "--tasks", "piqa", code=2)
     assert "pip install matplotlib" in machine("scripts/report.py", run.folder, "--plot", "curves.png", code=2)

@@ -28,8 +28,8 @@ STEPS = 20
 def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[list[float], torch.nn.Module]:
     """The losses of a plain loop, which reads each document alone, and its model."""
     inputs = read_inputs(config, verify=False)
-    theirs = in_transformers(build_model(config, inputs.tokenizer.vocab_size, Ranks(), torch.float32)).train()
-    matrices, vectors = ([p for p in theirs.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    reference = in_transformers(build_model(config, inputs.tokenizer.vocab_size, Ranks(), torch.float32)).train()
+    matrices, vectors = ([p for p in reference.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
                                   betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
     losses = []
@@ -40,15 +40,15 @@ def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[lis
             for row in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
                 lengths = torch.unique_consecutive(row[2], return_counts=True)[1].tolist()
                 for tokens, targets in zip(row[0].split(lengths), row[1].split(lengths)):
-                    total += F.cross_entropy(theirs(tokens[None]).logits[0], targets, ignore_index=IGNORE_INDEX, reduction="sum")
+                    total += F.cross_entropy(reference(tokens[None]).logits[0], targets, ignore_index=IGNORE_INDEX, reduction="sum")
             (total / count).backward()
-            torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), config.max_grad_norm)
             for group in optimizer.param_groups:
                 group["lr"] = rates[step + 1]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(total.detach() / count))
-    return losses, theirs.eval()
+    return losses, reference.eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,18 +63,18 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
     assert [*run.column("train_loss").values()] == pytest.approx(losses, rel=2e-5)
 
     folder = run.checkpoint(STEPS)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()) and theirs.config.model_type == family, report
-    for name, weight in theirs.named_parameters():
+    other, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()) and other.config.model_type == family, report
+    for name, weight in other.named_parameters():
         assert (weight - expected.get_parameter(name)).abs().max() < 1e-3, name
     # Adapters of a run that does not name the family
     named = {name: run.settings.pop(name) for name in ("MODEL_TYPE", *FAMILIES[family])}
     assert run.train(RUN_NAME="adapted", PRETRAIN_CHECKPOINT=folder, MAX_STEPS=4, LEARNING_RATE=0.02, **LORA) == 0
-    adapted = pytest.importorskip("peft").PeftModel.from_pretrained(theirs, run.folder.parent / "adapted" / "checkpoints" / "step-00000004")
+    adapted = pytest.importorskip("peft").PeftModel.from_pretrained(other, run.folder.parent / "adapted" / "checkpoints" / "step-00000004")
     prompts = [[*range(1, 1 + length)] for length in (3, 17)]
     for model, reference in ((load_to_generate(folder), expected), (load_to_generate(find_model(str(tmp_path / "whole" / "adapted"))), adapted)):
-        ours = generate(model[0], prompts, 12)
-        for prompt, ids in zip(prompts, ours):
+        actual = generate(model[0], prompts, 12)
+        for prompt, ids in zip(prompts, actual):
             written = reference.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
                                          max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0,
                                          suppress_tokens=model[1].generation.get("suppress_tokens"))
@@ -91,13 +91,13 @@ def test_every_stage_trains_a_family(family, stages, tmp_path):
     runs = {mode: stages.run(mode, tmp_path / mode, **start) for mode in ("sft", "dpo-live", "grpo", "lora-sft")}
     assert [run.train() for run in runs.values()] == [0] * 4
     config = load_config(runs["sft"].argv(), {}).config
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(base.checkpoint(1))
     with read_inputs(config, verify=False).training_batches(config, Ranks(), NextToken(), 0) as steps, torch.no_grad():
         (batches, count), total = next(steps), 0.0
     for tokens, targets, documents in (row for batch in batches for row in zip(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)):
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-        for part, wanted in zip(tokens.split(lengths), targets.split(lengths)):
-            total += float(F.cross_entropy(theirs(part[None]).logits[0], wanted, ignore_index=IGNORE_INDEX, reduction="sum").detach())
+        for part, expected in zip(tokens.split(lengths), targets.split(lengths)):
+            total += float(F.cross_entropy(reference(part[None]).logits[0], expected, ignore_index=IGNORE_INDEX, reduction="sum").detach())
     assert runs["sft"].column("train_loss")[1] == pytest.approx(total / count, rel=1e-5)
     assert runs["dpo-live"].column("train_loss")[1] == pytest.approx(math.log(2), rel=1e-6)
     assert runs["grpo"].lines("rollouts")

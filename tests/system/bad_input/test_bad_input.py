@@ -156,9 +156,9 @@ def test_all_errors_in_the_settings_are_printed_together_and_once(command, place
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
                            "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2, done.stderr
-    told = ["6 errors in the settings:", "MAX_STEPS=five: expected a whole number", "did you mean LEARNING_RATE?",
+    messages = ["6 errors in the settings:", "MAX_STEPS=five: expected a whole number", "did you mean LEARNING_RATE?",
             "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
-    assert [done.stderr.count(words) for words in told] == [1] * len(told), done.stderr
+    assert [done.stderr.count(words) for words in messages] == [1] * len(messages), done.stderr
     if "importtime" in command:
         assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
     assert "Traceback" not in done.stderr

@@ -315,8 +315,8 @@ def test_who_loses_a_gpu_reads_which_and_where_its_reason_is(monkeypatch):
     for name, value in {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(collectives.socket, "gethostname", lambda: "node-1")
-    told = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
-    assert told.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
+    message = collectives.classify_exception(CudaError("CUDA error: uncorrectable ECC error encountered\nCompile with")).sentence
+    assert message.startswith("rank 9 lost GPU 1 of node-1 (uncorrectable ECC error encountered); `dmesg | grep Xid` there")
 
     def fail(ranks, seconds) -> None:
         raise CudaError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for")

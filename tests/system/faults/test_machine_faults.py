@@ -169,8 +169,8 @@ def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
     run = tiny_run()
     run.ends([0], console_that_nobody_reads)
     assert_same_run(run, whole, 6)
-    told = (run.folder / "log" / "rank-0.txt").read_text()
-    assert "the console cannot be written: Broken pipe" in told and "Step [6/6]" in told
+    log = (run.folder / "log" / "rank-0.txt").read_text()
+    assert "the console cannot be written: Broken pipe" in log and "Step [6/6]" in log
 
 
 @needs_mounts

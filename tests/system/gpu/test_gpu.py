@@ -101,16 +101,16 @@ def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype,
     hidden_MD = torch.randn(ROWS * LENGTH, SHAPE["dim"], generator=generator).to(device, dtype)
     targets_M = torch.randint(VOCAB, (ROWS * LENGTH,), generator=generator)
     targets_M[::5] = IGNORE_INDEX
-    ours = hidden_MD.clone().requires_grad_()
-    total = -model.logprobs(ours, targets_M.to(device), mode="sum")
+    actual = hidden_MD.clone().requires_grad_()
+    total = -model.logprobs(actual, targets_M.to(device), mode="sum")
     total.backward()
     exact = hidden_MD.double().cpu().requires_grad_()
     weight = model.head_matrix.weight.detach().to(dtype).double().cpu().requires_grad_()
     expected = F.cross_entropy((exact @ weight.T)[:, :VOCAB], targets_M, ignore_index=IGNORE_INDEX, reduction="sum")
     expected.backward()
     assert abs(float(total.detach()) - float(expected.detach())) <= APART[dtype] / 10 * float(expected.detach())
-    for mine, other in ((ours.grad, exact.grad), (model.head_matrix.weight.grad, weight.grad)):
-        assert (mine.double().cpu() - other).norm() <= APART[dtype] * other.norm()
+    for result, other in ((actual.grad, exact.grad), (model.head_matrix.weight.grad, weight.grad)):
+        assert (result.double().cpu() - other).norm() <= APART[dtype] * other.norm()
 
 
 def an_item() -> Task:
@@ -146,11 +146,11 @@ def test_attention_of_every_backend_in_every_use(device, backend, recomputed, co
     exact = model_on(torch.device("cpu"), attention_backend="math")
     model.eval()
     with torch.compiler.set_stance("force_eager"):
-        scores, wanted = (ending_logprobs(each, [an_item()] * 2, where)
+        scores, expected = (ending_logprobs(each, [an_item()] * 2, where)
                           for each, where in ((model, device), (exact, torch.device("cpu"))))
-        assert abs(scores - wanted).max() <= APART[dtype] * abs(wanted).max()
-        logits, wanted = cached_logits(model, device), cached_logits(exact, torch.device("cpu"))
-        assert (logits - wanted).abs().max() <= APART[dtype] * wanted.abs().max()
+        assert abs(scores - expected).max() <= APART[dtype] * abs(expected).max()
+        logits, expected = cached_logits(model, device), cached_logits(exact, torch.device("cpu"))
+        assert (logits - expected).abs().max() <= APART[dtype] * expected.abs().max()
         written = generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=4)
         assert [len(ids) for ids in written] == [4, 4]
 
@@ -286,8 +286,8 @@ def test_faults_of_memory_give_their_sentence(device, tiny_run, capfd):
         assert run.train() == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    told = capfd.readouterr().err
-    assert "out of memory" in told and "MICRO_BATCH_SIZE" in told and "Traceback" not in told
+    message = capfd.readouterr().err
+    assert "out of memory" in message and "MICRO_BATCH_SIZE" in message and "Traceback" not in message
 
 
 @on_both
@@ -337,10 +337,10 @@ def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
                 for name in ("one", "two"))
     assert one.train() == 0
     two.ends([0, 0], over_gloo, env=ONE_GPU)
-    for mine, other in zip(one.lines("ledger"), two.lines("ledger"), strict=True):
-        assert mine["rows_crc32"] == other["rows_crc32"]
-        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
-        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+    for actual, other in zip(one.lines("ledger"), two.lines("ledger"), strict=True):
+        assert actual["rows_crc32"] == other["rows_crc32"]
+        assert other["loss"] == pytest.approx(actual["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(actual["grad_norm"], rel=1e-4)
 
 
 @on_gpu

@@ -235,8 +235,8 @@ def test_a_stopped_rank_is_reported_and_all_exit(rank, tiny_run):
     with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
         assert command.wait() == 6, command.text()
     print_seconds(run)
-    told = command.last_line()
-    assert told.startswith(f"error: hang: rank {rank} does not respond, rank {1 - rank} waits in HellaSwag (step 3); no rank ")
+    message = command.last_line()
+    assert message.startswith(f"error: hang: rank {rank} does not respond, rank {1 - rank} waits in HellaSwag (step 3); no rank ")
     assert "Traceback" not in command.text()
     assert "in multiple_choice" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
 
@@ -336,8 +336,8 @@ def test_ranks_that_use_all_gpus_stay_near_them(device, gpus, has_numactl, binds
 
 
 def test_a_killed_rank_is_reported_with_its_likely_cause():
-    told = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
-    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (a data file truncated")
+    message = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
+    assert message.code == 1 and message.sentence.startswith("rank 1 was killed by SIGBUS (a data file truncated")
     assert "SIGABRT (NCCL does this" in launcher.rank_exit(1, -signal.SIGABRT, 0, None, joined=True).sentence
     assert launcher.rank_exit(1, -signal.SIGTERM, 0, None, joined=False).code == 143
     assert launcher.rank_exit(1, None, 0, None, joined=False).code == 143
@@ -384,7 +384,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
 
 def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
     """A signal within a second of the first, and a third one, are ignored."""
-    now, heard = 0.0, []
+    now, received = 0.0, []
     before = {number: signal.getsignal(number) for number in stop_signals()}
     monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
     launcher.stop_twice(ValueError)
@@ -394,11 +394,11 @@ def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
                 try:
                     os.kill(os.getpid(), number)
                 except ValueError as error:
-                    heard.append((now, error.args[1]))
+                    received.append((now, error.args[1]))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert heard == [(0.0, signal.SIGTERM), (2.0, signal.SIGTERM)]
+    assert received == [(0.0, signal.SIGTERM), (2.0, signal.SIGTERM)]
 
 
 @pytest.mark.slow

@@ -62,9 +62,9 @@ def own_environment(monkeypatch):
     ([(CRASH, []), (CRASH, [2]), (CRASH, []), (0, [9])], 4, 0, "", "restarted 3 times")])
 def test_the_launcher_restarts_crashes_and_hangs_and_reports_the_cause(starts, count, code, sentence, words, tmp_path):
     job = Played(tmp_path, *starts)
-    ending, told = job.run()
+    ending, message = job.run()
     cause = ending.cause or RankExit(False, 0, 0, 0)
-    assert (len(job.told), cause.code, cause.sentence, told) == (count, code, sentence, words)
+    assert (len(job.told), cause.code, cause.sentence, message) == (count, code, sentence, words)
     assert job.told == [{"restart": number, "cause": f"cause {number - 1}" if number else ""}
                         for number in range(count)]
 

@@ -69,8 +69,8 @@ def test_other_weights_make_another_run_and_another_length_moves_the_border(whol
     assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=8) == 5
     assert "belongs to a different run: PRETRAIN_DATA_PATH was" in capsys.readouterr().err
     assert run.train(MAX_STEPS=8) == 0
-    told = capsys.readouterr()
-    assert "changes the curve: MAX_STEPS was 6, is 8" in told.err and "[7/8]" in told.out
+    printed = capsys.readouterr()
+    assert "changes the curve: MAX_STEPS was 6, is 8" in printed.err and "[7/8]" in printed.out
     assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=9, ALLOW_RESUME_MISMATCH="PRETRAIN_DATA_PATH") == 0
 
 

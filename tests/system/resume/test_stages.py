@@ -147,8 +147,8 @@ def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, 
     both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
                PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
     both.ends([0, 0])
-    for mine, other in zip(without_clocks(both.metrics()), without_clocks(finished(mode).metrics()), strict=True):
-        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for actual, other in zip(without_clocks(both.metrics()), without_clocks(finished(mode).metrics()), strict=True):
+        assert actual == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 def signal_the_last_rank_in_the_reference() -> None:
@@ -174,8 +174,8 @@ def test_unpaired_answers_are_trained_alike_on_two_ranks_and_with_a_live_referen
     points = one.column("kl")
     assert points[1] == 0 and points[4] > 0, "the model is its reference at first, and leaves it"
     for other in (live, two):
-        for mine, its in zip(without_clocks(one.metrics()), without_clocks(other.metrics()), strict=True):
-            assert mine == pytest.approx(its, rel=1e-4, abs=1e-5)
+        for actual, its in zip(without_clocks(one.metrics()), without_clocks(other.metrics()), strict=True):
+            assert actual == pytest.approx(its, rel=1e-4, abs=1e-5)
 
 
 @pytest.fixture
@@ -246,9 +246,9 @@ def test_a_reference_that_cannot_be_stored_beside_the_data_is_stored_elsewhere(r
         assert train.main([*here.argv(), "--check"]) == 0
         assert f"stored in {place}/data-" in capsys.readouterr().out
         assert here.train() == 0
-        told = capsys.readouterr().out
-        assert "computed once" in told
-        assert told.count(f"Permission denied; storing the results in {place} (") == (not more)
+        message = capsys.readouterr().out
+        assert "computed once" in message
+        assert message.count(f"Permission denied; storing the results in {place} (") == (not more)
         assert here.train(RESUME="never") == 0
         assert "computed once" not in capsys.readouterr().out
         assert list(place.rglob("reference-*")) and list(place.rglob(".verified.json"))
