@@ -73,12 +73,12 @@ class Torch:
         self.told.append((mode, warn_only))
 
 
-@pytest.mark.parametrize(("wanted", "device", "changed"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)])
-def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(wanted, device, changed, monkeypatch):
+@pytest.mark.parametrize(("expected", "device", "changed"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)])
+def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(expected, device, changed, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "none")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(model_utils, "torch", stub := Torch())
-    model_utils.make_deterministic(Config(deterministic=wanted), device)
+    model_utils.make_deterministic(Config(deterministic=expected), device)
     # With warn_only, the backward of torch's attention would stay nondeterministic.
     assert stub.told == [(True, False)] * changed
     assert stub.backends.cudnn.deterministic is changed is not stub.utils.deterministic.fill_uninitialized_memory
@@ -102,11 +102,11 @@ def compiler_that(raises: Exception | None = None, adds: float = 0.0):
     return compile
 
 
-@pytest.mark.parametrize(("compiler", "headers", "told"), [
+@pytest.mark.parametrize(("compiler", "headers", "message"), [
     (compiler_that(), "/", None), (compiler_that(adds=1), "/", "its results are wrong, or set COMPILE=false"),
     (compiler_that(RuntimeError("\nno ptxas\nmore")), "/", "RuntimeError: no ptxas, or set COMPILE=false"),
     (compiler_that(subprocess.CalledProcessError(1, ["gcc"])), "/nowhere", "Python.h.*install python3-dev, or set COMPILE")])
-def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compiler, headers, told, tmp_path, monkeypatch):
+def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compiler, headers, message, tmp_path, monkeypatch):
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr(model_utils.sysconfig, "get_path", lambda *_: str(tmp_path) + headers)
     monkeypatch.setattr(torch, "compile", compiler)
@@ -114,7 +114,7 @@ def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compile
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setattr(model_utils, "why_no_kernel", lambda _, real=model_utils.why_no_kernel.__wrapped__: real("cpu"))
     reason = model_utils.why_not_compile(Config(), "cuda")
-    assert reason is None if told is None else re.search(told, reason) and "\n" not in reason
+    assert reason is None if message is None else re.search(message, reason) and "\n" not in reason
 
 
 @pytest.mark.filterwarnings("default")

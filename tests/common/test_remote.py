@@ -163,10 +163,10 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
     assert capfd.readouterr().err.count("someone/model: ") == 4
 
 
-@pytest.mark.parametrize(("error", "tries", "told"), [
+@pytest.mark.parametrize(("error", "tries", "message"), [
     (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "does not exist.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
-def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, told, capfd):
+def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, message, capfd):
     requests = []
 
     def dataset_info(self, name, revision=None, timeout=None):
@@ -174,7 +174,7 @@ def test_a_possibly_mistyped_path_is_requested_once(monkeypatch, error, tries, t
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{told}"):
+    with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{message}"):
         remote_data.hub_revision("my/text", "")
     assert requests == [remote.HUB_SECONDS] * tries
     assert capfd.readouterr().err.count("retrying") == tries - 1

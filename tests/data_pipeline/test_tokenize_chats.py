@@ -298,14 +298,14 @@ def held_out(examples, plan):
     return [one for one in examples if split_of(WorkerSpec.key_of(plan, one), plan.fraction) == "validation"]
 
 
-@pytest.mark.parametrize("asked", [None, 0.05, 0.2])
+@pytest.mark.parametrize("requested", [None, 0.05, 0.2])
 @pytest.mark.parametrize("openings", [[200], [170, 30], [50] * 4, [20] * 10, [100, *[1] * 100], [1900, *[4] * 25]])
-def test_openings_that_too_many_examples_share_do_not_decide_the_split(openings, asked):
+def test_openings_that_too_many_examples_share_do_not_decide_the_split(openings, requested):
     examples = [example(f"Opening {place}", "Yes?", f"Question {number}", f"{number}.")
                 for place, count in enumerate(openings) for number in range(count)]
-    planned, target = plan(examples, asked), (asked or 0.05) * len(examples)
+    planned, target = plan(examples, requested), (requested or 0.05) * len(examples)
     assert target / 2 <= len(held_out(examples, planned)) <= 2 * target
-    assert planned == plan(examples[:], asked), "which does not depend on anything else"
+    assert planned == plan(examples[:], requested), "which does not depend on anything else"
 
 
 def test_excluded_answers_are_context_in_the_shards_with_and_without_marks_of_the_template(tmp_path, tokenizer_path, folder_path):
@@ -348,12 +348,12 @@ def test_a_split_far_from_the_requested_one_is_reported_with_figures_and_a_remed
     assert words in output and bool(output) == bool(words)
 
 
-@pytest.mark.parametrize("asked", [None, 1e-6, 0.05])
+@pytest.mark.parametrize("requested", [None, 1e-6, 0.05])
 @pytest.mark.parametrize("prompts, answers", [(12, 1), (2, 1), (1, 2), (1, 10), (1, 16)])
-def test_small_sets_hold_out_at_least_one(prompts, answers, asked):
+def test_small_sets_hold_out_at_least_one(prompts, answers, requested):
     """Also if all are for one prompt, such as the answers that a user judged in one conversation."""
     examples = [example(f"Prompt {prompt}", answers=(f"Good {number}", "bad")) for prompt in range(prompts) for number in range(answers)]
-    assert 0 < len(held_out(examples, plan(examples, asked))) < len(examples)
+    assert 0 < len(held_out(examples, plan(examples, requested))) < len(examples)
 
 
 def test_raw_text_does_not_become_a_token_of_the_chat_format_that_is_not_marked_special(tmp_path, folder_path):

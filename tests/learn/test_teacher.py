@@ -145,13 +145,13 @@ def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_fo
     torch.testing.assert_close(actual.logits(batch)(slice(None)), reference.logits(batch)(slice(None)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("stored, asked, expected", [
+@pytest.mark.parametrize("stored, requested, expected", [
     (torch.bfloat16, "auto", torch.bfloat16), (torch.bfloat16, "fp32", torch.float32), (torch.float32, "auto", torch.float32),
     (torch.float32, "bf16", torch.bfloat16), (torch.float16, "auto", torch.float32)])  # a CPU has no kernels for float16
-def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokenizer, stored, asked, expected):
+def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokenizer, stored, requested, expected):
     tensors = {name: tensor.to(stored) for name, tensor in load_file(copied / "model.safetensors").items()}
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    teacher = load_teacher(copied, settings(copied, teacher_precision=asked), tokenizer.vocab_size, Ranks())
+    teacher = load_teacher(copied, settings(copied, teacher_precision=requested), tokenizer.vocab_size, Ranks())
     assert teacher.model.compute_dtype == expected and {parameter.dtype for parameter in teacher.model.parameters()} == {expected}
     assert not teacher.model.training and not any(parameter.requires_grad for parameter in teacher.model.parameters())
     assert teacher.logits(a_batch(tokenizer.vocab_size))(slice(None)).dtype == torch.float32

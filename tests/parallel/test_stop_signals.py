@@ -24,19 +24,19 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
     return signals, capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "phase", "said"), [
+@pytest.mark.parametrize(("number", "phase", "output"), [
     (signal.SIGINT, "backward", "Ctrl-C: finishing step 7, then saving; repeat to exit without saving\n"),
     (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; repeat to exit without saving\n"),
     (signal.SIGUSR1, "validation", "SIGUSR1: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "save", "SIGTERM: saving after at most one more step; repeat to exit without saving\n"),
     (signal.SIGTERM, "reference", "SIGTERM: stopping before the first step; repeat to exit immediately\n"),
     (signal.SIGINT, "the end", "Ctrl-C: everything is saved; closing the logs; repeat to exit immediately\n")])
-def test_a_signal_is_answered_with_a_line_at_once(number, phase, said, capfd, monkeypatch):
+def test_a_signal_is_answered_with_a_line_at_once(number, phase, output, capfd, monkeypatch):
     monkeypatch.setattr(ACTIVITY, "phase", phase)
     monkeypatch.setattr(ACTIVITY, "step", 7)
     before = [signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)
     signals, printed = answers(capfd, number, signal.SIGTERM)
-    assert printed == said and signals.received == number, "the second one came within a second, and is the same"
+    assert printed == output and signals.received == number, "the second one came within a second, and is the same"
     assert ([signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)) == before
     monkeypatch.setenv("LOCAL_RANK", "1")
     signals, printed = answers(capfd, number)

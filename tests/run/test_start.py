@@ -279,9 +279,9 @@ def test_new_tokens_are_new_rows_which_are_trained_saved_resumed_merged_and_used
         assert (reference(tokens_BT).logits - model(tokens_BT, mode="logits")[..., :ids + 3])[..., :ids + 1].abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("damage, told", [
+@pytest.mark.parametrize("damage, message", [
     ("retrained", " there and "), ("alone", "no tokenizer to compare with")])
-def test_a_larger_tokenizer_of_another_family_is_no_start(damage, told, stages, more_tokens, tmp_path, capsys):
+def test_a_larger_tokenizer_of_another_family_is_no_start(damage, message, stages, more_tokens, tmp_path, capsys):
     """Its ids mean something else to the model."""
     base, tokenizer = model_from_elsewhere(stages, tmp_path / "base"), tmp_path / "tokenizer"
     shutil.copytree(more_tokens.tokenizer, tokenizer)
@@ -298,7 +298,7 @@ def test_a_larger_tokenizer_of_another_family_is_no_start(damage, told, stages, 
     capsys.readouterr()
     assert run.train() == 5
     error = capsys.readouterr().err
-    assert told in error and "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added" in error
+    assert message in error and "set TOKENIZER_PATH to the model's tokenizer, or to it with tokens added" in error
     assert not run.folder.exists()
 
 

@@ -22,7 +22,7 @@ def of(findings) -> dict[str, tuple[str, str]]:
     return {finding.subject: (finding.state, finding.text) for finding in findings}
 
 
-@pytest.mark.parametrize(("found", "failure", "driver", "subject", "state", "said"), [
+@pytest.mark.parametrize(("found", "failure", "driver", "subject", "state", "output"), [
     (GPU, "", True, "GPU", "ok", "1: H100 (80 GiB)"),
     (GPU, "", True, "NCCL", "ok", "2.29.3"),
     (ON_CPU, "", False, "GPU", "-", "training runs on the CPU"),
@@ -34,11 +34,11 @@ def of(findings) -> dict[str, tuple[str, str]]:
      "V100 (32 GiB): this torch has no kernels for its compute capability 7.0, only for sm_75 sm_90"),
     ({}, "OSError: libcudart.so", True, "torch", "FAIL", "libcudart.so); run: bash scripts/setup.sh"),
 ])
-def test_torch_and_gpus(found, failure, driver, subject, state, said, doctor, monkeypatch):
+def test_torch_and_gpus(found, failure, driver, subject, state, output, doctor, monkeypatch):
     monkeypatch.setattr(doctor, "probe", lambda: (found, failure))
     monkeypatch.setattr(doctor, "has_driver", lambda: driver)
     findings = of(doctor.check_torch())
-    assert findings[subject][0] == state and said in findings[subject][1]
+    assert findings[subject][0] == state and output in findings[subject][1]
 
 
 def test_the_probe_finds_a_broken_torch(doctor, monkeypatch, tmp_path):
@@ -86,16 +86,16 @@ def found(site: Path, whole: bool) -> dict[str, str]:
     return {each.name: each.why for each in environment.damaged([site.parents[2] / "requirements.txt"], whole)}
 
 
-@pytest.mark.parametrize(("lost", "name", "said", "at_once"), [
+@pytest.mark.parametrize(("lost", "name", "output", "at_once"), [
     ("torch-1.0.dist-info/INSTALLER", "torch", "torch-1.0.dist-info/INSTALLER is missing", True),
     ("sympy-1.0.dist-info/RECORD", "sympy", "sympy-1.0.dist-info/RECORD is missing", True),
     ("torch-1.0.dist-info/METADATA", "torch", "torch-1.0.dist-info/METADATA is missing", True),
     ("../../../bin/torchrun", "torch", "bin/torchrun is missing", True), ("torch/lib/libtorch.so", "torch", "torch/lib/libtorch.so is missing", True),
     ("torch/__init__.py", "torch", "torch/__init__.py is missing", True), ("sympy/nn.py", "sympy", "sympy/nn.py is missing", False)])
-def test_an_interrupted_installation_is_found(lost, name, said, at_once, site):
+def test_an_interrupted_installation_is_found(lost, name, output, at_once, site):
     assert found(site, False) == found(site, True) == {}
     (site / lost).unlink()
-    assert found(site, True) == {name: said} and found(site, False) == ({name: said} if at_once else {})
+    assert found(site, True) == {name: output} and found(site, False) == ({name: output} if at_once else {})
 
 
 def test_a_cut_file_is_found_but_not_what_a_slim_image_lacks_nor_other_packages(site):

@@ -45,13 +45,13 @@ def test_a_copy_needs_no_run_and_nothing_but_the_standard_library(copy):
     assert done.returncode == 0 and f"{copy} is intact." in done.stdout and "ledger" not in done.stdout, done
 
 
-@pytest.mark.parametrize(("name", "damage", "told"), [
+@pytest.mark.parametrize(("name", "damage", "message"), [
     ("model.safetensors", flip_bit, "is damaged: its SHA-256 has changed"), ("config.json", Path.unlink, "is missing"),
     ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of")])
-def test_damage_is_an_error_that_names_the_file(copy, name, damage, told):
+def test_damage_is_an_error_that_names_the_file(copy, name, damage, message):
     damage(copy / name)
     text = verify(copy, "--model-only", code=5)
-    assert [line for line in text.splitlines() if "BAD  " in line and name in line and told in line]
+    assert [line for line in text.splitlines() if "BAD  " in line and name in line and message in line]
     assert text.count("BAD  ") == 1 and "The model's files are intact" not in text
 
 

@@ -136,9 +136,9 @@ def test_every_response_may_neither_be_stored_nor_embedded(client):
     assert "default-src 'none'" in client.get("/").headers["Content-Security-Policy"]
 
 
-@pytest.mark.parametrize("given", [None, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, "Bearer \xff", f"Bearer {KEY}, Bearer {KEY}"])
-def test_without_its_key_a_server_answers_nothing(public, given):
-    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+@pytest.mark.parametrize("values", [None, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, "Bearer \xff", f"Bearer {KEY}, Bearer {KEY}"])
+def test_without_its_key_a_server_answers_nothing(public, values):
+    headers = {} if values is None else {"Authorization": values.encode("latin-1")}
     with httpx.Client(base_url=public[0], headers=headers) as client:
         for response in (client.get("/v1/models"), client.get("/v1/models/tiny"), client.post(CHAT, json=asked()), client.get("/none"),
                          client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})):

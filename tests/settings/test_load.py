@@ -479,14 +479,14 @@ def test_a_start_completes_the_shape_below_all_layers():
     assert "N_KV_HEADS=5 must divide N_HEADS=12" in " ".join(rules(loaded.config, start_is_read=True))
 
 
-@pytest.mark.parametrize("layers, told", [
+@pytest.mark.parametrize("layers, message", [
     ({"env": "TEACHER_MODEL=x\n"}, True), ({"env": "TEACHER_MODEL=x\nDISTILLATION_ENABLED=false\n"}, False),
     ({"env": "DISTILLATION_ENABLED=false\n", "flags": ("--teacher-model", "x")}, True),
     ({"env": "TEACHER_MODEL=x\n", "flags": ("--preset", "sample")}, False),
     ({"flags": ("--preset", "sample", "--teacher-model", "x")}, True),
     ({"env": "TEACHER_MODEL=x\n", "flags": ("--distillation-enabled", "true")}, False)])
-def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, told):
-    if told:
+def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, message):
+    if message:
         assert ["TEACHER_MODEL=x has no effect" in line for line in problems(*layers.pop("flags", ()), **layers)] == [True]
     else:
         load(*layers.pop("flags", ()), **layers)

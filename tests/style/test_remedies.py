@@ -125,7 +125,7 @@ def test_what_a_command_advises_helps(remedy, place, capsys):  # noqa: F811
 GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVICE": "cpu"}
 
 
-@pytest.mark.parametrize("given, setting, advice", [
+@pytest.mark.parametrize("values, setting, advice", [
     ({"TOTAL_BATCH_SIZE": "3000", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "1"}, "TOTAL_BATCH_SIZE", "try (.+) or ([0-9]+)$"),
     ({"TOTAL_BATCH_SIZE": "3072", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE", "or [A-Z_]+=(0), which"),
     ({"DIM": "100", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
@@ -143,14 +143,14 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
     ({"PRESET": "smaple"}, "PRESET", r"did you mean (\w+)\?"),
     ({"MAX_LR": "1", "LEARNING_RATE": "-1"}, "LEARNING_RATE", "greater than 0()"),
 ])
-def test_what_the_settings_advise_helps(given, setting, advice):
-    given = {**GIVEN, **given}
+def test_what_the_settings_advise_helps(values, setting, advice):
+    values = {**GIVEN, **values}
     with pytest.raises(SettingsError) as refused:
-        load_config([], given)
+        load_config([], values)
     messages = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
     assert len(messages) == 1, refused.value
     for value in messages[0].groups():
-        load_config([], {**given, setting: value.replace(" ", "") or "7"})
+        load_config([], {**values, setting: value.replace(" ", "") or "7"})
 
 
 def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811

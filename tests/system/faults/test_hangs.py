@@ -93,7 +93,7 @@ STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 4)"
 IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
 
 
-@pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
+@pytest.mark.parametrize(("plant", "culprit", "message", "stacks_of"), [
     pytest.param(partial(stop, 1, 3), 1, "rank 1 does not respond, rank 0 waits in forward (step 3); no rank made progress",
                  {0: "all_reduce"}, marks=pytest.mark.slow),
     (partial(stop, 0, IN_HELLASWAG), 0, f"rank 1 waits in {HELLASWAG}; nothing is known of the others, because the status store in "
@@ -102,7 +102,7 @@ IN_HELLASWAG = ("evaluation.during_run", "evaluate_batches", 2)
      {0: "backward", 1: "stall"}),
     (partial(on_such_a_disk, stall), 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}; no rank made progress",
      {0: "stall", 1: "all_agree"})])
-def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run, tmp_path):
+def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, message, stacks_of, tiny_run, tmp_path):
     run = tiny_run()
     job = run.start(WORLD, partial(patiently, tmp_path / "began", plant), DISTRIBUTED_TIMEOUT=TIMEOUT)
     job.processes[1 - culprit].join(PATIENCE)
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     codes = job.wait()
     assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
     text = job.text()
-    assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
+    assert text.count("error: hang: ") == 1 and f"error: hang: {message}" in text, text
     assert f"DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text and str(run.folder / "log" / "stacks-rank-*.txt") in text
     assert "Traceback" not in text
     for rank, place in stacks_of.items():
@@ -158,13 +158,13 @@ def start_stuck(in_group: bool) -> None:
     collectives.start_ranks("cpu", 600)
 
 
-@pytest.mark.parametrize(("in_group", "told"), [
+@pytest.mark.parametrize(("in_group", "message"), [
     (True, "ranks 0-1 wait in start-up (step 0); no rank"),  # as in ncclCommInitRank
     (False, "rank 1 is in start-up (step 0), rank 0 waits in start-up (step 0); no rank")])
-def test_ranks_that_never_become_a_group_end_too(in_group, told, tmp_path):
+def test_ranks_that_never_become_a_group_end_too(in_group, message, tmp_path):
     job = start(start_stuck, in_group, world_size=2, folder=tmp_path)
     assert job.wait() == [6, 6], job.text()
-    assert f"error: hang: {told} made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in job.text()
+    assert f"error: hang: {message} made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in job.text()
     assert "in start_stuck" in job.text(), "the stacks"
 
 
@@ -283,12 +283,12 @@ def under_a_limit(allocate) -> None:
 TENSOR, OBJECT = (partial(under_a_limit, partial(*beyond)) for beyond in ((torch.zeros, 2**30), (bytearray, 2**32)))
 
 
-@pytest.mark.parametrize(("plant", "ranks", "told"), [
+@pytest.mark.parametrize(("plant", "ranks", "message"), [
     ((1, 3, out_of_gpu_memory), 2, "error: rank 1 is out of memory ("), ((1, 3, TENSOR), 2, "error: rank 1 is out of memory ("),
     ((0, IN_HELLASWAG, OBJECT), 2, "error: rank 0 is out of memory ("), ((0, IN_HELLASWAG, OBJECT), 1, "out of memory (")])
-def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, ranks, told, tiny_run):
+def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, ranks, message, tiny_run):
     text = tiny_run().ends([1] * ranks, partial(act, *plant))
-    assert told in text and "Traceback" not in text
+    assert message in text and "Traceback" not in text
     places = [text.index(name) for name in ("ACTIVATION_CHECKPOINTING=selective", "MICRO_BATCH_SIZE", "MAX_SEQ_LEN", "--check")]
     assert places == sorted(places), "what costs least comes first"
 

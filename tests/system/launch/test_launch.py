@@ -80,14 +80,14 @@ def print_seconds(run: TinyRun) -> None:
     print(f"gone after {time.time() - float((run.output_dir / 'planted-at').read_text()):.1f} s")
 
 
-@pytest.mark.parametrize(("changes", "told"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"TOTAL_BATCH_SIZE": 64}, "TOTAL_BATCH_SIZE=64 must be a multiple"),  # one micro-batch, but two ranks need two
     ({"WORLD_SIZE": 3}, "WORLD_SIZE=3, but the launcher started 2 processes")])
-def test_a_mistake_in_the_settings_is_printed_once_before_ranks_start(changes, told, tiny_run):
+def test_a_mistake_in_the_settings_is_printed_once_before_ranks_start(changes, message, tiny_run):
     run = tiny_run()
     with launch(run, **changes) as command:
         assert command.wait() == 2
-    assert command.text().count(told) == 1 and not (run.output_dir / "launch").exists()
+    assert command.text().count(message) == 1 and not (run.output_dir / "launch").exists()
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -118,16 +118,16 @@ def test_the_script_may_be_named_and_gpus_count_as_ranks(flags, monkeypatch, tmp
     assert parsed(monkeypatch, *flags, "--debug") == (args, ["--debug"])
 
 
-@pytest.mark.parametrize("flags, told", [
+@pytest.mark.parametrize("flags, message", [
     (["other.py"], "other.py is not Paddock's train.py"), (["train.py"], "train.py is not Paddock's train.py"),
     (["--nnodes=2"], "error: --n"), (["--nproc-per-node=0"], "error: --n"),
     (["--nnodes=2", "--node-rank=2", "--master-addr=a", "--master-port=1"], "error: --n")])
-def test_another_script_and_wrong_flags_are_refused(flags, told, monkeypatch, tmp_path, capsys):
+def test_another_script_and_wrong_flags_are_refused(flags, message, monkeypatch, tmp_path, capsys):
     (tmp_path / flags[0].lstrip("-")).write_text("print('mine')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         parsed(monkeypatch, *flags)
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_several_machines_may_be_named_in_the_environment(monkeypatch, tmp_path, capsys):
@@ -169,10 +169,10 @@ def test_a_port_in_use_is_an_error(tiny_run):
     assert "Traceback" not in command.text() + text
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", "rank 0 of 2 could not join"), ("2", "RANK=2")])
-def test_missing_ranks_are_reported(rank, told, tiny_run):
+@pytest.mark.parametrize(("rank", "message"), [("0", "rank 0 of 2 could not join"), ("2", "RANK=2")])
+def test_missing_ranks_are_reported(rank, message, tiny_run):
     text = tiny_run().ends([2], impatient, env={**RANK_0, "RANK": rank, "MASTER_PORT": str(free_port())})
-    assert told in text and "Traceback" not in text
+    assert message in text and "Traceback" not in text
 
 
 def test_a_rank_that_waits_for_a_stopped_one_is_reported(tiny_run):
@@ -218,13 +218,13 @@ def test_when_one_rank_fails_all_exit_and_the_cause_is_printed(what, moment, ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "changes", "told"), [
+@pytest.mark.parametrize(("code", "changes", "message"), [
     (3, {"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), (5, {"PRETRAIN_CHECKPOINT": "nowhere"}, "nowhere"),
     (2, {"DEVICE": "cuda"}, "DEVICE=cuda"), (4, {"LEARNING_RATE": 1e15, "MAX_GRAD_NORM": 0}, "was not finite on rank")])
-def test_the_exit_code_depends_on_the_cause(code, changes, told, tiny_run):
+def test_the_exit_code_depends_on_the_cause(code, changes, message, tiny_run):
     with launch(tiny_run(), **changes) as command:
         assert command.wait() == code, command.text()
-    assert told in command.last_line() and command.text().count(command.last_line().split(". The output")[0][-60:]) == 1
+    assert message in command.last_line() and command.text().count(command.last_line().split(". The output")[0][-60:]) == 1
     assert "Traceback" not in command.text()
 
 
@@ -308,10 +308,10 @@ def test_the_folders_of_the_newest_launches_are_kept(tmp_path, monkeypatch):
     assert left == [f"20261121-0000{number:02}-node-0" for number in range(3, launcher.KEPT_FOLDERS + 3)]
 
 
-@pytest.mark.parametrize(("nnodes", "found", "told"), [
+@pytest.mark.parametrize(("nnodes", "found", "message"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
     (2, ("127.0.1.1", 9), "resolves to 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
-def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nnodes, found, told, monkeypatch):
+def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nnodes, found, message, monkeypatch):
     def listen_at(hosts, port):
         if isinstance(found, OSError):
             raise found
@@ -319,7 +319,7 @@ def test_the_first_machine_listens_at_a_reachable_address_or_reports_why_not(nno
 
     monkeypatch.setattr(launcher, "listen_at", listen_at)
     args = Namespace(nnodes=nnodes, node_rank=0, master_addr="192.0.2.7", master_port=9)
-    with pytest.raises(SettingsError, match=re.escape(told)) if told else nullcontext():
+    with pytest.raises(SettingsError, match=re.escape(message)) if message else nullcontext():
         assert launcher.meeting_point(args)[:2] == found
 
 
@@ -402,9 +402,9 @@ def test_the_launcher_stops_its_ranks_twice_and_no_more(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "again", "told"), [
+@pytest.mark.parametrize(("flags", "again", "message"), [
     ((), True, "exited at a second SIGTERM, without saving"), (("--shutdown-timeout=2",), False, "was killed before it finished saving")])
-def test_a_rank_that_cannot_save_exits_at_a_second_signal_or_after_a_time_limit(flags, again, told, tiny_run):
+def test_a_rank_that_cannot_save_exits_at_a_second_signal_or_after_a_time_limit(flags, again, message, tiny_run):
     with launch(tiny_run(**ENDLESS), *flags, plant="test_launch:stall") as command:
         command.wait_for_step(2)
         command.process.send_signal(signal.SIGTERM)
@@ -413,7 +413,7 @@ def test_a_rank_that_cannot_save_exits_at_a_second_signal_or_after_a_time_limit(
             assert command.process.poll() is None, "the first one is remembered, and no more"
             command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 1
-    assert told in command.last_line()
+    assert message in command.last_line()
 
 
 def stall() -> None:

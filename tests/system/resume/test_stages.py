@@ -211,9 +211,9 @@ def the_reference(pairs: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("harm, told", [
+@pytest.mark.parametrize("harm, message", [
     *((fact, f"is stale: its {fact} was another") for fact in ("weights_sha256", "data")), ("cut", "cannot be read"), ("changed", "is damaged")])
-def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, told, own_pairs, run, capsys):
+def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, message, own_pairs, run, capsys):
     file = the_reference(own_pairs)
     content = bytearray(file.read_bytes())
     if harm in ("cut", "changed"):
@@ -225,7 +225,7 @@ def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, told, own
         save_file(load_file(file), file, metadata=facts | {harm: "another"})
     again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=0)
     assert again.train() == 0
-    assert f"{file} {told}" in capsys.readouterr().out
+    assert f"{file} {message}" in capsys.readouterr().out
     assert again.train() == 0
     assert "computed" not in capsys.readouterr().out
 
