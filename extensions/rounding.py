@@ -10,6 +10,7 @@ Source: Gupta et al. 2015 (arXiv:1502.02551); Zamirai et al. 2020 (arXiv:2010.06
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -80,13 +81,15 @@ def round_into(target: Tensor, values: Tensor, bits: Optional[Tensor], purpose: 
 # ----------------------------------------------------------------------------------------- optimizers
 
 
+compiled = cache(partial(torch.compile, dynamic=True))
+
+
 class Rounding:
     """Calls functions on the rows of a tensor and their random bits: compiled, or in chunks for a cache."""
 
     def __init__(self, config: Config, optimizer: "EagerOptimizer"):
         self.config, self.optimizer = config, optimizer
         self.keys: dict[Tensor, Tensor] = {}
-        self.compiled: dict[Callable, Callable] = {}
 
     def __call__(self, function: Callable, parameter: Tensor, tensors: Sequence[Tensor], update: Tensor,
                  *others: Any) -> None:
@@ -97,16 +100,13 @@ class Rounding:
             first_row = local_span(self.optimizer.sharded.get(parameter, parameter))[0]
             name = self.optimizer.names[parameter]
             self.keys[parameter] = keys_of(self.config.seed, name, first_row, parameter.device)
-        keys, device = self.keys[parameter], parameter.device.type
+        device, lines, size = parameter.device.type, bits_of_lines, max(1, len(parameter))
         if self.config.compile and not why_not_compile(self.config, device):
-            if function not in self.compiled:
-                def whole(tensors, keys, update, *others):
-                    function(tensors, *bits_of_lines(*tensors[0].shape, keys, update), *others)
-                self.compiled[function] = torch.compile(whole, dynamic=True)
-            return self.compiled[function](tensors, keys, update, *others)
-        rows_R1, columns_C = bits_of_lines(*parameter.shape, keys, update)
-        # A multiple of 16 rows fills the vectors of kernels.
-        size = -(-max(1, CHUNK[device] // max(1, len(columns_C))) // 16) * 16
+            # Apart, or the compiler would compute the bits of a row for each of its numbers.
+            lines, function = compiled(lines), compiled(function)
+        else:  # a multiple of 16 rows fills the vectors of kernels
+            size = -(-max(1, CHUNK[device] // max(1, parameter.shape[1])) // 16) * 16
+        rows_R1, columns_C = lines(*parameter.shape, self.keys[parameter], update)
         for first in range(0, len(parameter), size):
             chunk = slice(first, first + size)
             function([each[chunk] for each in tensors], rows_R1[chunk], columns_C, *others)
