@@ -279,6 +279,8 @@ class RoundingReducer(Reducer):
     def collect(self, parameter: Tensor) -> None:
         """Add a gradient to those of earlier micro-batches; after the last, perhaps update the parameter."""
         rows, gradient = self.matrices[parameter], local_rows(parameter.grad)
+        if gradient.device.type != self.ranks.device.type:  # CPU_OFFLOAD: an old torch may still copy it
+            torch.accelerator.synchronize()
         if (earlier := self.sums.pop(parameter, None)) is not None:
             number = torch.full((), self.number, dtype=torch.int32, device=gradient.device)
             self.rounding(add, rows, [gradient, earlier], number)
