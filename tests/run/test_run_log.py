@@ -14,7 +14,7 @@ from common.text import print_traceback, show
 from config import Config
 from extensions.trackers import start_trackers
 from run import log as run_log
-from run.log import RunLog, console_line
+from run.log import RunLog, console_line, keep_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -382,3 +382,18 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
     assert not any(b"canary" in path.read_bytes() for path in files)
+
+
+# The lines of an interrupted run
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])
+@pytest.mark.parametrize("unreadable", [b"", b"{}\n", b'{"step": true}\n', b"[" * 100_000 + b"\n", b"\xff\xfe\n"], ids=lambda line: line[:9].decode(errors="replace"))
+def test_a_line_that_a_crash_cut_is_dropped_and_an_unreadable_one_moved_aside(unreadable, torn, tmp_path):
+    path, lines, warnings = tmp_path / "metrics.jsonl", [b'{"step": 0}\n', b'{"step": 1, "text": "\xc3\xa9"}\n'], []
+    path.write_bytes(lines[0] + unreadable + lines[1] + torn)
+    assert [entry.step for entry, _ in keep_lines(path, lambda entry: True, warnings.append)] == [0, 1]
+    assert path.read_bytes() == b"".join(lines)
+    aside = tmp_path / "metrics.jsonl.bad"
+    assert warnings == ([f"{path}: 1 unreadable line moved to {aside.name}"] if unreadable else [])
+    assert (aside.read_bytes() if unreadable else b"") == unreadable and len([*tmp_path.iterdir()]) == 1 + bool(unreadable)
