@@ -421,6 +421,24 @@ class GRPO:
         return LossSum(mean(loss_BT), sums)
 
 
+class OnPolicyDistillation(objectives.Distillation):
+    """Distillation, without cross-entropy, on the student's own answers or, rarely, on those of the records.
+
+    Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
+
+    Args:
+        rollouts: as for `GRPO`.
+    """
+
+    def __init__(self, config: Config, teacher: objectives.Teacher, rollouts: Callable,
+                 compiled: bool = False):
+        super().__init__(config.model_copy(update={"distillation_weight": 1.0}), teacher, compiled)
+        self.rollouts = rollouts
+
+    def prepare_step(self, prompts: list, step: int) -> Prepared:
+        return self.rollouts(prompts, step, self.count)
+
+
 @collective
 def validation_reward(run: Run) -> Result:
     """Return the mean reward of greedy answers to the first held-out prompts."""
@@ -495,4 +513,5 @@ def copy_state(run: Run) -> Callable[[], None]:
 
 
 VALIDATIONS["grpo"] = "Reward", "val_reward", validation_reward
-objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "updates": take_updates}
+objectives.ONLINE |= {"rollouts": Rollouts, "grpo": GRPO, "distillation": OnPolicyDistillation,
+                      "updates": take_updates}

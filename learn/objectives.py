@@ -390,7 +390,7 @@ def log1mexp(x: Tensor) -> Tensor:
 # By PREFERENCE_OBJECTIVE.
 PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {
     "dpo": DPO, "orpo": ORPO, "simpo": SimPO, "kto": KTO}
-ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers prompts, and "grpo"
+ONLINE: dict[str, Callable] = {}  # of an extension: "rollouts", which answers prompts, and the objectives
 
 
 def reference_is_live(config: Config) -> bool:
@@ -547,20 +547,3 @@ class Distillation(NextToken):
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
         return batch.targets_BT, summed.metrics["cross_entropy"]
-
-
-class OnPolicyDistillation(Distillation):
-    """Distillation, without cross-entropy, on the student's own answers or, rarely, on those of the records.
-
-    Source: Agarwal et al. 2023, algorithm 1 (arXiv:2306.13649).
-
-    Args:
-        rollouts: as for `extensions.online.GRPO`.
-    """
-
-    def __init__(self, config: Config, teacher: Teacher, rollouts: Callable, compiled: bool = False):
-        super().__init__(config.model_copy(update={"distillation_weight": 1.0}), teacher, compiled)
-        self.rollouts = rollouts
-
-    def prepare_step(self, prompts: list, step: int) -> Prepared:
-        return self.rollouts(prompts, step, self.count)

@@ -620,7 +620,7 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_
     teacher = load_teacher(folder, config, tokenizer.vocab_size, ranks)
     compiled = config.compile and ranks.device.type == "cuda"
     if is_online:
-        return objectives.OnPolicyDistillation(config, teacher, rollouts, compiled), inputs
+        return objectives.ONLINE["distillation"](config, teacher, rollouts, compiled), inputs
     return objectives.Distillation(config, teacher, compiled), inputs
 
 

@@ -14,10 +14,11 @@ from factories import UNMEASURED, TinyRun, assert_same_run, prepare_stages, writ
 import train
 from data_pipeline.shards import TokenizerInfo
 from data_preparation_utils import PreparationOptions, prepare_set
-from dataloaders import PromptRows, RowOrder, open_example_set
+from dataloaders import RowOrder, open_example_set
 from extensions import online
 from extensions.inference.engine import Engine
 from extensions.online import GRPO, Rewards, advantages, training_batch
+from extensions.prompts import PromptRows
 from extensions.report.page import Report
 from fused.head import IGNORE_INDEX
 from learn.optim import Optimizer, Reducer
