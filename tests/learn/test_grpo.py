@@ -16,7 +16,15 @@ from checkpoint.tensors import read_all
 from config import Config
 from dataloaders import Batch
 from extensions import online as rollouts
-from extensions.online import GRPO, STD_EPSILON, Answer, OnPolicyDistillation, Rollouts, advantages, training_batch
+from extensions.online import (
+    GRPO,
+    STD_EPSILON,
+    Answer,
+    OnPolicyDistillation,
+    Rollouts,
+    advantages,
+    training_batch,
+)
 from extensions.rewards import BUILT_IN, Misunderstood, final_value, load
 from fused.head import IGNORE_INDEX
 from learn.objectives import frozen_logprobs, token_logprobs
