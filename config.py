@@ -193,13 +193,6 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of weights, without vocabulary padding."""
-    in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
-    matrices = 1 if config.tie_embeddings else 2
-    return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
-
-
 # Settings that describe a model and come with a checkpoint. Three of them set the feed-forward width.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
 SHAPE_SETTINGS = ("model_type", "dim", "n_layers", "n_heads", "n_kv_heads", "head_width",

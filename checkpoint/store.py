@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
-from torch import Tensor
-
-from checkpoint.huggingface import hub_model, other_format, read_model_json, save_model_folder
+from checkpoint.huggingface import hub_model, other_format, read_model_json
 from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, manifest_bytes, read_manifest_bytes
 from checkpoint.schema import Manifest, State, parse
 from checkpoint.tensors import LazyTensor, TensorFile, open_tensors
@@ -37,7 +35,6 @@ from common.files import (
 )
 from common.remote import is_hub_name
 from common.text import counted, print_safely, printable
-from config import ModelConfig
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -61,7 +58,7 @@ def warn_on_console(text: str) -> None:
 # ------------------------------------------------------------------------------------------- writing
 
 
-def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0,
+def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], needed_bytes: int = 0, *,
             warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest atomically, replacing one of the same name.
 
@@ -82,17 +79,6 @@ def publish(folder: Path, write_files: WriteFiles, details: Mapping[str, Any], n
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
-                  tokenizer: Any, max_seq_len: int, complete: Callable[[Path], object]) -> None:
-    """Write a new model folder with its manifest; `complete` adds the card, and may check the weights."""
-    def write(temporary: Path) -> Mapping[str, dict[str, Any]]:
-        written = save_model_folder(temporary, state, model_config, tokenizer, max_seq_len)
-        complete(temporary)
-        return written
-
-    publish(folder, write, {"step": 0}, sum(tensor.nbytes for tensor in state.values()))
 
 
 def check_new(folder: Path) -> None:

@@ -30,11 +30,11 @@ from config import (
     NAMES_OR_PATHS,
     CheckpointConfig,
     LogConfig,
-    parameter_count,
 )
 from data_pipeline.prepare import JOURNAL
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, rows_by_source
+from extensions.cost import parameter_count
 from extensions.report.console import trained_count
 from extensions.report.data import segments, setting_lines
 from model_utils import device_name

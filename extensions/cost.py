@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from config import LORA_LAYERS, Config, ModelConfig, padded, parameter_count
+from config import LORA_LAYERS, Config, ModelConfig, padded
 from fused.attention import KERNELS
 from fused.head import FITS, tokens_in_chunk
 from learn.objectives import reference_is_live
@@ -21,6 +21,13 @@ FLOAT32 = 4
 ROOM_FOR_CHUNKS = 0.8  # share of a GPU's memory that a forecast with larger chunks may need
 MATMULS_KEPT = 0.6  # below this activation budget, the compiler recomputes matmuls
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # per weight, with its share of a scale
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """Return the number of weights, without vocabulary padding."""
+    in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
+    matrices = 1 if config.tie_embeddings else 2
+    return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

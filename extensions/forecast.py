@@ -24,10 +24,10 @@ from common.errors import CheckpointError, PaddockError, SettingsError, requires
 from common.files import existing_parent, free_bytes, free_host_memory
 from common.remote import is_hub_name
 from common.text import counted, print_safely, show, status_line
-from config import Config, parameter_count, rules
+from config import Config, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
-from extensions.cost import StepFlops, Work, estimate_memory
+from extensions.cost import StepFlops, Work, estimate_memory, parameter_count
 from extensions.evaluate import function_of
 from extensions.online import GRPO, Rewards
 from extensions.report.console import (

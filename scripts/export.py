@@ -68,8 +68,7 @@ def copy_model(source: Path, files: list[str], output: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, folder / name)
 
-    sizes = [(source / name).stat().st_size for name in files]
-    publish(output, write, {"step": 0}, sum(sizes), max(sizes))
+    publish(output, write, {"step": 0}, sum((source / name).stat().st_size for name in files))
 
 
 def check_card(source: Path, public: bool) -> None:

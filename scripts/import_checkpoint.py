@@ -25,7 +25,7 @@ from torch import Tensor
 from checkpoint import huggingface
 from checkpoint.huggingface import read_model_json
 from checkpoint.peft import refuse_adapters
-from checkpoint.store import check_new, publish_model
+from checkpoint.store import check_new
 from checkpoint.tensors import LazyTensor, lazy
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script, unreadable
@@ -33,6 +33,7 @@ from common.files import WrongContentError, plain
 from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
+from extensions.inference.weights import publish_model
 from model_utils import find_model
 from tokenizer import load_tokenizer, read_generation
 

@@ -26,6 +26,7 @@ from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import command, counted, show
 from extensions.card import derived_card, run_and_step, write_card
+from extensions.inference.weights import publish_model
 from model import padded
 from model_utils import find_model, read_model_config
 from tokenizer import load_tokenizer
@@ -62,7 +63,7 @@ def merge(folders: Sequence[Path], weights: Sequence[float], output: Path) -> No
     sources = "\n".join(f"- {run_and_step(str(folder.resolve()))}, weight {weight:g}"
                         for folder, weight in zip(folders, weights))
     card = derived_card(output.name, folders[0], folders[0], f"The mean of these checkpoints:\n\n{sources}")
-    store.publish_model(output, state, config, tokenizer, longest, lambda folder: write_card(folder, card))
+    publish_model(output, state, config, tokenizer, longest, lambda folder: write_card(folder, card))
 
 
 def main() -> None:

@@ -116,9 +116,8 @@ def resize(folder: Path, layers: Optional[int], ffn_dim: Optional[int], output: 
             (temporary / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
         return write_files(temporary, all_files)
 
-    sizes = [sum(tensor.nbytes for tensor in file.tensors.values()) for file in all_files.values()]
     step = state["progress"]["step"] if state else 0
-    store.publish(output, write, {"step": step}, sum(sizes), max(sizes))
+    store.publish(output, write, {"step": step}, sum(file.nbytes for file in all_files.values()))
     return [place for place, (_, copy) in enumerate(resized_layers(old.n_layers, new.n_layers)) if copy]
 
 

@@ -250,7 +250,7 @@ FAULTS = [
           "if values[index] != values[start]", "if index != start",
           "tests/data_pipeline/test_chat_records.py::"
           "test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_target"),
-    fault("on-policy distillation: also cross-entropy", "learn/objectives.py", '{"distillation_weight": 1.0}', "{}", GRPO),
+    fault("on-policy distillation: also cross-entropy", "extensions/online.py", '{"distillation_weight": 1.0}', "{}", GRPO),
     fault("on-policy distillation: always own answers", "extensions/online.py",
           "rng.random() >= config.distillation_lambda", "False",
           f"{ROLLOUTS}::test_a_teacher_scores_own_and_recorded_answers"),

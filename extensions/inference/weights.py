@@ -136,6 +136,17 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
     return model, tokenizer
 
 
+def publish_model(folder: Path, state: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                  tokenizer: Any, max_seq_len: int, complete: Callable[[Path], object]) -> None:
+    """Write a new model folder with its manifest; `complete` adds the card, and may check the weights."""
+    def write(temporary: Path) -> Mapping[str, dict[str, Any]]:
+        written = huggingface.save_model_folder(temporary, state, model_config, tokenizer, max_seq_len)
+        complete(temporary)
+        return written
+
+    store.publish(folder, write, {"step": 0}, sum(tensor.nbytes for tensor in state.values()))
+
+
 def merge(adapters: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32,
           describe: Callable = lambda *_: None) -> float:
@@ -167,7 +178,7 @@ def merge(adapters: Path, output: Path, base: Optional[str] = None,
                                   "base and adapters, so nothing is written; are the adapters finite?")
         describe(folder, output, base_folder, adapters, dtype)
 
-    store.publish_model(output, state, model.config, tokenizer, longest, complete)
+    publish_model(output, state, model.config, tokenizer, longest, complete)
     return differences[0]
 
 

@@ -14,9 +14,10 @@ import lora
 import model_utils
 from checkpoint import store
 from common.text import DIM, GREEN, command, counted, duration, paint, printable
-from config import KIND_OF_STAGE, KINDS, Config, parameter_count
+from config import KIND_OF_STAGE, KINDS, Config
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows
+from extensions.cost import parameter_count
 from fused.attention import choose_kernel
 from learn.optim import learning_rate
 from model import Transformer

@@ -10,9 +10,9 @@ from factories import new_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
-from config import Config, ModelConfig, parameter_count, rules
+from config import Config, ModelConfig, rules
 from extensions import cost
-from extensions.cost import activation_bytes, estimate_memory
+from extensions.cost import activation_bytes, estimate_memory, parameter_count
 from extensions.forecast import GIB, forecast_memory, memory_advice
 from fused import head, matmul
 from model import AttentionMeta, TransformerBlock

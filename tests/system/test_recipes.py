@@ -51,8 +51,8 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from test_load import test_the_sample_is_the_sample_beside_any_env
 
     from checkpoint.huggingface import load_model_weights
-    from config import Config, parameter_count
-    from extensions.cost import estimate_memory
+    from config import Config
+    from extensions.cost import estimate_memory, parameter_count
     from extensions.inference.weights import model_from_tensors
     from model_utils import read_model_config
 
