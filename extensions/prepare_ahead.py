@@ -115,6 +115,8 @@ def folder_of(config: Config) -> Path:
     if is_mixture(path):
         raise SettingsError(f"PREPARE_AHEAD=true does not work with {path}, a mixture; remove one of them")
     folder = shards.prepared_folder(path) or path
+    if not folder.exists():
+        raise DataError(f"PRETRAIN_DATA_PATH={path} does not exist; correct it")
     if needed := lacking(look(folder), config):
         raise DataError(f"{folder}: training starts once it has {needed}; ./paddock train with the source "
                         "prepares it")
@@ -224,15 +226,21 @@ class PrepareAhead(Extension):
         """Wait until every rank has so many rows. If no process prepares them, save, and raise DataError."""
         ranks, says_at = run.ranks, 0.0
 
-        def state() -> tuple[int, bool, str]:
+        def state() -> tuple[int, bool, str, list[str]]:
             failure = "" if ranks.local_rank else why_ended(self.rows.folder)  # before the last look
             self.rows.look()
             self.compare()
-            return len(self.rows), self.rows.is_complete, failure
+            hashes = [entry.sha256[:16] for entry in self.rows.entries]
+            return len(self.rows), self.rows.is_complete, failure, hashes
 
         while True:
             tick()  # waiting for data is not a hang
-            counts, are_complete, failures = zip(*ranks.all_gather_json(ranks.raise_on_all(state)))
+            gathered = ranks.all_gather_json(ranks.raise_on_all(state))
+            counts, are_complete, failures, hashes = zip(*gathered)
+            if differing := [number for number, same in enumerate(zip(*hashes)) if len({*same}) > 1]:
+                raise on_all_ranks(DataError(
+                    f"{self.rows.folder}: shard {differing[0]} differs between machines, because their "
+                    "sources or tokenizers do; copy one source to all, and delete the other sets"))
             self.agreed, self.all_agreed = min(counts), all(are_complete)
             if needed <= self.agreed or self.all_agreed:
                 return

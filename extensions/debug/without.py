@@ -5,6 +5,7 @@ with the recorded settings, so that the change is the only difference. Influence
 (Pruthi et al. 2020, arXiv:2002.08484), and verified by arms without single examples.
 """
 
+import html
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -311,8 +312,10 @@ def write_page(path: Path, data: Mapping[str, Any]) -> Path:
     text = json.dumps(data).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
     policy = (f"default-src 'none'; script-src {csp_hash(script)}; style-src {csp_hash(style)}; "
               "img-src data:; base-uri 'none'; form-action 'none'")
-    page = fill_template((ASSETS / "without.html").read_text(encoding="utf-8"), {
-        "policy": policy, "style": style, "script": script, "data": text})
+    report, body = ((ASSETS / name).read_text(encoding="utf-8") for name in ("page.html", "without.html"))
+    title = html.escape(data["title"])
+    page = fill_template(report.partition("<body")[0] + body, {
+        "policy": policy, "title": title, "style": style, "script": script, "data": text})
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8")
     return path

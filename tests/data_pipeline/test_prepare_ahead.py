@@ -23,6 +23,7 @@ from data_preparation_utils import PreparationOptions, prepare_set
 from extensions import prepare_ahead
 from extensions.preparation import look, rows_in, why_ended
 from parallel.process import EXIT_PREEMPTED
+from parallel.ranks import Ranks
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -278,6 +279,21 @@ def test_a_run_resumes_only_with_the_shards_that_it_has_read(tmp_path, prepared,
     assert later.train(STOP_STEP=4) == 0
     assert later.train(PRETRAIN_DATA_PATH=prepare(source, prepared.tokenizer, tmp_path / "changed")) == 0
     assert steps_of(later) == steps_of(run)
+
+
+def test_machines_with_other_shards_do_not_train_together(tmp_path, prepared, whole, capfd, monkeypatch):
+    """Each machine may prepare its own set; here another rank has another second shard."""
+    gather = Ranks.all_gather_json
+
+    def gather_two(ranks, own, **options):
+        is_wait = isinstance(own, tuple) and len(own) == 4
+        return [own, [*own[:3], [own[3][0], "other"]]] if is_wait else gather(ranks, own, **options)
+
+    monkeypatch.setattr(Ranks, "all_gather_json", gather_two)
+    run = ahead_run(prepared, tmp_path / "run", whole)
+    assert run.train() == 3
+    assert "shard 1 differs between machines, because their sources or tokenizers do" in capfd.readouterr().err
+    assert run.train(PRETRAIN_DATA_PATH=tmp_path / "none") == 3 and "none does not exist" in capfd.readouterr().err
 
 
 @pytest.mark.slow
