@@ -24,7 +24,7 @@ from model_utils import why_not_compile
 from parallel.fsdp import local_norms, local_rows, local_span, total_norm
 from parallel.ranks import Ranks, collective
 
-CHUNK = {"cpu": 2**16, "cuda": 2**24}  # numbers updated at a time without a compiler: a core's cache
+CHUNK = {"cpu": 2**16, "cuda": 2**22}  # numbers updated at a time without a compiler: a core's cache
 WEIGHTS, MOMENT, SQUARES, SUM = range(4)  # what is rounded
 # Source of the first two factors: Wellons 2018, github.com/skeeto/hash-prospector.
 FACTORS = (0x21F0AAAD, 0x735A2D97, 0x9E3779B1 - 2**32)
