@@ -212,13 +212,12 @@ def train_step(run: Run, reducer: Reducer, batches: list[Batch], count: int, lr:
     config, ranks, scaler = run.config, run.ranks, run.scaler
     with phase("forward"):
         units = ranks.all_reduce(widened(torch.full((), count, device=ranks.device)))
-        divisor = units.clamp(min=1)  # without units, the gradients are 0 and the loss is NaN
-        reducer.begin(divisor, run.progress)
+        reducer.begin(units, run.progress)
     sums = accumulate_gradients(run, reducer, batches)
     # With DDP or FSDP, the last backward has averaged the gradients over the ranks, and `reduce` adds those
     # that FSDP leaves out. With REPRODUCIBLE, `reduce` adds all; if `fits` is false, its sums had the wrong
     # scale, and the step is tried again.
-    fits, largest = reducer.reduce(divisor)
+    fits, largest = reducer.reduce(units.clamp(min=1))
     if scaler:
         for optimizer in run.optimizer.optimizers:
             scaler.unscale_(optimizer)

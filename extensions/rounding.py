@@ -261,7 +261,7 @@ class RoundingReducer(Reducer):
         self.number = progress.step * self.config.accumulation_steps
         if self.config.update_in_backward:
             for optimizer in self.optimizer.optimizers:
-                optimizer.grad_scale = optimizer.found_inf = None
+                optimizer.grad_scale, optimizer.found_inf = None, (units == 0).float()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(progress.updates, self.config)
                 optimizer.start(self.matrices.values())

@@ -71,8 +71,8 @@ class Reducer:
         self.model = in_ddp(model, config.gradient_dtype) if gradient_sync else model
 
     def begin(self, units: Tensor, progress: SavedProgress) -> None:
-        """Begin a step of so many units."""
-        self.loss_scale = (self.ranks.world_size / units).float()  # DDP averages over ranks
+        """Begin a step of so many units. Without any, the gradients are 0, and the loss is NaN."""
+        self.loss_scale = (self.ranks.world_size / units.clamp(min=1)).float()  # DDP averages over ranks
 
     @contextmanager
     def add(self, step: int, is_last: bool) -> Iterator[None]:

@@ -26,6 +26,7 @@ from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, SettingsError, requires_package
 from common.text import ROOT, command, counted
 from config import FEED_FORWARD, MODEL_SETTINGS, SAMPLE, Config, mps_rules, numeric_rules, rules, shape_rules
+from fused.attention import choose_kernel
 from fused.head import choose_head_chunk
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -473,6 +474,8 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     for each in extensions:
         inputs = each.inputs(config, inputs, ranks)
     dtype = model_utils.choose_dtype(config, ranks.device.type)
+    for purpose in ("documents" if config.document_mask else "causal", "mask"):
+        choose_kernel(purpose, config, ranks.device, dtype)  # refuse a kernel before anything is written
     if config.lora_enabled:  # new adapters, or those of the start
         generator = torch.Generator().manual_seed(config.seed)
         model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)

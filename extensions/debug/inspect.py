@@ -212,8 +212,11 @@ class DataReport:
             raise SettingsError(f"{output} exists; choose another file with --exclude")
         excluded = exclude(self.rows, self.tokenizer, [selector])
         lines = [f"hash {digest_of(source.ids(number))}" for source, number in excluded.examples()]
+        if not lines:
+            raise DataError(f"{self.folder}: nothing has the pattern {pattern!r}, so nothing is written")
         with disk_errors(output, DataError, "choose another file with --exclude"):
-            output.write_text("\n".join([f"# {pattern} in {self.folder}", *dict.fromkeys(lines), ""]))
+            comment = f"# {printable(pattern)} in {self.folder}"
+            output.write_text("\n".join([comment, *dict.fromkeys(lines), ""]))
         yield f"{self.folder}: {excluded.describe()} have this pattern"
         for source, number in islice(excluded.examples(), SHOWN_DOCUMENTS):
             text = source.text(number)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from checkpoint import store
 from common.errors import CheckpointError, DataError
+from common.files import BINARY_STARTS
 from data_pipeline import shards
 from data_pipeline.sources import Reading, Source, flaw_of, read_texts
 from dataloaders import RowOrder, pack
@@ -59,6 +60,7 @@ json_line = st.builds(lambda text, more: ({"text": text} | more), any_text, st.d
 def test_any_lines_as_jsonl(folder, lines):
     path = folder / "any.jsonl"
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    assume(not b"".join(encoded).startswith((*BINARY_STARTS,)))
     path.write_bytes(b"".join(line + b"\n" for line in encoded))
 
     def counts(line: bytes, number: int) -> bool:
@@ -73,7 +75,8 @@ def test_any_lines_as_jsonl(folder, lines):
 def test_any_lines_as_text(folder, lines, ended):
     path = folder / "any.txt"
     content = b"\n".join(lines) + b"\n" * ended
-    assume(content.count(0) < 2)  # otherwise it looks like UTF-16
+    # Otherwise it looks like UTF-16, or like a packed file.
+    assume(content.count(0) < 2 and not content.startswith((*BINARY_STARTS,)))
     path.write_bytes(content)
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
     lines = lines if lines[-1] else lines[:-1]

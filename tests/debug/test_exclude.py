@@ -227,9 +227,12 @@ def test_a_run_that_leaves_out_nothing_is_the_run(mode, stages, tmp_path):
     assert_same_run(*runs, 3)
 
 
-@pytest.mark.parametrize("mode", ["pretrain", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])])
-def test_a_step_without_targets_counts_and_changes_no_weight(mode, stages, tmp_path, capsys):
-    run = run_of(mode, stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find ."), VALIDATE_EVERY=0)
+@pytest.mark.parametrize("mode, changes", [
+    ("pretrain", {}),
+    ("pretrain", {"WEIGHT_DTYPE": "bf16", "UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}),
+    *(pytest.param(mode, {}, marks=pytest.mark.slow) for mode in MODES[1:])])
+def test_a_step_without_targets_counts_and_changes_no_weight(mode, changes, stages, tmp_path, capsys):
+    run = run_of(mode, stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find ."), VALIDATE_EVERY=0, **changes)
     assert run.train() == 0
     assert capsys.readouterr().err.count("step 1 has no targets: it counts, but changes no weight") == 1
     weights = [{name: digest for name, digest in run.hashes(step).items() if name != "optimizer.safetensors"} for step in (1, 3)]

@@ -131,6 +131,9 @@ def test_find_writes_a_file_that_excludes_the_examples_with_a_pattern(kind, patt
     assert exclude(data.rows, data.tokenizer, [Selector(*line.split(" ")) for line in lines]).total == examples
     with pytest.raises(SettingsError, match="unwanted.txt exists; choose another file with --exclude"):
         inspect(*flags)
+    with pytest.raises(DataError, match="nothing has the pattern 'no such text', so nothing is written"):
+        inspect(sets[kind], "--find", "no such text", "--exclude", "nothing.txt")
+    assert not (tmp_path / "nothing.txt").exists()
 
 
 @pytest.mark.parametrize("flags, reason", [
