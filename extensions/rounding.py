@@ -175,7 +175,8 @@ class RoundedAdamW(EagerOptimizer):
             counts = [self.state[parameter]["step"] for parameter in members]
             torch._foreach_add_(counts, 1.0)
             if self.found_inf is not None:
-                torch._foreach_sub_(counts, self.found_inf.to(counts[0].device))
+                # As a list, since a GPU would have to tell the host the value of a single tensor.
+                torch._foreach_sub_(counts, [self.found_inf.to(counts[0].device)] * len(counts))
             counts_K = torch.stack(counts).double()
             keep_K = torch.full_like(counts_K, 1 - group["lr"] * group["weight_decay"])
             rate_K, root_K = group["lr"] / (1 - beta1**counts_K), (1 - beta2**counts_K).rsqrt()
@@ -183,15 +184,10 @@ class RoundedAdamW(EagerOptimizer):
             self.factors |= zip(members, factors_K3.unbind())
 
     @torch.no_grad()
-    def update(self, parameter: Tensor) -> None:
-        """Update a parameter, after `start`."""
-        state, skipped = self.state[parameter], None
-        if self.found_inf is not None:
-            skipped = self.found_inf.to(parameter.device) != 0
-            if parameter.device.type == "cpu":
-                if skipped:
-                    return
-                skipped = None
+    def update(self, parameter: Tensor, skipped: Optional[Tensor]) -> None:
+        """Update a parameter after `start`, unless `skipped` is true."""
+        state = self.state[parameter]
+        skipped = None if skipped is None else skipped.to(parameter.device)
         scale = None if self.grad_scale is None else self.grad_scale.to(parameter.device)
         tensors = [parameter.data, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
         self.rounding(adamw, parameter, tensors, state["step"].int(), self.factors.pop(parameter).unbind(),
@@ -201,8 +197,13 @@ class RoundedAdamW(EagerOptimizer):
         parameters = [each for group in self.param_groups for each in group["params"]
                       if each.grad is not None]
         self.start(parameters)
+        skipped = None if self.found_inf is None else self.found_inf != 0
+        if skipped is not None and skipped.device.type == "cpu":  # whose value is known
+            if skipped:
+                return
+            skipped = None
         for parameter in parameters:
-            self.update(parameter)
+            self.update(parameter, skipped)
 
 
 class RoundedMuon(Muon):
@@ -260,8 +261,9 @@ class RoundingReducer(Reducer):
         super().begin(units, progress)
         self.number = progress.step * self.config.accumulation_steps
         if self.config.update_in_backward:
+            self.is_empty = units == 0
             for optimizer in self.optimizer.optimizers:
-                optimizer.grad_scale, optimizer.found_inf = None, (units == 0).float()
+                optimizer.grad_scale, optimizer.found_inf = None, self.is_empty.float()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(progress.updates, self.config)
                 optimizer.start(self.matrices.values())
@@ -289,7 +291,7 @@ class RoundingReducer(Reducer):
         elif self.config.update_in_backward:
             self.norms[parameter], = local_norms([gradient])
             rows.data, rows.grad = local_rows(parameter.data), gradient
-            self.optimizer.optimizers[0].update(rows)
+            self.optimizer.optimizers[0].update(rows, self.is_empty)
             parameter.grad = rows.grad = None
 
     @collective

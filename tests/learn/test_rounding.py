@@ -168,8 +168,8 @@ def test_updates_in_the_backward_pass_are_those_after_it(prepared, tmp_path):
 def test_gradients_are_freed_during_the_backward_pass(monkeypatch, prepared, tmp_path):
     held, update = [], rounding.RoundedAdamW.update
 
-    def watched(self, parameter):
-        update(self, parameter)
+    def watched(self, parameter, skipped):
+        update(self, parameter, skipped)
         held.append(sum(each.grad is not None for each in self.names if each.ndim > 1))
 
     monkeypatch.setattr(rounding.RoundedAdamW, "update", watched)
