@@ -445,8 +445,10 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         reason = ("the run recorded other values (to start a new run, set another RUN_NAME)" if recorded else
                   f"it does not fit TRAINING_STAGE={config.training_stage}")
         notes.append(f"Ignored from {' and '.join(files)}, because {reason}: {values}")
-    notes[:0] = [text for layer in layers for name, text in layer.notes.items()
-                 if name not in Config.model_fields or given.get(name) is layer.values.get(name, ())]
+    notes[:0] = [text if name not in Config.model_fields or given[name] is layer.values.get(name)
+                 else f"{text}, replaced by {shortened(str(given[name][0]))} ({given[name][1]})"
+                 for layer in layers for name, text in layer.notes.items()
+                 if name not in Config.model_fields or name in given]
     if len(config.start_settings) > 1:
         first, *others = map(str.upper, config.start_settings)
         notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")

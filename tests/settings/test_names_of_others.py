@@ -56,6 +56,13 @@ def test_rows_become_tokens_with_the_row_length_and_the_ranks():
     assert peek([*values, "4"])[0]["total_batch_size"] == "8192"
 
 
+def test_a_name_whose_value_a_higher_layer_replaces_says_so():
+    loaded = load("--max-steps", "9", "--pretrain-data-path", "data/book", config='{"max_iters": 12, "train_file": "book.txt"}')
+    assert loaded.config.max_steps == 9 and loaded.config.pretrain_data_path == "data/book"
+    assert "max_iters is our MAX_STEPS: 12, replaced by 9 (command line)" in loaded.notes
+    assert "train_file is our PRETRAIN_DATA_PATH: book.txt, replaced by data/book (command line)" in loaded.notes
+
+
 def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
     config = load("--max-steps", "200", config={"warmup_ratio": 0.1}).config
     assert config.warmup_steps == 0.1 and learning_rate(19, config) == config.learning_rate > learning_rate(18, config)
