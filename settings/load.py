@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import os
 import re
 import sys
@@ -27,15 +26,27 @@ from config import (
     EXTENSION_SECTIONS,
     Config,
     base_rules,
+    extension_module,
     input_rules,
     on_resume,
     rules,
 )
 from parallel.process import configure_allocator, first_on_machine
-from settings import aliases, derived
-from settings.aliases import misspelled, shortened, unknown, unknown_flag, validate
+from settings import derived
 from settings.derived import PRESETS_DIR
+from settings.names import (
+    OPTIONAL,
+    forms,
+    may_stand_alone,
+    misspelled,
+    shortened,
+    standard,
+    unknown,
+    unknown_flag,
+    validate,
+)
 
+OTHER_TRAINERS = extension_module("other_trainers")  # None without extensions/
 # The separators of settings with several values, which may be lists in JSON and YAML.
 SEPARATORS = {name: field.json_schema_extra["separator"] for name, field in Config.model_fields.items()}
 # Environment variables for libraries, also allowed in `.env`.
@@ -77,7 +88,7 @@ class Layer:
         """Set a value; a second one for a setting is an error, unless another trainer's name implies it."""
         is_list = isinstance(value, list) and all(isinstance(part, str) for part in value)
         value = SEPARATORS[name].join(value) if is_list and SEPARATORS[name] else value
-        if (ours := aliases.standard(name, value)) != value and isinstance(value, str):
+        if (ours := standard(name, value)) != value and isinstance(value, str):
             self.notes[f"{name}={value}"] = f"{name.upper()}={shortened(value)} is our {ours}"
             value = ours
         first, before = self.values.get(name, (value, ""))
@@ -87,32 +98,10 @@ class Layer:
             self.implied |= {name} if is_implied and not before else set()
             self.values[name] = (value, where)
 
-    def accept(self, alias: str, value: Any, where: str) -> bool:
-        """Use an exact name of another trainer, such as max_iters; return whether it is one."""
-        if value in (None, ""):
-            return aliases.known_form(alias) is not None
-        value = str(value).lower() if isinstance(value, bool) else value
-        settings, shown = aliases.translate(alias, value), shortened(alias)
-        if variable := aliases.VARIABLES.get(aliases.known_form(alias)):
-            self.exports[variable] = str(value)
-            self.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
-            return True
-        if isinstance(settings, str):
-            self.problems.append(f"{where}: {settings}")
-            return True
-        if settings == {}:
-            sentence = aliases.OTHER_WAYS[aliases.known_form(alias)].removeprefix("nothing to set: ")
-            self.notes[shown] = f"{shortened(f'{alias}={value}')} needs no setting here: {sentence}"
-        for number, (name, value) in enumerate((settings or {}).items()):
-            if name == "sharding" and name in self.notes and "hybrid" in (value, self.values[name][0]):
-                del self.values[name]  # use_fsdp, and the size of its groups
-                value = "hybrid"
-            if name == "data_path":  # the name of the setting depends on TRAINING_STAGE
-                self.values[name] = (value, where)
-                continue
-            self.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
-            self.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
-        return settings is not None
+
+def accept(layer: Layer, name: str, value: Any, where: str) -> bool:
+    """Set what another trainer's name stands for, such as max_iters; return whether it is known."""
+    return OTHER_TRAINERS is not None and OTHER_TRAINERS.accept(layer, name, value, where)
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -148,7 +137,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
             layer.problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
                                   "environment nor in an earlier line; set it, or write ${NAME:-default}")
         elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelled(name)):
-            if not layer.accept(key, value, where):
+            if not accept(layer, key, value, where):
                 layer.refuse(key, unknown(where, key))
         elif name in set_at:
             layer.problems.append(
@@ -194,19 +183,18 @@ def read_config_file(path: Path) -> Layer:
     def add(pairs: tuple, section: str = "") -> None:
         for key, value, *line in pairs:
             name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
-            is_section_of_ours = aliases.forms(section + key)[0] in Config.model_fields  # data.seed
+            is_section_of_ours = forms(section + key)[0] in Config.model_fields  # data.seed
             where = f"{path}:{line[0]}" if line else where
             if isinstance(value, tuple):
                 add(value, f"{section}{key}.")
             elif name in DROPPED and str(value).lower() == str(DROPPED[name]).lower():
                 continue
-            elif name == "resume" and str(value).lower() in ("true", "false"):  # litgpt's
-                layer.accept("resume_from_checkpoint", value, where)
-            elif name not in Config.model_fields or section and is_section_of_ours:
+            elif (name not in Config.model_fields or section and is_section_of_ours
+                  or name == "resume" and str(value).lower() in ("true", "false")):  # litgpt's
                 file = f"{path} in {shortened(section[:-1])}" if section else str(path)
-                if value is not None and not layer.accept(section + key, value, where):
+                if value is not None and not accept(layer, section + key, value, where):
                     layer.refuse(name.upper(), unknown(where if line else file, section + key, key))
-            elif value is None and line and name not in aliases.OPTIONAL:
+            elif value is None and line and name not in OPTIONAL:
                 continue  # `lora_target_modules:` in YAML
             else:
                 layer.put(name, value, where)
@@ -233,11 +221,11 @@ def read_flags(argv: Sequence[str], script_flags: Sequence[str] = ()) -> Layer:
         has_next = arguments and not arguments[0].startswith("--")
         if not has_value and has_next and name != "check":
             value, has_value = arguments.pop(0), "="
-        elif not has_value and (name == "check" or aliases.known_form(name) in aliases.BARE):
+        elif not has_value and (name == "check" or may_stand_alone(name)):
             value, has_value = "true", "="
 
         is_ours = name in known or name in script_flags or not has_value
-        if not is_ours and flag.startswith("--") and layer.accept(name, value, "command line"):
+        if not is_ours and flag.startswith("--") and accept(layer, name, value, "command line"):
             continue
         if not flag.startswith("--") or name not in known:
             layer.refuse(flag, unknown_flag(flag, (*known, *script_flags)))
@@ -304,37 +292,9 @@ def read_layers(flags: Layer, environ: Mapping[str, str], is_run: bool = True) -
         preset.is_env = naming == 0
         # A preset on the command line overrides `.env`; a preset named in `.env` does not.
         layers.insert(min(naming, 1), preset)
-    compute(layers)
+    if OTHER_TRAINERS:
+        OTHER_TRAINERS.compute(layers)
     return layers
-
-
-def compute(layers: Sequence[Layer]) -> None:
-    """Compute the settings that depend on those of all layers: numbers of rows, and the data of a stage."""
-    given = {name: pair for layer in layers for name, pair in layer.values.items()
-             if not isinstance(pair[0], tuple)}
-    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
-               if isinstance(pair[0], tuple)]
-    for layer, name, (alias, value), where in waiting:
-        config, units = validate(given)[0], aliases.COMPUTED.get(alias, ("", {}))[1]
-        missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
-        del layer.values[name]
-        if name == "data_path":
-            stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
-            if alias == "datasets" and "training_stage" not in given:
-                layer.values["training_stage"] = (stage, where)
-                layer.notes["training_stage"] = f"{alias} without a stage is TRAINING_STAGE={stage}"
-            name = f"{stage}_data_path"
-            layer.values.setdefault(name, (value, where))
-            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
-        elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
-            reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
-            layer.problems.append(
-                f"{where}: {alias}={shortened(value)} {reason}; {aliases.OTHER_WAYS[alias]}")
-        else:
-            factors = [value, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
-            product = int(value) * math.prod(getattr(config, factor) for factor in units)
-            layer.values[name] = (str(product), where)
-            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
 
 
 def settled(layers: Sequence[Layer], is_run: bool = True) -> tuple[Values, Values]:

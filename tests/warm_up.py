@@ -9,7 +9,7 @@ import torch._dynamo  # noqa: F401
 from config import Config
 from extensions.card import template
 from run.extensions import load_extensions
-from settings.aliases import misspelled
+from settings.load import misspelled
 
 template()
 load_extensions(Config(), print)

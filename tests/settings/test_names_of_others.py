@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from config import Config
+from extensions.other_trainers import COMPUTED, CONVERTED, HARMLESS, translate
 from learn.optim import learning_rate
-from settings.aliases import ALIASES, COMPUTED, CONVERTED, HARMLESS, OTHER_WAYS, translate, validate
 from settings.load import PRESETS_DIR, peek, read_env_file
+from settings.names import ALIASES, OTHER_WAYS, validate
 from tests.settings.test_load import empty_folder, load, problems  # noqa: F401
 
 

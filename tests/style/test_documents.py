@@ -8,8 +8,8 @@ import yaml
 
 from config import Config
 from scripts.main import ELSEWHERE
-from settings.aliases import known_form
 from settings.load import describe_settings
+from settings.names import known_form
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -1,11 +1,9 @@
-"""Aliases of settings and values in other trainers, and the check of names and values."""
+"""The check of settings' names and values, and what to do about an unknown name."""
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
-from typing import Any, Optional, Union, get_args
+from typing import Any, Optional, get_args
 
 from pydantic import ValidationError
 
@@ -15,29 +13,12 @@ from config import EXTENSION_SECTIONS, SECRETS, Config
 
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-_TABLES = json.loads(Path(__file__).with_name("aliases.json").read_text(encoding="utf-8"))
-# Names of these settings in other trainers, with the same meaning and unit.
-ALIASES = {alias: name for name, aliases in _TABLES["same"].items() for alias in aliases.split()}
-# Names in other trainers of what is set in another way here, or needs no setting, with a sentence about it.
-OTHER_WAYS = {alias.partition("=")[0]: sentence for aliases, sentence in _TABLES["other"].items()
-              for alias in aliases.split()}
-# Those that need no setting with the values after "=", separated by "|"; without "=", with any value.
-HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].items()
-            for name, equals, values in (alias.partition("=") for alias in aliases.split())
-            if equals or sentence.startswith("nothing to set")}
-# Names whose values are converted: value -> the settings; the first is meant, and others go with it. A list
-# has the settings of a list of values.
-CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
-TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-# Names for a number from which a setting follows: the setting, and what the number is multiplied by.
-COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
-DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
-# Names for environment variables of libraries.
-VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
-# Flags that may stand alone.
-BARE = {*SWITCHES, *OTHER_WAYS, *(alias for alias, name in ALIASES.items() if name in SWITCHES)}
+# Three registries, which extensions/other_trainers.py fills: names of our settings in other trainers; other
+# trainers' names of what is set in another way here, with a sentence about it; and other spellings of values.
+ALIASES: dict[str, str] = {}
+OTHER_WAYS: dict[str, str] = {}
+VALUE_ALIASES: dict[str, str] = {}
 NAMES_OF_OTHERS = ("model_path", "model_name", "model_id", "wandb_name")  # in other programs' environments
-VALUE_ALIASES = _TABLES["values"]
 # In which names mean the same without the section, unlike --validation.steps.
 SECTIONS_OF_OTHERS = ("train", "training", "trainer", "optimizer", "lr_scheduler", "model", "job", "metrics",
                       "profiling", "parallelism", "data", "distributed", "logging", "fsdp_config",
@@ -65,37 +46,10 @@ def known_form(name: str) -> Optional[str]:
     return next((form for form in forms(name) if form in {*Config.model_fields, *ALIASES, *OTHER_WAYS}), None)
 
 
-def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
-    """Return the settings that another trainer's name stands for, or why its value does not carry over.
-
-    A name that needs no setting gives an empty dictionary; one without a counterpart gives None.
-    """
+def may_stand_alone(name: str) -> bool:
+    """Return whether a flag needs no value."""
     form = known_form(name)
-    if form is None or form in Config.model_fields and "." not in name and form not in SWITCHES:
-        return None
-    text, table = str(value).strip().lower(), CONVERTED.get(form, {})
-    words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
-    if form in DATA and (path := data_path(value)):
-        return {"data_path": (form, path)}
-    if isinstance(table, list):
-        return dict(zip(table, value)) if isinstance(value, list) else f"{name}={value}; {OTHER_WAYS[form]}"
-    star = None if isinstance(value, list) else table.get("*")
-    translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
-    if translations and None not in translations:
-        pairs = (pair.split("=") for each in translations for pair in each.split())
-        settings = {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
-        return settings if settings.keys() <= Config.model_fields.keys() else None  # without extensions/
-    if form in COMPUTED:
-        return {COMPUTED[form][0]: (form, text)}
-    if {"", text, TRUTH.get(text)} & {*HARMLESS.get(form, ())}:
-        return {}
-    setting = ALIASES.get(form, form)
-    if table and "*" not in table or form in HARMLESS:
-        sentence = OTHER_WAYS.get(form, f"see {setting.upper()}")
-        return f"{shortened(f'{name}={value}')} does not carry over; {sentence}"
-    if setting not in Config.model_fields:
-        return None
-    return {setting: text if isinstance(value, str) and setting == "preset" else standard(setting, value)}
+    return form in OTHER_WAYS or ALIASES.get(form, form) in SWITCHES
 
 
 def standard(name: str, value: Any) -> Any:
@@ -103,16 +57,6 @@ def standard(name: str, value: Any) -> Any:
     text = str(value).strip().lower()
     ours = VALUE_ALIASES.get(text, text)
     return ours if ours in get_args(Config.model_fields[name].annotation) else value
-
-
-def data_path(value: Any) -> Optional[str]:
-    """Return the path in another trainer's setting for data: a text, or axolotl's list of one set."""
-    if not isinstance(value, list):
-        return str(value).strip()
-    is_one = len(value) == 1 and isinstance(value[0], tuple)
-    fields = {name: each for name, each, *_ in value[0]} if is_one else {}
-    is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
-    return fields.get("path") if is_whole else None
 
 
 def advice(name: str, known: Iterable[str] = Config.model_fields,

@@ -1,0 +1,144 @@
+"""Names, values and files of other trainers: what they mean here, or why they do not carry over."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from common.text import counted, without_passwords
+from config import Config
+from settings.names import (
+    ALIASES,
+    OTHER_WAYS,
+    SWITCHES,
+    VALUE_ALIASES,
+    known_form,
+    shortened,
+    standard,
+    validate,
+)
+
+_TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+# Names of these settings in other trainers, with the same meaning and unit.
+ALIASES |= {alias: name for name, aliases in _TABLES["same"].items() for alias in aliases.split()}
+# Names in other trainers of what is set in another way here, or needs no setting, with a sentence about it.
+OTHER_WAYS |= {alias.partition("=")[0]: sentence for aliases, sentence in _TABLES["other"].items()
+               for alias in aliases.split()}
+# Those that need no setting with the values after "=", separated by "|"; without "=", with any value.
+HARMLESS = {name: values.split("|") for aliases, sentence in _TABLES["other"].items()
+            for name, equals, values in (alias.partition("=") for alias in aliases.split())
+            if equals or sentence.startswith("nothing to set")}
+# Names whose values are converted: value -> the settings; the first is meant, and others go with it. A list
+# has the settings of a list of values.
+CONVERTED = {alias: table for aliases, table in _TABLES["converted"].items() for alias in aliases.split()}
+TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+# Names for a number from which a setting follows: the setting, and what the number is multiplied by.
+COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
+DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
+# Names for environment variables of libraries.
+VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
+VALUE_ALIASES |= _TABLES["values"]
+
+
+def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
+    """Return the settings that another trainer's name stands for, or why its value does not carry over.
+
+    A name that needs no setting gives an empty dictionary; one without a counterpart gives None.
+    """
+    form = known_form(name)
+    if form is None or form in Config.model_fields and "." not in name and form not in SWITCHES:
+        return None
+    text, table = str(value).strip().lower(), CONVERTED.get(form, {})
+    words = [str(part).lower() for part in value] if isinstance(value, list) else [text]
+    if form in DATA and (path := data_path(value)):
+        return {"data_path": (form, path)}
+    if isinstance(table, list):
+        return dict(zip(table, value)) if isinstance(value, list) else f"{name}={value}; {OTHER_WAYS[form]}"
+    star = None if isinstance(value, list) else table.get("*")
+    translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
+    if translations and None not in translations:
+        pairs = (pair.split("=") for each in translations for pair in each.split())
+        settings = {each.lower(): str(value).strip() if given == "*" else given for each, given in pairs}
+        return settings if settings.keys() <= Config.model_fields.keys() else None  # without extensions/
+    if form in COMPUTED:
+        return {COMPUTED[form][0]: (form, text)}
+    if {"", text, TRUTH.get(text)} & {*HARMLESS.get(form, ())}:
+        return {}
+    setting = ALIASES.get(form, form)
+    if table and "*" not in table or form in HARMLESS:
+        sentence = OTHER_WAYS.get(form, f"see {setting.upper()}")
+        return f"{shortened(f'{name}={value}')} does not carry over; {sentence}"
+    if setting not in Config.model_fields:
+        return None
+    return {setting: text if isinstance(value, str) and setting == "preset" else standard(setting, value)}
+
+
+def data_path(value: Any) -> Optional[str]:
+    """Return the path in another trainer's setting for data: a text, or axolotl's list of one set."""
+    if not isinstance(value, list):
+        return str(value).strip()
+    is_one = len(value) == 1 and isinstance(value[0], tuple)
+    fields = {name: each for name, each, *_ in value[0]} if is_one else {}
+    is_whole = fields.pop("split", "train") == "train" and fields.keys() <= {"path", "type", "ds_type"}
+    return fields.get("path") if is_whole else None
+
+
+def accept(layer, alias: str, value: Any, where: str) -> bool:
+    """Use an exact name of another trainer, such as max_iters, in a layer; return whether it is one."""
+    if re.sub("-", "_", alias.rpartition(".")[2].lower()) == "resume":  # litgpt's, which is true or false
+        alias = "resume_from_checkpoint"
+    if value in (None, ""):
+        return known_form(alias) is not None
+    value = str(value).lower() if isinstance(value, bool) else value
+    settings, shown = translate(alias, value), shortened(alias)
+    if variable := VARIABLES.get(known_form(alias)):
+        layer.exports[variable] = str(value)
+        layer.notes[shown] = f"{shown} is {variable}: {shortened(value)}"
+        return True
+    if isinstance(settings, str):
+        layer.problems.append(f"{where}: {settings}")
+        return True
+    if settings == {}:
+        sentence = OTHER_WAYS[known_form(alias)].removeprefix("nothing to set: ")
+        layer.notes[shown] = f"{shortened(f'{alias}={value}')} needs no setting here: {sentence}"
+    for number, (name, value) in enumerate((settings or {}).items()):
+        if name == "sharding" and name in layer.notes and "hybrid" in (value, layer.values[name][0]):
+            del layer.values[name]  # use_fsdp, and the size of its groups
+            value = "hybrid"
+        if name == "data_path":  # the name of the setting depends on TRAINING_STAGE
+            layer.values[name] = (value, where)
+            continue
+        layer.put(name, value, where, f": {shown}, our {name.upper()},", is_implied=number > 0)
+        layer.notes[name] = f"{shown} is our {name.upper()}: {shortened(without_passwords(str(value)))}"
+    return settings is not None
+
+
+def compute(layers: Sequence) -> None:
+    """Compute the settings that depend on those of all layers: numbers of rows, and the data of a stage."""
+    given = {name: pair for layer in layers for name, pair in layer.values.items()
+             if not isinstance(pair[0], tuple)}
+    waiting = [(layer, name, *pair) for layer in layers for name, pair in layer.values.items()
+               if isinstance(pair[0], tuple)]
+    for layer, name, (alias, value), where in waiting:
+        config, units = validate(given)[0], COMPUTED.get(alias, ("", {}))[1]
+        missing = [factor.upper() for factor in units if factor not in given and factor != "world_size"]
+        del layer.values[name]
+        if name == "data_path":
+            stage = given.get("training_stage", ("sft" if alias == "datasets" else config.training_stage,))[0]
+            if alias == "datasets" and "training_stage" not in given:
+                layer.values["training_stage"] = (stage, where)
+                layer.notes["training_stage"] = f"{alias} without a stage is TRAINING_STAGE={stage}"
+            name = f"{stage}_data_path"
+            layer.values.setdefault(name, (value, where))
+            layer.notes[name] = f"{alias} is our {name.upper()}: {shortened(layer.values[name][0])}"
+        elif missing or not re.fullmatch(r"[1-9]\d{0,9}", value):
+            reason = f"needs {' and '.join(missing)}" if missing else "is not a valid number"
+            layer.problems.append(
+                f"{where}: {alias}={shortened(value)} {reason}; {OTHER_WAYS[alias]}")
+        else:
+            factors = [value, *(counted(getattr(config, factor), unit) for factor, unit in units.items())]
+            product = int(value) * math.prod(getattr(config, factor) for factor in units)
+            layer.values[name] = (str(product), where)
+            layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
