@@ -43,7 +43,7 @@ def table(*heading: str, rows: Iterable[Iterable[Any]]) -> list[str]:
 
 def settings_tables() -> Iterator[str]:
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume)
+        rows = ((f"`{name}`", f"`{default}`" if default else "", cell(meaning), on_resume.replace("safe", ""))
                 for _, name, default, meaning, on_resume in settings)
         yield from ("", f"## {section}", *table("setting", "default", "meaning", "on resume", rows=rows)[:-1])
     yield ""
