@@ -82,6 +82,7 @@ class SavedProgress:
     validations_without_best: Count = 0
     wandb_run_id: Optional[str] = None
     recent_losses: list[float] = field(default_factory=list)  # the window of the loss-spike test
+    last_norm: Optional[Number] = None  # gradient norm of the last update, with UPDATE_IN_BACKWARD
     gradient_exponent: int = 14  # with REPRODUCIBLE: gradients are at most 2^this
     begun_from: Optional[PathText] = None  # the start checkpoint as named in the settings at the first start
     base: Optional[PathText] = None  # path of this checkpoint: base of adapters, reference for preferences

@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from checkpoint.schema import SavedProgress
 from config import Config
-from learn.optim import OPTIMIZERS, REDUCERS, EagerOptimizer, Muon, Optimizer, Reducer, learning_rate
+from learn.optim import (
+    OPTIMIZERS,
+    REDUCERS,
+    EagerOptimizer,
+    Muon,
+    Optimizer,
+    Reducer,
+    clip_scale,
+    learning_rate,
+)
 from model_utils import why_not_compile
 from parallel.fsdp import local_norms, local_rows, local_span, total_norm
 from parallel.ranks import Ranks, collective
@@ -261,9 +270,12 @@ class RoundingReducer(Reducer):
         super().begin(units, progress)
         self.number = progress.step * self.config.accumulation_steps
         if self.config.update_in_backward:
-            self.is_empty = units == 0
+            self.is_empty, scale = units == 0, None
+            if progress.last_norm is not None:  # not in the first step
+                last_norm = torch.full((), progress.last_norm, device=units.device)
+                scale = clip_scale(last_norm, self.config.max_grad_norm)
             for optimizer in self.optimizer.optimizers:
-                optimizer.grad_scale, optimizer.found_inf = None, self.is_empty.float()
+                optimizer.grad_scale, optimizer.found_inf = scale, self.is_empty.float()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(progress.updates, self.config)
                 optimizer.start(self.matrices.values())

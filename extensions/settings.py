@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional, Union
 
 from common.errors import PaddockError, SettingsError, unreadable
 from common.files import read_plain
@@ -180,8 +180,9 @@ class RoundingConfig(Section):
         "fp32", "dtype of matrices; bf16 = stochastic rounding, no fp32 copy, 2 bytes a gradient; no LoRA")
     optimizer_dtype: Literal["fp32", "bf16"] = fixed(
         "fp32", "dtype of the optimizer's state of matrices; bf16 = stochastic rounding; no LoRA")
-    update_in_backward: bool = curve(
-        False, "update a matrix when its gradient is complete, and free that; a bad step is not undone")
+    update_in_backward: Union[bool, Literal["false", "true", "clipped"]] = curve(
+        False, "update a matrix when its gradient is complete, and free that; a bad step is not undone; "
+        "clipped = clip by the norm of the step before", union_mode="left_to_right")
 
     @property
     def bf16_weights(self) -> bool:
@@ -189,17 +190,18 @@ class RoundingConfig(Section):
 
     @property
     def special_update(self) -> bool:
-        return self.bf16_weights or self.optimizer_dtype != "fp32" or self.update_in_backward
+        return self.bf16_weights or self.optimizer_dtype != "fp32" or bool(self.update_in_backward)
 
     @property
     def keeps_bad_steps(self) -> bool:
-        return self.update_in_backward
+        return bool(self.update_in_backward)
 
     def rules(self) -> Iterator[str]:
         """Check that the optimizer and the step support the features."""
+        in_backward = f"UPDATE_IN_BACKWARD={str(self.update_in_backward).lower()}"
         used = {"WEIGHT_DTYPE=bf16": self.bf16_weights,
                 f"OPTIMIZER_DTYPE={self.optimizer_dtype}": self.optimizer_dtype != "fp32",
-                "UPDATE_IN_BACKWARD=true": self.update_in_backward}
+                in_backward: self.update_in_backward}
         for feature in (feature for feature, is_used in used.items() if is_used):
             if self.lora_enabled:
                 yield (f"{feature} is for full training, and adapters are small; remove it, or set "
@@ -210,12 +212,15 @@ class RoundingConfig(Section):
                 yield f"{feature} does not work on an Apple GPU; remove it, or set DEVICE=cpu"
         if not self.update_in_backward:
             return
+        clips = self.update_in_backward == "clipped"
         refused = {
             "DEBUG=true": (self.debug, "set DEBUG=false"),
             f"LOSS_SPIKE_POLICY={self.loss_spike_policy}": (
                 self.loss_spike_policy != "warn", "set LOSS_SPIKE_POLICY=warn"),
             "REPRODUCIBLE=true": (self.reproducible, "set REPRODUCIBLE=false"),
-            f"MAX_GRAD_NORM={self.max_grad_norm:g}": (self.max_grad_norm > 0, "set MAX_GRAD_NORM=0"),
+            f"MAX_GRAD_NORM={self.max_grad_norm:g}": (
+                (self.max_grad_norm > 0) != clips, "set UPDATE_IN_BACKWARD=true" if clips else
+                "set MAX_GRAD_NORM=0, or UPDATE_IN_BACKWARD=clipped"),
             f"OPTIMIZER={self.optimizer}": (self.optimizer != "adamw", "set OPTIMIZER=adamw"),
             f"{self.accumulation_steps} micro-batches a step": (
                 self.accumulation_steps > 1, "set MICRO_BATCH_SIZE=0, or a smaller TOTAL_BATCH_SIZE"),
@@ -224,7 +229,7 @@ class RoundingConfig(Section):
                 self.world_size > 1 and self.sharding == "none", "set SHARDING=full, or hybrid")}
         for feature, (is_used, remedy) in refused.items():
             if is_used:
-                yield f"UPDATE_IN_BACKWARD=true does not work with {feature}; {remedy}, or remove it"
+                yield f"{in_backward} does not work with {feature}; {remedy}, or remove it"
 
 
 class ReportConfig(Section):

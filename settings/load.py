@@ -506,7 +506,7 @@ def describe_settings() -> Iterator[SettingLine]:
     for title, section in titles.items():
         for name, info in section.model_fields.items():
             default = "" if info.default is None else str(info.default)
-            default = default.lower() if info.annotation is bool else default
+            default = default.lower() if isinstance(info.default, bool) else default
             choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
             meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
             yield SettingLine(title, name.upper(), default, meaning, on_resume(name))

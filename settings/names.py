@@ -11,7 +11,7 @@ from common.command_line import suggestion
 from common.text import printable
 from config import EXTENSION_SECTIONS, SECRETS, Config
 
-SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
+SWITCHES = {name for name, field in Config.model_fields.items() if isinstance(field.default, bool)}
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 # Three registries, which extensions/other_trainers.py fills: names of our settings in other trainers; other
 # trainers' names of what is set in another way here, with a sentence about it; and other spellings of values.
@@ -139,8 +139,8 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
         for detail in error.errors():
             message = EXPECTATIONS.get(detail["type"], detail["msg"][0].lower() + detail["msg"][1:])
             name = str(detail["loc"][0])
-            is_choice, choices = detail["type"] == "literal_error", Config.model_fields[name].annotation
-            guess = is_choice and suggestion(str(values[name]), get_args(choices), VALUE_ALIASES)
+            choices = re.findall("'(.+?)'", detail.get("ctx", {}).get("expected", ""))
+            guess = suggestion(str(values[name]), choices, VALUE_ALIASES)
             invalid[name] = message.format(**detail.get("ctx", {})) + f"; did you mean {guess}?" * bool(guess)
         config = build()
     messages = {}

@@ -1,7 +1,9 @@
 """bf16 weights and states: the rounding is unbiased, the update is AdamW's, and runs keep their promises."""
 
+import json
 import math
 import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,13 +13,15 @@ from checkpoint.tensors import open_tensors, read_all
 from config import Config, rules
 from extensions import rounding
 from extensions.rounding import MOMENT, SQUARES, WEIGHTS, bits_of_lines, keys_of, random_bits, round_into
-from learn.optim import Optimizer
+from learn.optim import Optimizer, clip_scale
 from model_utils import build_model
 from parallel.ranks import Ranks
+from run.life import Progress
 from settings.load import load_config
 
 BF16 = {"WEIGHT_DTYPE": "bf16", "OPTIMIZER_DTYPE": "bf16"}
 MUON, BACKWARD = {"OPTIMIZER": "muon"}, {"UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}
+CLIPPED = BACKWARD | {"UPDATE_IN_BACKWARD": "clipped", "MAX_GRAD_NORM": 0.01}
 
 
 def bits_at(update: int, shape=(64, 96), first_row: int = 0, name: str = "w") -> torch.Tensor:
@@ -78,7 +82,7 @@ def tiny_model(**settings) -> tuple[torch.nn.Module, Optimizer]:
     return model, Optimizer(model, config)
 
 
-def oracle(start: torch.Tensor, gradients: list[torch.Tensor], decay: float, rate: float) -> torch.Tensor:
+def oracle(start: torch.Tensor, gradients: Sequence[torch.Tensor], decay: float, rate: float) -> torch.Tensor:
     """AdamW's weights in float64. Source: Loshchilov & Hutter 2019, algorithm 2."""
     weights, m, v = start.double(), 0.0, 0.0
     for number, gradient in enumerate((each.double() for each in gradients), 1):
@@ -163,6 +167,45 @@ def test_updates_in_the_backward_pass_are_those_after_it(prepared, tmp_path):
             for name, changes in (("backward", {}), ("after", {"UPDATE_IN_BACKWARD": "false"}))]
     assert [run.train() for run in runs] == [0, 0]
     assert_same_run(*runs, step=3, logs=("metrics", "ledger"))
+
+
+def test_clipping_in_the_backward_pass_divides_matrices_by_the_norm_of_the_step_before():
+    """An own loop in float64 has the gradients of a loss that is linear in all parameters; vectors have this step's norm."""
+    config = Config(update_in_backward="clipped", max_grad_norm=0.5, learning_rate=0.01, warmup_steps=0, lr_schedule="constant",
+                    weight_decay=0.1, compile=False)
+    model, progress, generator = torch.nn.Linear(6, 5), Progress(), torch.Generator().manual_seed(0)
+    optimizer, starts = Optimizer(model, config), {name: each.detach().clone() for name, each in model.named_parameters()}
+    reducer, clipped, norms = rounding.RoundingReducer(model, Ranks(), config, optimizer), {name: [] for name in starts}, []
+    for size in (1.0, 9.0, 0.01, 2.0):
+        gradients = {name: torch.randn(each.shape, generator=generator) * size for name, each in starts.items()}
+        norms.append(math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values())))
+        for name, norm in (("weight", norms[-2] if norms[1:] else 0), ("bias", norms[-1])):
+            clipped[name].append(gradients[name].double() / max(1, norm / 0.5))
+        optimizer.zero_grad()
+        reducer.begin(torch.tensor(1), progress)
+        with reducer.add(progress.step, is_last=True):
+            sum((gradients[name] * each).sum() for name, each in model.named_parameters()).backward()
+        optimizer.step(0.01, clip_scale(norm := reducer.norm(), 0.5), torch.tensor(0.0))
+        progress.step, progress.last_norm = progress.step + 1, float(norm)
+        assert float(norm) == pytest.approx(norms[-1]) and model.weight.grad is None
+    for name, parameter in model.named_parameters():
+        expected = oracle(starts[name], clipped[name], 0.1 * (name == "weight"), 0.01)
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_norm_by_which_the_next_step_is_clipped_is_in_the_checkpoint(prepared, tmp_path):
+    clipped, free, whole = (TinyRun(prepared, tmp_path / name, MAX_STEPS=2, SAVE_EVERY=1, **settings)
+                            for name, settings in (("clipped", CLIPPED), ("free", BACKWARD), ("whole", CLIPPED)))
+    assert clipped.train(STOP_STEP=1) == clipped.train() == free.train() == whole.train() == 0
+    assert_same_run(whole, clipped, step=2)
+    norm = whole.lines("ledger")[0]["grad_norm"]
+    assert json.loads((whole.checkpoint(1) / "trainer_state.json").read_text())["progress"]["last_norm"] == norm
+    new = {}  # the second step's part of the average, which is 0.9 times the first step's and 0.1 times the gradient
+    for run in (clipped, free):
+        first, second = (read_all(open_tensors(run.checkpoint(step) / "optimizer.safetensors")) for step in (1, 2))
+        new[run] = torch.cat([(each - 0.9 * first[name]).flatten() for name, each in second.items()
+                              if name.endswith("exp_avg") and each.ndim > 1])
+    assert float(new[free].norm() / new[clipped].norm()) == pytest.approx(norm / 0.01, rel=1e-2)
 
 
 def test_gradients_are_freed_during_the_backward_pass(monkeypatch, prepared, tmp_path):
@@ -280,9 +323,12 @@ REFUSED = [
     (BF16 | {"DEVICE": "mps"}, "WEIGHT_DTYPE=bf16 does not work on an Apple GPU"),
     *((BF16 | BACKWARD | changes, f"UPDATE_IN_BACKWARD=true does not work with {feature}") for changes, feature in (
         ({"DEBUG": "true"}, "DEBUG=true"), ({"LOSS_SPIKE_POLICY": "skip"}, "LOSS_SPIKE_POLICY=skip"),
-        ({"REPRODUCIBLE": "true"}, "REPRODUCIBLE=true"), ({"MAX_GRAD_NORM": 1}, "MAX_GRAD_NORM=1"),
+        ({"REPRODUCIBLE": "true"}, "REPRODUCIBLE=true"),
+        ({"MAX_GRAD_NORM": 1}, "MAX_GRAD_NORM=1; set MAX_GRAD_NORM=0, or UPDATE_IN_BACKWARD=clipped"),
         (MUON, "OPTIMIZER=muon"), ({"MICRO_BATCH_SIZE": 2}, "4 micro-batches a step"),
-        ({"WORLD_SIZE": 2, "MICRO_BATCH_SIZE": 4}, "SHARDING=none on several ranks")))]
+        ({"WORLD_SIZE": 2, "MICRO_BATCH_SIZE": 4}, "SHARDING=none on several ranks"))),
+    (CLIPPED | {"MAX_GRAD_NORM": 0}, "UPDATE_IN_BACKWARD=clipped does not work with MAX_GRAD_NORM=0; set UPDATE_IN_BACKWARD=true"),
+    (CLIPPED | {"UPDATE_IN_BACKWARD": "cliped"}, "expected 'false', 'true' or 'clipped'; did you mean clipped?")]
 
 
 @pytest.mark.parametrize("settings, error", REFUSED, ids=[error for _, error in REFUSED])

@@ -281,6 +281,7 @@ def checkpoint_facts(side: Side, checkpoint: Path) -> Facts:
     state = json.loads(facts.pop("trainer_state.json", None) or "{}")
     if state:
         state["progress"]["wandb_run_id"] = None  # is random
+        state["progress"].pop("last_norm", None)  # of UPDATE_IN_BACKWARD, which the reference does not have
     manifest = json.loads(facts.pop("MANIFEST.json", None) or "{}")
     for entry in ("sha256", "paddock", "format"):
         manifest.pop(entry, None)
