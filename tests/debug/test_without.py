@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from factories import TinyRun
-from scipy.stats import spearmanr, ttest_rel
 
 from common.errors import CheckpointError, SettingsError
 from extensions.debug import without
@@ -66,7 +65,7 @@ def test_runs_of_other_seeds_tell_an_effect_from_chance(trained, tmp_path):
     losses = np.array([[(trained if name == "run" else arm_of(trained, folder, name)).metrics()[-1]["val_loss"] for name in pair] for pair in names])
     (row,) = [each for each in data["seeds"] if each["name"].startswith("validation loss at step 6")]
     assert np.allclose([row["runs"], row["arms"]], losses.T)
-    expected = ttest_rel(losses[:, 1], losses[:, 0])
+    expected = pytest.importorskip("scipy.stats").ttest_rel(losses[:, 1], losses[:, 0])
     assert (row["p"], row["difference"] / row["stderr"]) == pytest.approx((expected.pvalue, expected.statistic))
     assert row["spread"] == pytest.approx(losses[:, 0].std(ddof=1))
     (prompt,) = data["prompts"]
@@ -106,18 +105,18 @@ def test_the_screening_is_the_dot_product_of_gradients(trained, monkeypatch):
 @pytest.mark.slow
 def test_the_top_examples_are_verified_by_runs_without_them(trained, tmp_path):
     data = data_of(Experiment(trained.folder, tmp_path / "out", prompts=["The cow"], answer=" met the dog.", verify=3).run())
-    influence = data["influence"]
+    influence, stats = data["influence"], pytest.importorskip("scipy.stats")
     assert influence["screened"] == 107 and len(influence["rows"]) == 3
     estimates, truths = ([row[name] for row in influence["rows"]] for name in ("estimate", "truth"))
     assert estimates == sorted(estimates, reverse=True) and all(truths)
-    assert influence["correlation"] == pytest.approx(spearmanr(estimates, truths).statistic)
+    assert influence["correlation"] == pytest.approx(stats.spearmanr(estimates, truths).statistic)
 
 
 def test_the_rank_correlation_is_that_of_scipy():
-    dice = np.random.default_rng(0)
+    stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
     for count in (3, 10, 50):
         one, other = dice.normal(size=(2, count))
-        assert spearman(one, other) == pytest.approx(spearmanr(one, other).statistic)
+        assert spearman(one, other) == pytest.approx(stats.spearmanr(one, other).statistic)
 
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

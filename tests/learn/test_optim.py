@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from factories import new_model, run_ranks
-from torch.distributed.tensor import DTensor
 
 from common.errors import CheckpointError
 from config import Config, ModelConfig, OptimConfig
@@ -119,6 +118,8 @@ def hash_of_updates(settings: dict) -> None:
 
     Prints how many matrices this rank orthogonalised, and on rank 0 a hash of all weights and optimizer state.
     """
+    from torch.distributed.tensor import DTensor  # takes a second, and only these processes need it
+
     ranks, computed = start_ranks("cpu", 60), []
     config = Config(**WIDE | settings)
     model = build_model(config, 300, ranks, torch.float32)

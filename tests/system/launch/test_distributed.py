@@ -7,7 +7,7 @@ import faults
 import pytest
 import torch
 from commands import WORLD, listening
-from factories import TinyRun, a_step, assert_same_run, furthest, run_ranks, uneven_batches, without_clocks
+from factories import TinyRun, a_step, furthest, run_ranks, uneven_batches, without_clocks
 
 import train
 from common.errors import DataError
@@ -98,15 +98,6 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
         assert runs[world_size].lines("evaluations")[:2] == before_the_first_step
         assert sorted(path.name for path in (runs[world_size].folder / "log").iterdir()) == [
             f"rank-{rank}.txt" for rank in range(world_size)]
-
-
-def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks, tiny_run):
-    """Only rank 1 gets the signal; both leave after the same step."""
-    run = tiny_run()
-    run.ends([train.EXIT_PREEMPTED] * 2, partial(faults.stop_in_step, 3, 1))
-    assert run.steps_saved() == [2, 3]
-    assert "number of ranks" not in run.ends([0, 0])
-    assert_same_run(run, whole_on_two_ranks, 6)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])  # test_elastic.py has 2 to 4
