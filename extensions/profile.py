@@ -30,10 +30,12 @@ ROWS = 25  # rows of each table
 SNAPSHOT_EVENTS = 200_000  # the last allocations of a step to keep; each takes a few KB
 # Dense bf16 TFLOP/s with float32 accumulation, from the vendors' data sheets. B300, GB300, H20 and RTX PRO
 # 6000 are from secondary sources (figures with sparsity are halved), its Max-Q edition is computed.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "H20": 148,
-               "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
-               "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
-               "RTX 5090": 210, "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100": 125}
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200 NVL": 835, "H200": 989, "GH200": 989,
+               "H800 PCIe": 756, "H800": 989, "H20": 148, "B200": 2250, "GB200": 2250, "B300": 2250,
+               "GB300": 2500, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70,
+               "A10": 125, "RTX 3090": 71, "RTX 4090": 165, "RTX 5090": 210,
+               "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100-PCIE": 112, "V100": 125}
+ANOTHER_PEAK = re.compile(r"\b(MIG|Laptop|Ti|D|NVL)\b")  # a part of a card, or another card
 
 
 def peak_flops(device: torch.device, override_tflops: Optional[float] = None) -> Optional[float]:
@@ -43,8 +45,10 @@ def peak_flops(device: torch.device, override_tflops: Optional[float] = None) ->
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items()
-                 if re.search(rf"\b{known}\b", name)), None)
+    matching = (known for known in PEAK_TFLOPS if re.search(rf"\b{known}\b", name))
+    if (known := next(matching, None)) is None or ANOTHER_PEAK.search(name.replace(known, "")):
+        return None
+    return PEAK_TFLOPS[known] * 1e12
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -70,6 +74,9 @@ class Measurements(Extension):
             raise SettingsError(f"MEMORY_SNAPSHOT={run.config.memory_snapshot} records CUDA allocations, but "
                                 "torch sees no GPU here; remove it")
         self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
+        if run.ranks.device.type == "cuda" and self.peak is None:
+            run.log.info(f"MFU is not measured: the peak of {torch.cuda.get_device_name(run.ranks.device)} is "
+                        "not in our table; set PEAK_TFLOPS to its dense bf16 TFLOP/s")
         self.flops = StepFlops(run.config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
                                run.ranks.device.type)
         self.work, self.warned_of = Work(), 0

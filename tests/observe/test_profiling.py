@@ -110,8 +110,11 @@ def test_the_peak_is_known_or_set_or_unknown(monkeypatch):
     assert peak_flops(torch.device("cpu")) is None
     assert peak_flops(torch.device("cpu"), override_tflops=2) == 2e12
     for name, tflops in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L40S", 362), ("NVIDIA H20-3e", 148),
+                         ("NVIDIA H100 NVL", 835), ("NVIDIA A100 80GB PCIe", 312), ("Tesla V100-PCIE-16GB", 112),
                          ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda")) == tflops * 1e12
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L400")
-    assert peak_flops(torch.device("cuda")) is None
+    for name in ("NVIDIA L400", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D",
+                 "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) is None
