@@ -479,6 +479,15 @@ def rows_by_source(rows) -> tuple:
     return rows.source_rows if isinstance(rows, MixedRows) else (rows,)
 
 
+def first_batches(rows, count: int, seed: int | None, size: int) -> list[list[np.ndarray]]:
+    """Return the first `count` rows of a run as ascending batches of each source; no seed: in order."""
+    mixing = rows.mixing if isinstance(rows, MixedRows) else Mixing((len(rows),), (Phase(0, (1,)),))
+    taken = np.minimum(mixing.taken(np.array([count]))[:, 0], mixing.sizes).tolist()
+    sources = [np.arange(read) if seed is None else np.sort(permute(np.arange(read), rows, seed, 0, source))
+               for source, (read, rows) in enumerate(zip(taken, mixing.sizes)) if rows]
+    return [np.split(each, range(size, len(each), size)) for each in sources]
+
+
 def map_sources(rows, change: Callable[[Any], Any]):
     """Return the rows with `change` applied to each source of a mixture, or to all rows."""
     if isinstance(rows, MixedRows):

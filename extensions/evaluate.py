@@ -21,7 +21,7 @@ from config import STAGE_OF_KIND, Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
-from dataloaders import Rows, open_rows
+from dataloaders import Rows
 from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
@@ -237,12 +237,10 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
                         f"model has {model.vocab_size:,}; use the model's tokenizer")
     if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
-    needs_rows = config.validate_every and config.training_stage == "dpo"
 
     def read(verify: str) -> Inputs:
-        rows = open_rows(config, "train", tokenizer, verify) if needs_rows else None
         measured = open_evaluation_inputs(config, tokenizer, verify)
-        return Inputs(tokenizer, rows, **measured, fingerprint="", description="")
+        return Inputs(tokenizer, rows=None, **measured, fingerprint="", description="")
 
     verified = ranks.on_rank0(lambda: read(config.verify_data))
     inputs = ranks.raise_on_all(lambda: verified or read("never"))

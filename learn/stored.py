@@ -1,4 +1,4 @@
-"""A reference's log-probabilities, computed once before the first step and stored beside the data.
+"""A reference's log-probabilities of what a run reads, computed once before the first step, and stored.
 
 Shapes: B rows, P pairs of a row, E examples of the data.
 """
@@ -6,7 +6,7 @@ Shapes: B rows, P pairs of a row, E examples of the data.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +90,7 @@ class ReferencedRows:
     """Rows of pairs; their batches contain `stored["reference_BP2"]`."""
 
     rows: ExampleRows
-    logprob_E2: Tensor  # of the chosen and the rejected answer
+    logprob_E2: Tensor  # of the chosen and the rejected answer; NaN for pairs that the run does not read
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,11 +106,12 @@ class ReferencedRows:
 
 
 @collective
-def with_reference(store: OutputStore, rows: ExampleRows, split: str, provenance: Mapping[str, str],
-                   load_model: Callable[[], nn.Module], micro_batch_size: int) -> ReferencedRows:
+def with_reference(store: OutputStore, rows: ExampleRows, batches: Sequence[np.ndarray], split: str,
+                   provenance: Mapping[str, str], load_model: Callable[[], nn.Module]) -> ReferencedRows:
     """Return the rows with the reference's log-probabilities, stored in a file named after its weights.
 
     Args:
+        batches: the rows that the run reads. The file grows if another run reads more.
         provenance: the reference's `weights_sha256` and `compute_dtype`.
         load_model: loads the reference; called only if needed.
     """
@@ -119,32 +120,36 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, provenance
 
     def compute(path: Path, may_write: bool) -> Optional[ReferencedRows]:
         # Rank 0 reads the file for all ranks, which may not see its disk.
-        logprob_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, provenance)) or (None, "")
-        is_there, why_not = ranks.broadcast([logprob_E2 is not None, why_not])
-        if is_there:
-            zeros = torch.zeros(len(rows.example_set), 2)
-            return ReferencedRows(rows, ranks.all_reduce_sum(zeros if logprob_E2 is None else logprob_E2))
+        stored_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, provenance)) or (None, "")
+        if stored_E2 is None:
+            stored_E2 = torch.full((len(rows.example_set), 2), 0.0 if ranks.rank else torch.nan)
+        logprob_E2, why_not = ranks.all_reduce_sum(stored_E2), ranks.broadcast(why_not)
+        is_nan_E = logprob_E2[:, 0].isnan().numpy()
+        missing = [row for row in np.concatenate(batches).tolist() if is_nan_E[rows.examples_in(row)].any()]
+        if not missing:
+            return ReferencedRows(rows, logprob_E2)
         if not may_write:
             return None
         if why_not:
             log.info(f"{path} {why_not}; recomputing it")
 
-        # Every rank computes equally many batches. Pairs without a place in a row keep 0.
-        model, size = load_model(), micro_batch_size
+        model = load_model()
         ACTIVITY.phase = "reference"
-        batches = -(-len(rows) // (size * ranks.world_size))
-        log.info(f"Reference: the log-probabilities of {counted(rows.examples, 'pair')}, computed once")
-        logprob_E2 = torch.zeros(len(rows.example_set), 2)
-        for number in store.context.progress(range(batches), batches, "Reference"):
-            first = (ranks.rank * batches + number) * size
-            indices = np.arange(first, min(first + size, len(rows)))
+        # Every rank computes equally many batches.
+        size, pairs = len(batches[0]), np.concatenate([*map(rows.examples_in, missing)])
+        count = -(-len(missing) // (size * ranks.world_size))
+        log.info(f"Reference: the log-probabilities of {counted(len(pairs), 'pair')}, computed once")
+        computed_E2 = torch.zeros_like(logprob_E2)
+        for number in store.context.progress(range(count), count, "Reference"):
+            first = (ranks.rank * count + number) * size
+            indices = missing[first:first + size]
             # A rank without rows left still runs: every forward of a sharded model needs all ranks.
-            batch = rows(indices if len(indices) else np.arange(1))
+            batch = rows(np.array(indices or missing[:1]))
             logprob_BP2 = frozen_logprobs(model, batch.to(ranks.device)).float().cpu()
-            for row, index in enumerate(indices.tolist()):
+            for row, index in enumerate(indices):
                 examples = torch.from_numpy(rows.examples_in(index)).long()
-                logprob_E2[examples] = logprob_BP2[row, :len(examples)]
-        logprob_E2 = ranks.all_reduce_sum(logprob_E2)
+                computed_E2[examples] = logprob_BP2[row, :len(examples)]
+        logprob_E2[pairs] = ranks.all_reduce_sum(computed_E2)[pairs]
         if error := ranks.broadcast(ranks.on_rank0(lambda: write(path, logprob_E2))):
             log.info(f"{path} cannot be written: {error}; this run keeps the results in memory, and the next "
                      "run recomputes them")

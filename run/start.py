@@ -655,11 +655,13 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_
         return partial(objectives.frozen_logprobs, frozen(), compute=compute), inputs
     provenance = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
-    def attach(split: str, rows: Optional[dataloaders.Rows]) -> Optional[dataloaders.Rows]:
+    def attach(split: str, rows: Optional[dataloaders.Rows], count: int, seed: Optional[int] = None):
+        read = iter(dataloaders.first_batches(rows, count, seed, config.micro_batch_size) if rows else ())
         return rows and dataloaders.map_sources(rows, lambda source_rows: with_reference(
-            outputs, source_rows, split, provenance, frozen, config.micro_batch_size))
+            outputs, source_rows, next(read), split, provenance, frozen))
 
-    rows, held_out = attach("train", inputs.rows), attach("validation", inputs.validation_rows)
+    rows = attach("train", inputs.rows, config.max_steps * config.rows_read, config.row_seed)
+    held_out = attach("validation", inputs.validation_rows, config.validation_rows)
     return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -223,11 +224,27 @@ def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, message, 
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata()
         save_file(load_file(file), file, metadata=facts | {harm: "another"})
-    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=0)
+    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=1, **UNMEASURED)
     assert again.train() == 0
     assert f"{file} {message}" in capsys.readouterr().out
     assert again.train() == 0
     assert "computed" not in capsys.readouterr().out
+
+
+def test_a_run_computes_the_reference_of_the_pairs_that_it_reads_unless_it_is_known(finished, run, bare_pairs, capsys):
+    """A short run computes few, and the next one those that are missing; both read what a whole run reads."""
+    known, printed = [], []
+    for steps in (1, 4):
+        assert run("dpo-stored", DPO_DATA_PATH=bare_pairs, MAX_STEPS=steps, RUN_NAME=f"of-{steps}").train() == 0
+        known.append(load_file(the_reference(bare_pairs))["logprob_E2"])
+        printed += re.findall(r"log-probabilities of (\d+) pairs?, computed", capsys.readouterr().out)
+    few, all = known
+    is_known = ~few.isnan()
+    assert torch.equal(few[is_known], all[is_known]) and not all.isnan().all()
+    assert is_known[:, 0].sum() == int(printed[0]) and (~all.isnan())[:, 0].sum() == int(printed[0]) + int(printed[2])
+    long = run("dpo-stored", RUN_NAME="of-4")
+    for name in ("train_loss", "val_loss", "reward_margin"):
+        assert long.column(name) == pytest.approx(finished("dpo-stored").column(name), rel=1e-6, abs=1e-7)
 
 
 def test_a_reference_that_cannot_be_stored_beside_the_data_is_stored_elsewhere(run, stages, tmp_path, capsys,
