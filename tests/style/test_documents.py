@@ -66,6 +66,14 @@ def test_every_page_is_in_the_site_but_the_log():
     assert len(shown) == len(set(shown)) and set(shown) == pages - {"dev/log.md"}
 
 
+def test_the_documents_stay_short():
+    """A page links to what another says. Bars of tables are no words; docs/dev and the generated pages of docs/api do not count."""
+    words = {str(page.relative_to(ROOT)): sum(bool(re.search(r"\w", word)) for word in page.read_text(encoding="utf-8").split())
+             for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "tutorials").glob("*.md"))}
+    limits = {"README.md": 1500, "docs/contracts.md": 1500, "docs/reliability.md": 3000}
+    assert [page for page, limit in limits.items() if words[page] > limit] == [] and sum(words.values()) <= 35_000, words
+
+
 @names
 def test_lists_are_those_of_the_site_too(page):
     """Python-Markdown continues a list with the items of another kind, and joins items that are indented by less than four columns."""
