@@ -280,11 +280,6 @@ class EvaluationConfig(Section):
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
     early_stopping_skip_steps: int = curve(0, "number of initial steps that early stopping ignores", ge=0)
 
-    @property
-    def prompts_to_answer(self) -> int:
-        """Held-out chats or pairs that an extension answers."""
-        return 0
-
 
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""

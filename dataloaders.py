@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -493,35 +493,6 @@ def map_sources(rows, change: Callable[[Any], Any]):
     if isinstance(rows, MixedRows):
         return replace(rows, source_rows=tuple(each and change(each) for each in rows.source_rows))
     return change(rows)
-
-
-class HeldOut(NamedTuple):
-    """Token ids of a prompt and its answer: the last answer of a chat, or the chosen one of a pair."""
-
-    prompt: list[int]  # with the answer's header
-    answer: list[int]  # without the end of turn
-
-
-def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
-    """Return up to `count` examples from the first rows, without chats that exceed a row."""
-    examples: list[HeldOut] = []
-    for row in range(len(rows)):
-        source_rows, within = rows, row
-        if isinstance(rows, MixedRows):
-            source, within = (int(each[0]) for each in rows.locate(np.array([row])))
-            source_rows = rows.source_rows[source]
-        for example in source_rows.examples_in(within).tolist():
-            ids, segments = source_rows.example_set.read(example)
-            ends, targets = np.cumsum(segments >> LENGTH_SHIFT), np.flatnonzero(segments & TARGET)
-            answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
-            start, end = ends[answer - 1:answer + 1].tolist()
-            if end <= source_rows.most:
-                examples.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
-            if len(examples) == count:
-                return examples
-    if not examples:
-        raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
-    return examples
 
 
 # ---------------------------------------------------------------------------------------- opening and loading

@@ -54,9 +54,8 @@ class Evaluation(NamedTuple):
     measure: Callable[[], Result]  # collective
 
 
-# Of extensions: title, metric and collective with which another stage is validated, and further evaluations.
+# Of extensions: title, metric and collective with which another stage is validated.
 VALIDATIONS: dict[str, tuple[str, str, Callable[[Run], Result]]] = {}
-FURTHER: list[Callable[[Run], Iterator[Evaluation]]] = []
 
 
 def evaluations(run: Run) -> Iterator[Evaluation]:
@@ -70,8 +69,8 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
         phase = "HellaSwag" if choices.name == "hellaswag" else choices.name
         yield Evaluation(choices.title, phase, config.hellaswag_every, f"{choices.name}_acc",
                          partial(multiple_choice, run, choices))
-    for more in FURTHER:
-        yield from more(run)
+    for extension in run.extensions:
+        yield from extension.further_evaluations(run)
 
 
 def due(every: int, step: int, last: bool = False) -> bool:

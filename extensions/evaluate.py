@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -18,11 +18,12 @@ from common.activity import foreign_call, phase
 from common.errors import DataError, SettingsError, requires_package
 from common.files import json_sha256
 from config import STAGE_OF_KIND, Config, evaluation_rules
+from data_pipeline.chats import LENGTH_SHIFT, TARGET
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from data_pipeline.templates import load_chat_format
-from dataloaders import Rows
-from evaluation.during_run import FURTHER, RECORDED_TEXTS, Evaluation, Result, Row, due
+from dataloaders import MixedRows, Rows, open_rows
+from evaluation.during_run import RECORDED_TEXTS, Evaluation, Result, Row, due
 from extensions.dclm_core import evaluate_core
 from extensions.inference.engine import Sampling, generate
 from extensions.inference.weights import load_for_use, merge, packed_weights
@@ -33,7 +34,7 @@ from fused.head import IGNORE_INDEX
 from model import Transformer
 from model_utils import choose_dtype, forced_eager
 from parallel.fsdp import is_sharded
-from parallel.ranks import RunContext, collective
+from parallel.ranks import Ranks, RunContext, collective
 from run.extensions import Extension
 from run.folder import RunFolder
 from run.life import Inputs, Progress, Run
@@ -46,13 +47,35 @@ HELD_OUT_SAMPLES = 2
 ROUGE = {"rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "rouge_lsum": "rougeLsum"}
 
 
+class HeldOut(NamedTuple):
+    """Token ids of a prompt and its answer: the last answer of a chat, or the chosen one of a pair."""
+
+    prompt: list[int]  # with the answer's header
+    answer: list[int]  # without the end of turn
+
+
 class Evaluate(Extension):
     """Logs samples with SAMPLE_EVERY, and compares answers with GENERATION_EVAL_EVERY."""
 
+    held_out: Sequence[HeldOut] = ()  # chats or pairs to answer
+
+    @collective
+    def inputs(self, config: Config, inputs: Inputs, ranks: Ranks) -> Inputs:
+        if config.prompts_to_answer:
+            read = partial(read_held_out, config, inputs.tokenizer)
+            verified = ranks.on_rank0(lambda: read(config.verify_data))
+            self.held_out = ranks.raise_on_all(lambda: verified or read("never"))
+        return inputs
+
     @collective
     def run_start(self, run: Run) -> None:
-        if run.inputs.held_out and run.config.metric:  # refuse a bad METRIC before the first step
+        if self.held_out and run.config.metric:  # refuse a bad METRIC before the first step
             run.ranks.on_rank0(lambda: function_of(run.config.metric).start())
+
+    def further_evaluations(self, run: Run) -> Iterator[Evaluation]:
+        if self.held_out:
+            yield Evaluation("Generation", "generation", run.config.generation_eval_every, "generation_n",
+                             partial(generation, run, self.held_out))
 
     @collective
     def evaluate(self, run: Run) -> dict[str, Any]:
@@ -65,20 +88,40 @@ class Evaluate(Extension):
         return {}
 
 
-def generations(run: Run) -> Iterator[Evaluation]:
-    if run.inputs.held_out:
-        yield Evaluation("Generation", "generation", run.config.generation_eval_every, "generation_n",
-                         partial(generation, run))
-
-
 EXTENSION = Evaluate
-FURTHER.append(generations)
+
+
+def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
+    """Return the first held-out examples, without chats that exceed a row. One rank verifies and scores."""
+    if verify != "never":
+        with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
+            import rouge_score.rouge_scorer  # noqa: F401
+        with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
+            import sacrebleu  # noqa: F401
+    rows, examples = open_rows(config, "validation", tokenizer, verify), []
+    for row in range(len(rows)):
+        source_rows, within = rows, row
+        if isinstance(rows, MixedRows):
+            source, within = (int(each[0]) for each in rows.locate(np.array([row])))
+            source_rows = rows.source_rows[source]
+        for example in source_rows.examples_in(within).tolist():
+            ids, segments = source_rows.example_set.read(example)
+            ends, targets = np.cumsum(segments >> LENGTH_SHIFT), np.flatnonzero(segments & TARGET)
+            answer = targets[0 if source_rows.example_set.kind == "pairs" else -1]
+            start, end = ends[answer - 1:answer + 1].tolist()
+            if end <= source_rows.most:
+                examples.append(HeldOut(ids[:start].tolist(), ids[start:end - 1].tolist()))
+            if len(examples) == config.prompts_to_answer:
+                return examples
+    if not examples:
+        raise DataError("no held-out chat fits into a row; raise MAX_SEQ_LEN, or set GENERATION_EVAL_EVERY=0")
+    return examples
 
 
 @collective
-def generation(run: Run) -> Result:
+def generation(run: Run, held_out: Sequence[HeldOut]) -> Result:
     """Compare generated answers to held-out prompts, gathered from all ranks, with the reference answers."""
-    config, ranks, held_out, tokenizer = run.config, run.ranks, run.inputs.held_out, run.inputs.tokenizer
+    config, ranks, tokenizer = run.config, run.ranks, run.inputs.tokenizer
     order = sorted(range(len(held_out)), key=lambda index: len(held_out[index].prompt))
     batches = [order[first:first + GENERATION_BATCH] for first in range(0, len(order), GENERATION_BATCH)]
     # With a sharded model, all ranks generate every batch together.
@@ -244,6 +287,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
 
     verified = ranks.on_rank0(lambda: read(config.verify_data))
     inputs = ranks.raise_on_all(lambda: verified or read("never"))
+    extension = Evaluate()
+    inputs = extension.inputs(config, inputs, ranks)
     for unused in filter(None, (choices.unused for choices in inputs.choice_sets)):
         context.log.info(unused)
     rows = inputs.validation_rows
@@ -258,7 +303,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         objective, inputs = choose_objective(config, inputs, model, base, known.get("base_sha256"), context)
     run_dir = folder.resolve().parents[1]
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
-               folder)
+               folder, extensions=[extension])
 
 
 @dataclass

@@ -28,7 +28,7 @@ from config import Config, rules
 from dataloaders import MixedRows, cache_of, rows_by_source
 from extensions import cost
 from extensions.cost import StepFlops, Work, estimate_memory, parameter_count
-from extensions.evaluate import function_of
+from extensions.evaluate import function_of, read_held_out
 from extensions.online import GRPO, Rewards
 from extensions.report.console import (
     describe_adapters,
@@ -231,6 +231,8 @@ class Check:
         if self.tokenizer and path:
             with self.entry("data", is_missing(path)):
                 self.inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
+                if config.prompts_to_answer:
+                    read_held_out(config, self.tokenizer, config.verify_data)
                 described, *table = describe_data(config, self.inputs)
                 verified = "the shards of the first step" if config.data_grows else "all shards"
                 described += f"; {verified} verified, all ids within the vocabulary"

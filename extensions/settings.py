@@ -278,6 +278,7 @@ class EvaluateConfig(Section):
 
     @property
     def prompts_to_answer(self) -> int:
+        """Held-out chats or pairs to answer."""
         return self.generation_eval_examples if self.generation_eval_every else 0
 
     def rules(self) -> Iterator[str]:

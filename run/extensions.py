@@ -3,7 +3,7 @@
 The core imports no extension: without the folder `extensions/`, runs have the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Optional
@@ -23,6 +23,7 @@ class Extension:
     def before_update(self, run, batches: list) -> None: ...  # gradients are complete, but not clipped
     def step_end(self, run, batches: list, result) -> None: ...  # before the step counts; may stop the run
     def metrics(self, run) -> dict: return {}  # for the line of a logged step, which has just been counted
+    def further_evaluations(self, run) -> Iterable: return ()  # each an `Evaluation` with an interval
     def evaluate(self, run) -> dict: return {}  # metrics; after each step, and before the first
     def checkpoint_texts(self, run) -> dict: return {}  # small files of the next checkpoint, by name
     def saved(self, run) -> None: ...  # a checkpoint is complete

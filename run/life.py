@@ -26,7 +26,7 @@ from common.errors import CheckpointError
 from common.files import commit, disk_errors
 from common.text import counted
 from config import PLAIN_NAME, Config
-from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
+from dataloaders import MixedRows, RowOrder, Rows, load_steps, rows_by_source, validation_batches
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
 from learn.optim import Optimizer
@@ -50,7 +50,6 @@ class Inputs:
     rows: Rows  # training split
     validation_rows: Optional[Rows]
     choice_sets: list[ChoiceSet]  # HellaSwag and EVAL_TASKS
-    held_out: list[HeldOut]  # chats or pairs to answer; empty without GENERATION_EVAL_EVERY
     validation_fingerprint: str
     fingerprint: str  # hash of the training split
     description: str

@@ -23,7 +23,7 @@ from checkpoint import huggingface, peft, store
 from checkpoint.manifest import examine, fault_in, fault_of
 from checkpoint.resume_rules import assignments, check_changes
 from common.activity import ACTIVITY
-from common.errors import CheckpointError, DataError, SettingsError, requires_package
+from common.errors import CheckpointError, DataError, SettingsError
 from common.text import ROOT, command, counted
 from config import FEED_FORWARD, MODEL_SETTINGS, SAMPLE, Config, mps_rules, numeric_rules, rules, shape_rules
 from fused.attention import choose_kernel
@@ -174,19 +174,9 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
 
 def open_evaluation_inputs(config: Config, tokenizer, verify: str) -> dict[str, Any]:
     """Return the fields of `Inputs` for evaluations; `verify` is "auto", "always" or "never"."""
-    rows, held_out = None, []
-    if config.validate_every or config.prompts_to_answer:
-        rows = dataloaders.open_rows(config, "validation", tokenizer, verify)
-    if config.prompts_to_answer:
-        if verify != "never":  # one rank scores for all
-            with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
-                import rouge_score.rouge_scorer  # noqa: F401
-            with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
-                import sacrebleu  # noqa: F401
-        held_out = dataloaders.read_held_out(rows, config.prompts_to_answer)
+    rows = dataloaders.open_rows(config, "validation", tokenizer, verify) if config.validate_every else None
     choice_sets = config.choice_sets if config.hellaswag_every else ()
-    return {"validation_rows": rows if config.validate_every else None,
-            "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,
+    return {"validation_rows": rows, "validation_fingerprint": rows.fingerprint if rows else "",
             "choice_sets": [read_choice_set(choices, tokenizer, config) for choices in choice_sets]}
 
 

@@ -163,7 +163,7 @@ def print_results(run: Run, started: float) -> str:
         info(f"Generate text:   {command('scripts/generate.py', use)}")
     else:
         info(f"Chat with it:    {command('scripts/chat.py', use)}")
-    if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
+    if run.inputs.validation_rows or run.inputs.choice_sets or config.prompts_to_answer:
         info(f"Evaluate it:     {command('scripts/evaluate.py', use)}")
     script = KINDS[KIND_OF_STAGE[config.training_stage]][1]
     info(f"Other data:      {command(script, '--help')}")

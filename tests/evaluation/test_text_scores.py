@@ -10,7 +10,7 @@ import pytest
 from factories import without_clocks
 
 from data_pipeline.templates import load_chat_format
-from dataloaders import open_rows, read_held_out
+from dataloaders import open_rows
 from extensions import evaluate
 from extensions.evaluate import open_model, score_texts, settings_for
 from extensions.inference.engine import generate
@@ -80,7 +80,7 @@ def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, s
     config = settings_for(run.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
     with joined_ranks("cpu", 10) as ranks:
         opened = open_model(run.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))
-        measured = evaluate.generation(opened)
+        measured = evaluate.generation(opened, opened.extensions[0].held_out)
     scored = [sum(map(ord, text["answer"])) / len(text["prompt"]) for text in measured.line["texts"]]
     names = "generation_letters", "generation_letters_stderr"
     mean, error = (measured.metrics[name] for name in names)
@@ -120,8 +120,9 @@ def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_ask
         messages = record["messages"][:-1] if mode == "sft" else [{"role": "user", "content": record["prompt"]}]
         answer = record["messages"][-1]["content"] if mode == "sft" else record["chosen"]
         expected.add((tuple(chat_format.encode_prompt(messages)), answer))
-    found = read_held_out(rows, 10**6)
-    assert len(found) == rows.examples - rows.truncated > 8 == len(read_held_out(rows, 8))
+    every = config.model_copy(update={"generation_eval_examples": 10**6})
+    found = evaluate.read_held_out(every, tokenizer, "never")
+    assert len(found) == rows.examples - rows.truncated > 8 == len(evaluate.read_held_out(config, tokenizer, "never"))
     assert {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in found} <= expected
 
     # The run's answers are those of each prompt alone.
