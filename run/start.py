@@ -25,7 +25,17 @@ from checkpoint.resume_rules import assignments, check_changes
 from common.activity import ACTIVITY
 from common.errors import CheckpointError, DataError, SettingsError
 from common.text import ROOT, command, counted
-from config import FEED_FORWARD, MODEL_SETTINGS, SAMPLE, Config, mps_rules, numeric_rules, rules, shape_rules
+from config import (
+    FEED_FORWARD,
+    MODEL_SETTINGS,
+    SAMPLE,
+    Config,
+    extension_module,
+    mps_rules,
+    numeric_rules,
+    rules,
+    shape_rules,
+)
 from fused.attention import choose_kernel
 from fused.head import choose_head_chunk
 from hellaswag_utils import read_choice_set
@@ -82,6 +92,7 @@ def provide_sample(config: Config, may_write: bool) -> None:
 def open_run(loaded: Settings) -> Iterator[Run]:
     """Yield a run that is ready for its next step. Raises Interrupted if a rank received a stop signal."""
     device = prepare_device(loaded.config)
+    extension_module("hang_report")  # before there can be a hang
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
         ranks = stack.enter_context(joined_ranks(device.type, loaded.config.distributed_timeout))

@@ -190,6 +190,7 @@ def main() -> None:
     with status_line(lambda: "loading torch"):  # which takes seconds
         from types import SimpleNamespace
 
+        import extensions.hang_report  # noqa: F401
         from extensions.evaluate import Harness, settings_for
         from model_utils import choose_dtype, find_model
         from parallel.ranks import RunContext, StopSignals, joined_ranks

@@ -20,8 +20,8 @@ from faults import act
 from checkpoint import tensors
 from common.activity import ACTIVITY, foreign_call, waiting
 from common.errors import DataError
+from extensions import hang_report
 from learn import objectives
-from parallel import hang
 from parallel import ranks as collectives
 from parallel.hang import HangWatchdog
 
@@ -42,7 +42,7 @@ class Watch(HangWatchdog):
 
 def patiently(began: Path, plant) -> None:
     """In a rank: plant a fault for a watchdog that makes allowance for a slow machine."""
-    Watch.began, hang.RESPONSE_SECONDS, collectives.HangWatchdog = began, 10, Watch
+    Watch.began, hang_report.RESPONSE_SECONDS, collectives.HangWatchdog = began, 10, Watch
     plant()
 
 
@@ -52,7 +52,7 @@ def stop_here() -> None:
 
 
 def stop(rank: int, when) -> None:
-    hang.RESPONSE_SECONDS = 1.5
+    hang_report.RESPONSE_SECONDS = 1.5
     act(rank, when, stop_here)
 
 
@@ -187,7 +187,7 @@ def stall_and_listen_slowly() -> None:
     """Rank 1 looks for the report once a second, as on a busy machine."""
     on_such_a_disk(stall)
     if is_rank(1):
-        hang.ALARM_SECONDS = 1
+        hang_report.ALARM_SECONDS = 1
 
 
 def test_the_host_of_the_statuses_waits_until_the_others_know_of_its_report(tiny_run, tmp_path):
@@ -254,7 +254,7 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
         def check(self, keys: list[str]) -> bool:
             return False
 
-    monkeypatch.setattr(HangWatchdog, "_report", lambda *_: pytest.fail("a hang was reported"))
+    monkeypatch.setattr(HangWatchdog, "_end_process", lambda *_: pytest.fail("a hang was reported"))
     watch = HangWatchdog(Store(), 0, 1, 1, True)
     assert added.wait(10)
     watch.stop()
