@@ -75,8 +75,8 @@ class Measurements(Extension):
                                 "torch sees no GPU here; remove it")
         self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
         if run.ranks.device.type == "cuda" and self.peak is None:
-            run.log.info(f"MFU is not measured: the peak of {torch.cuda.get_device_name(run.ranks.device)} is "
-                        "not in our table; set PEAK_TFLOPS to its dense bf16 TFLOP/s")
+            run.log.info(f"MFU is not measured: the peak of {torch.cuda.get_device_name(run.ranks.device)} "
+                         "is not in our table; set PEAK_TFLOPS to its dense bf16 TFLOP/s")
         self.flops = StepFlops(run.config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
                                run.ranks.device.type)
         self.work, self.warned_of = Work(), 0
