@@ -16,19 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import huggingface, store
+from checkpoint import huggingface
 from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from checkpoint.tensors import LazyTensor
 from common.errors import CheckpointError, DataError, SettingsError
-from common.text import counted, print_safely
+from common.text import counted
 from config import FEED_FORWARD, SCALING_SETTINGS, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
 from parallel.process import why_no_kernels
 from parallel.ranks import Ranks, collective
-from settings.load import export, load_config
 from tokenizer import BaseTokenizer, load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # cuBLAS is deterministic only with these
@@ -339,16 +338,3 @@ def check_vocabulary(folder: Path, tokenizer: BaseTokenizer, config: Config) -> 
     if config.lora_enabled and not whole and config.lora_train_tokens != "auto":
         trained = f"; LORA_TRAIN_TOKENS={config.lora_train_tokens} decides which of them are trained"
     return [f"{counted(ids - rows, 'new token')}: rows {place} start as the mean of the others{trained}"]
-
-
-def find_model(name: str) -> Path:
-    """Resolve a script's model argument like a setting; print and return the folder."""
-    run_dir = Path("-")
-    if not os.path.exists(Path(name).expanduser()):
-        loaded = load_config(complete=False)
-        export(loaded)  # HF_TOKEN
-        run_dir = Path(loaded.config.output_dir) / "-"
-    folder = store.locate(name, run_dir)
-    if folder != Path(name).expanduser():
-        print_safely(f"Using {folder}", sys.stderr)
-    return folder

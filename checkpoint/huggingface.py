@@ -23,30 +23,12 @@ from common import files
 from common.errors import CheckpointError, unreadable
 from common.remote import hub_folder, why_not
 from common.section import MAX_NUMBER, Section
-from common.text import command
-from config import LINEAR_LAYERS, SCALING_SETTINGS, ModelConfig
+from config import LINEAR_LAYERS, SCALING_SETTINGS, ModelConfig, extension_module
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
              "ignore_patterns": ["*/*"]}
-# Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
-OTHER_FORMATS = {
-    r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
-    r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
-    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
-    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
-                         "and the tokenizer's files to the result",
-    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
-                               "the trainer's own converter",
-    r"[^/]+\.gguf": "{0} is for llama.cpp; name the model that it was made from",
-    r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
-                           "model.safetensors",
-    r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
-                                "transformers' from_pretrained, write another with save_pretrained, and copy "
-                                "the tokenizer's files to it",
-    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
-        "(nanochat?); convert it to transformers' format with that trainer's tools"}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
 DEFAULT_CONTEXT = 2048  # as in transformers, if config.json has no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row per token id
@@ -492,11 +474,8 @@ def save_settings(folder: Path, files: Mapping[str, TensorFile], model_config: M
 
 def other_format(folder: Path) -> str:
     """Return the end of a message: what a folder of another tool contains, and what to do."""
-    names = sorted(str(path.relative_to(folder)) for pattern in ("*", "*/*") for path in folder.glob(pattern))
-    for pattern, advice in OTHER_FORMATS.items():
-        if name := next(filter(re.compile(pattern).fullmatch, names), None):
-            return "; " + advice.format(name, command("scripts/import_checkpoint.py", folder))
-    return "; name another folder"
+    other_trainers = extension_module("other_trainers")
+    return other_trainers.advice_on_folder(folder) if other_trainers else "; name another folder"
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

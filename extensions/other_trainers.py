@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
-from common.text import counted, without_passwords
+from common.text import command, counted, without_passwords
 from config import Config
 from settings.names import (
     ALIASES,
@@ -39,6 +39,23 @@ COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for a
 DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
+# Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
+OTHER_FORMATS = {
+    r"checkpoint-\d+/(config|adapter_config)\.json": "name one of the Trainer's checkpoints, as in {0}",
+    r"consolidated\.\d+\.pth": "import Meta's {0} with {1} FOLDER",
+    r"lit_model\.pth": "convert {0} with litgpt convert_from_litgpt",
+    r"zero_to_fp32\.py": "merge DeepSpeed's shards with {0} and --safe_serialization, and copy config.json "
+                         "and the tokenizer's files to the result",
+    r"([^/]+/)?[^/]+\.distcp": "merge the shards of FSDP, such as {0}, with accelerate merge-weights or with "
+                               "the trainer's own converter",
+    r"[^/]+\.gguf": "{0} is for llama.cpp; name the model that it was made from",
+    r"[^/]+\.safetensors": "{0} needs config.json and the tokenizer's files beside it, and the name "
+                           "model.safetensors",
+    r"pytorch_model[^/]*\.bin": "{0} has pickled weights, which can run code; load the folder with "
+                                "transformers' from_pretrained, write another with save_pretrained, and copy "
+                                "the tokenizer's files to it",
+    r"(?!optimizer|scheduler|scaler|rng_state)[^/]+\.(pt|pth|ckpt)": "{0} is pickled, and of another trainer "
+        "(nanochat?); convert it to transformers' format with that trainer's tools"}
 VALUE_ALIASES |= _TABLES["values"]
 
 
@@ -142,3 +159,12 @@ def compute(layers: Sequence) -> None:
             product = int(value) * math.prod(getattr(config, factor) for factor in units)
             layer.values[name] = (str(product), where)
             layer.notes[name] = f"{alias}: {' x '.join(factors)} = {name.upper()}={product}"
+
+
+def advice_on_folder(folder: Path) -> str:
+    """Return the end of a message: what a folder of another tool contains, and what to do."""
+    names = sorted(str(path.relative_to(folder)) for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    for pattern, advice in OTHER_FORMATS.items():
+        if name := next(filter(re.compile(pattern).fullmatch, names), None):
+            return "; " + advice.format(name, command("scripts/import_checkpoint.py", folder))
+    return "; name another folder"

@@ -34,9 +34,8 @@ from common.errors import CheckpointError, local_path, requires_package, run_scr
 from common.text import show, status_line
 from config import ModelConfig
 from extensions.card import read_card
-from extensions.inference.weights import load_model
+from extensions.inference.weights import find_model, load_model
 from fused.rotary import precompute_freqs
-from model_utils import find_model
 from tokenizer import CHAT_TEMPLATE, PATTERN
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "smollm3": "smollm3", "qwen2": "qwen2",

@@ -192,7 +192,8 @@ def main() -> None:
 
         import extensions.hang_report  # noqa: F401
         from extensions.evaluate import Harness, settings_for
-        from model_utils import choose_dtype, find_model
+        from extensions.inference.weights import find_model
+        from model_utils import choose_dtype
         from parallel.ranks import RunContext, StopSignals, joined_ranks
         from run.start import prepare_device
 

@@ -113,7 +113,7 @@ def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
 def main() -> None:
     args = parse_args()
     from checkpoint.store import MANIFEST, OPTIMIZER, STATE, verify_model
-    from model_utils import find_model
+    from extensions.inference.weights import find_model
     from settings.load import export, load_config
 
     export(load_config(complete=False))  # HF_TOKEN

@@ -38,8 +38,7 @@ from extensions.inference.text import (
     read_prompts,
     text_prompt,
 )
-from extensions.inference.weights import load_to_generate
-from model_utils import find_model
+from extensions.inference.weights import find_model, load_to_generate
 
 
 def encode_prompts(tokenizer: Any, contents: Sequence[FilePrompt], special: bool = False) -> list[Prompt]:

@@ -33,8 +33,7 @@ from common.files import WrongContentError, plain
 from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import code, derived_card, hub_name_of, inherited, run_and_step, write_card
-from extensions.inference.weights import publish_model
-from model_utils import find_model
+from extensions.inference.weights import find_model, publish_model
 from tokenizer import load_tokenizer, read_generation
 
 

@@ -26,9 +26,9 @@ from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import command, counted, show
 from extensions.card import derived_card, run_and_step, write_card
-from extensions.inference.weights import publish_model
+from extensions.inference.weights import find_model, publish_model
 from model import padded
-from model_utils import find_model, read_model_config
+from model_utils import read_model_config
 from tokenizer import load_tokenizer
 
 

@@ -19,8 +19,7 @@ from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import command, show
 from extensions.card import write_merged_card
-from extensions.inference.weights import merge
-from model_utils import find_model
+from extensions.inference.weights import find_model, merge
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -33,7 +33,8 @@ from common.errors import SettingsError, local_path, run_script
 from common.text import command, counted, show
 from config import ModelConfig
 from extensions.card import derived_card, write_card
-from model_utils import find_model, read_model_config
+from extensions.inference.weights import find_model
+from model_utils import read_model_config
 from scripts.prepare import free_run_name
 from settings.load import load_config
 from tokenizer import load_tokenizer

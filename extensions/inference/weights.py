@@ -3,6 +3,7 @@
 For generation, weights are in the compute dtype, packed for a CPU's matmuls, or int8.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +25,27 @@ from extensions.inference.text import LanguageModel
 from fused.matmul import linear, pack
 from lora import add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
-from model_utils import DTYPES, bf16_is_fast, choose_device, find_model, model_on_meta, read_model_config
+from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta, read_model_config
 from parallel.fsdp import is_sharded
 from run.start import find_by_hash
+from settings.load import export, load_config
 from tokenizer import GENERATION_IDS, SUPPRESSED, load_tokenizer, read_generation
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one: the order of summation differs
 INT8_ROWS = 16  # above this many rows of x, torch's int8 kernel is slower than the matmul in x's dtype
+
+
+def find_model(name: str) -> Path:
+    """Resolve a script's model argument like a setting; print and return the folder."""
+    run_dir = Path("-")
+    if not os.path.exists(Path(name).expanduser()):
+        loaded = load_config(complete=False)
+        export(loaded)  # HF_TOKEN
+        run_dir = Path(loaded.config.output_dir) / "-"
+    folder = store.locate(name, run_dir)
+    if folder != Path(name).expanduser():
+        print_safely(f"Using {folder}", sys.stderr)
+    return folder
 
 
 def device_and_dtype(device: Optional[torch.device],

@@ -103,10 +103,10 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     import torch
 
     from config import ModelConfig
-    from extensions.inference.weights import device_and_dtype, load_for_use, pack_weights
+    from extensions.inference.weights import device_and_dtype, find_model, load_for_use, pack_weights
     from lora import cast_base
     from model import Transformer
-    from model_utils import DTYPES, find_model
+    from model_utils import DTYPES
 
     named = DTYPES.get("bf16" if args.weights == "int8" else args.weights)
     device, dtype = device_and_dtype(args.device and torch.device(args.device), named)

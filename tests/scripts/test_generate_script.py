@@ -14,8 +14,7 @@ from config import Config, LoraConfig
 from extensions.inference import weights
 from extensions.inference.engine import Sampling
 from extensions.inference.text import TextGenerator, text_prompt
-from extensions.inference.weights import load_model
-from model_utils import find_model
+from extensions.inference.weights import find_model, load_model
 from scripts import generate as script
 
 SCRIPT = script.__file__

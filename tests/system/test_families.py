@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from config import Config
 from extensions.inference.engine import generate
-from extensions.inference.weights import load_to_generate
+from extensions.inference.weights import find_model, load_to_generate
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
-from model_utils import build_model, find_model
+from model_utils import build_model
 from parallel.ranks import Ranks
 from run.start import read_inputs
 from settings.load import load_config
