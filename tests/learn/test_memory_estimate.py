@@ -28,6 +28,7 @@ EXACT = {"reproducible": True}
 HALF = {"weight_dtype": "bf16", "optimizer_dtype": "bf16"}
 IN_BACKWARD = {"update_in_backward": True, "max_grad_norm": 0.0, "total_batch_size": 32768}
 LORA = {"lora_enabled": True, "lora_rank": 8}
+SHALLOW = {"n_layers": 1}
 B8 = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "n_layers": 32, **UNTIED, **LONG}
 B1 = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192, "n_layers": 4, **LONG}
 SMALL, LARGE = 1000, 128_256
@@ -35,8 +36,8 @@ slow = pytest.mark.slow
 
 # The settings, the vocabulary, and the dtype.
 TRACED = [
-    ({}, SMALL, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), (LORA | FULL, SMALL, "bf16"), (DPO | FULL, SMALL, "bf16"), (EXACT, SMALL, "fp32"),
-    (HALF, SMALL, "bf16"), (HALF | FULL | IN_BACKWARD, SMALL, "bf16"),
+    ({}, SMALL, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), (LORA | FULL | SHALLOW, SMALL, "bf16"), (DPO | FULL | SHALLOW, SMALL, "bf16"),
+    (EXACT | SHALLOW, SMALL, "fp32"), (HALF | SHALLOW, SMALL, "bf16"), (HALF | FULL | IN_BACKWARD | SHALLOW, SMALL, "bf16"),
     *(pytest.param(*each, marks=slow) for each in (
         (HALF, SMALL, "fp32"), (HALF | ONE, LARGE, "bf16"), (HALF, LARGE, "bf16"), (HALF | UNTIED | BLOCK, LARGE, "bf16"),
         (HALF | FULL | LONG, LARGE, "bf16"), (HALF | HYBRID, SMALL, "bf16"), (HALF | IN_BACKWARD | BLOCK, LARGE, "bf16"),
