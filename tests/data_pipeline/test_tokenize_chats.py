@@ -201,7 +201,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_pat
     undisturbed = prepare("chats", source, folder_path, tmp_path / "calm", on_bad_record="skip")
     assert files_of(undisturbed)[MANIFEST]["skipped"]["bad"] == 301
     output = tmp_path / "out"
-    prepare_under_fire(3, 0.05, "chats", source, folder_path, output, 500, tokenizer_backend="auto", shard_tokens=3000, workers=1,
+    prepare_under_fire(1, 0.05, "chats", source, folder_path, output, 500, tokenizer_backend="auto", shard_tokens=3000, workers=1,
                        on_bad_record="skip")
     assert files_of(output / undisturbed.name) == files_of(undisturbed) and not list(output.glob("tmp-*"))
 
