@@ -160,9 +160,7 @@ def whole(prepared, tmp_path_factory):
     """A finished run that nothing interrupted; tests that change its files work on a copy."""
     from factories import TinyRun
 
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    assert run.train() == 0
-    return run
+    return TinyRun(prepared, tmp_path_factory.mktemp("whole")).trained()
 
 
 @pytest.fixture(scope="session")

@@ -204,8 +204,7 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
         paths.append(prepare_set(name if name != "unpaired" else "pairs", file, folder / name, options))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
-        run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)
-        assert run.train() == 0
+        run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED).trained()
         starts.append(run.checkpoint(2))
     return Stages(prepared, *paths, *starts)
 
@@ -235,6 +234,11 @@ class TinyRun:
             return train.main(self.argv(**changes))
         except SystemExit as exit:
             return exit.code
+
+    def trained(self) -> "TinyRun":
+        """The run, which trains to its end."""
+        assert (code := self.train()) == 0, f"exit code {code}"
+        return self
 
     def start(self, world_size: int = 1, plant: Optional[Callable[[], Any]] = None, env: Optional[Mapping[str, str]] = None,
               **changes) -> "Job":

@@ -276,8 +276,7 @@ def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
 
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
-    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7)
-    assert run.train() == 0
+    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7).trained()
     # Step 2 is skipped, step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
     assert list(run.column("train_loss"))[-1] == 6 and run.steps_saved()[-1] == 6
     assert "Early stopping" in capsys.readouterr().out
@@ -310,8 +309,7 @@ def test_a_rise_above_the_best_is_warned_of_once_and_the_end_offers_the_best_che
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, math.nan, 4.0, math.nan])))
-    run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6)
-    assert run.train() == 0
+    run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6).trained()
     assert capsys.readouterr().err.count("is not finite") == 2
     assert run.steps_saved() == [4, 6]
     progress = store.read_state(run.checkpoint(6))["progress"]
@@ -319,15 +317,13 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
 
 
 def test_no_step_to_take_is_a_measurement(tiny_run, whole):
-    run = tiny_run(MAX_STEPS=0)
-    assert run.train() == 0
+    run = tiny_run(MAX_STEPS=0).trained()
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())[:1] and run.steps_saved() == [0]
 
 
 def test_losses_are_those_of_the_committed_curve(tiny_run):
     """Ten steps on any CPU. To change the curve on purpose, run with PADDOCK_WRITE_CURVES=1, and say why in the commit."""
-    run = tiny_run(MAX_STEPS=10, WARMUP_STEPS=3, VALIDATE_EVERY=5, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
-    assert run.train() == 0
+    run = tiny_run(MAX_STEPS=10, WARMUP_STEPS=3, VALIDATE_EVERY=5, HELLASWAG_EVERY=0, SAMPLE_EVERY=0).trained()
     curve = {name: {str(step): value for step, value in run.column(name).items()}
              for name in ("train_loss", "grad_norm", "val_loss")}
     if os.environ.get("PADDOCK_WRITE_CURVES"):

@@ -18,9 +18,7 @@ WRONG = (GONE, None, "\0", -1, 1.5, 10**30, True, [None], {})
 
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory) -> TinyRun:
-    run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), **UNMEASURED, MAX_STEPS=2)
-    assert run.train() == 0
-    return run
+    return TinyRun(prepared, tmp_path_factory.mktemp("trained"), **UNMEASURED, MAX_STEPS=2).trained()
 
 
 @pytest.fixture

@@ -64,9 +64,7 @@ def whole(tmp_path_factory, prepared):
 @pytest.fixture(scope="module")
 def before(tmp_path_factory, prepared, whole):
     """A run that starts when the set is complete."""
-    run = ahead_run(prepared, tmp_path_factory.mktemp("before"), whole)
-    assert run.train() == 0
-    return run
+    return ahead_run(prepared, tmp_path_factory.mktemp("before"), whole).trained()
 
 
 def publish(whole, folder, shards):
@@ -198,8 +196,7 @@ def test_the_order_does_not_depend_on_how_much_is_prepared(tmp_path, prepared, w
 def test_a_run_that_overtakes_the_preparation_waits_and_is_the_same(tmp_path, prepared, whole, before, monkeypatch, capfd):
     assert "Waiting for data" not in (before.folder / "log" / "rank-0.txt").read_text()
     published = grow_when_waited_for(monkeypatch, whole, tmp_path / "grows", 1)
-    meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows")
-    assert meanwhile.train() == 0
+    meanwhile = ahead_run(prepared, tmp_path / "meanwhile", tmp_path / "grows").trained()
     assert len(published) > 2
     out = capfd.readouterr().out
     assert "Waiting for data: step 3 needs more than 600 tokens in 1 shard" in out

@@ -111,8 +111,7 @@ def test_the_targets_of_all_rows_are_those_masked_by_hand(stages):
 def test_a_run_without_documents_is_a_loop_over_rows_masked_by_hand(stages, tmp_path):
     """Losses and weights of an own loop over cross-entropies of all logits."""
     settings = {**UNMEASURED, "MAX_STEPS": 4, "KEEP_LAST": 1}
-    run = TinyRun(stages.prepared, tmp_path, **settings, EXCLUDE_DATA=excluded_file(tmp_path, "find cow met", "find fed the dog"))
-    assert run.train() == 0
+    run = TinyRun(stages.prepared, tmp_path, **settings, EXCLUDE_DATA=excluded_file(tmp_path, "find cow met", "find fed the dog")).trained()
     config, rows, tokenizer = opened(stages, "pretrain", **settings)
     order = RowOrder(len(rows), config.rows_read, config.rows_read, config.row_seed)
     model = build_model(config, tokenizer.vocab_size, Ranks(), torch.float32)
@@ -232,8 +231,7 @@ def test_a_run_that_leaves_out_nothing_is_the_run(mode, stages, tmp_path):
     ("pretrain", {"WEIGHT_DTYPE": "bf16", "UPDATE_IN_BACKWARD": "true", "MAX_GRAD_NORM": 0, "MICRO_BATCH_SIZE": 8}),
     *(pytest.param(mode, {}, marks=pytest.mark.slow) for mode in MODES[1:])])
 def test_a_step_without_targets_counts_and_changes_no_weight(mode, changes, stages, tmp_path, capsys):
-    run = run_of(mode, stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find ."), VALIDATE_EVERY=0, **changes)
-    assert run.train() == 0
+    run = run_of(mode, stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find ."), VALIDATE_EVERY=0, **changes).trained()
     assert capsys.readouterr().err.count("step 1 has no targets: it counts, but changes no weight") == 1
     weights = [{name: digest for name, digest in run.hashes(step).items() if name != "optimizer.safetensors"} for step in (1, 3)]
     assert weights[0] == weights[1]
@@ -257,8 +255,7 @@ def test_a_resumed_run_leaves_out_the_same_and_other_examples_are_an_error(stage
 
 
 def test_a_replayed_step_leaves_out_the_same(stages, tmp_path):
-    run = run_of("pretrain", stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find cow"), **UNMEASURED)
-    assert run.train() == 0
+    run = run_of("pretrain", stages, tmp_path, EXCLUDE_DATA=excluded_file(tmp_path, "find cow"), **UNMEASURED).trained()
     lines: list[str] = []
     replay(run.folder, 3, read_flags([]), info=lines.append)
     assert "is finite" in lines[-1] and "not the recorded step" not in lines[-1], lines

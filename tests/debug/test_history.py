@@ -86,8 +86,7 @@ def test_a_step_comes_back_with_its_checksum_as_proof(checked, tmp_path, monkeyp
 
 
 def test_without_checksums_the_losses_are_the_proof(tiny_run, forked, tmp_path, lines):
-    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4)
-    assert run.train() == 0
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=4).trained()
     expected = all_steps(run, 4)
     recreate(run.folder, 2, tmp_path / "out" / "two", {})
     assert hashes(tmp_path / "out" / "two") == expected[2]
@@ -165,8 +164,7 @@ def test_a_replay_names_the_rank_whose_rows_differ(tiny_run, tmp_path, monkeypat
 @pytest.mark.parametrize("first, words", [(1, "could not be repeated: .*PRETRAIN_DATA_PATH"), (0, "step 1 is not the recorded step: .* Data, code")])
 def test_data_that_was_prepared_again_is_an_error(first, words, prepared, forked, tmp_path):
     shards = Path(shutil.copytree(prepared.shards, tmp_path / "shards"))
-    run = TinyRun(prepared._replace(shards=shards), tmp_path, **CHECKED, SAVE_EVERY=1, MAX_STEPS=2)
-    assert run.train() == 0
+    run = TinyRun(prepared._replace(shards=shards), tmp_path, **CHECKED, SAVE_EVERY=1, MAX_STEPS=2).trained()
     (tmp_path / "other.jsonl").write_text((json.dumps({"text": "A dog saw the cat."}) + "\n") * 1000)
     options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.0, workers=1)
     shutil.rmtree(shards)

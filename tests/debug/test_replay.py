@@ -64,8 +64,7 @@ SHORT = ("sft", "dpo-stored", "distilled", "lora-dpo")
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else pytest.mark.slow) for mode in MODES])
 def test_every_stage_is_replayed(mode, stages, tmp_path):
-    run = stages.run(mode, tmp_path, **UNMEASURED)
-    assert run.train() == 0
+    run = stages.run(mode, tmp_path, **UNMEASURED).trained()
     for step in (1, 4):
         text = replayed(run, step)
         check_same(text)
@@ -225,8 +224,7 @@ def test_a_gradient_that_turns_nan_is_traced_to_its_parameter(strange_run):
 def test_a_replay_names_the_document_of_noise_among_easy_ones(poisoned, tmp_path):
     row, tokens = noise_row(poisoned)
     seed, step = seed_for(row, len(tokens), range(24, 28))
-    run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=30, SAVE_EVERY=10, **UNMEASURED)
-    assert run.train() == 0
+    run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=30, SAVE_EVERY=10, **UNMEASURED).trained()
     text = replayed(run, step, rows_shown=1)
     check_same(text)
     assert re.findall(r"Row (\d+):", text) == [str(row)]

@@ -75,8 +75,7 @@ def scores(tmp_path, monkeypatch):
 
 
 def test_an_own_function_gets_prompt_answer_and_reference_also_in_eval(scores, stages, tmp_path, capsys):
-    run = stages.run("sft", tmp_path, **GENERATION)
-    assert run.train() == 0
+    run = stages.run("sft", tmp_path, **GENERATION).trained()
     config = settings_for(run.checkpoint(0), read_flags(["--metric", "scores:letters"]), None)
     with joined_ranks("cpu", 10) as ranks:
         opened = open_model(run.checkpoint(0), config, None, RunContext(ranks, StopSignals(), SimpleNamespace(info=print, warn=print)))

@@ -286,11 +286,9 @@ def test_a_checkpoint_is_converted_both_ways(optimizer, prepared, tmp_path):
 
 
 def test_bf16_weights_start_another_run_in_float32_and_back(prepared, tmp_path):
-    first = TinyRun(prepared, tmp_path / "first", MAX_STEPS=1, **BF16)
-    assert first.train() == 0
+    first = TinyRun(prepared, tmp_path / "first", MAX_STEPS=1, **BF16).trained()
     for name, settings, dtype in (("full", {}, torch.float32), ("half", BF16, torch.bfloat16)):
-        second = TinyRun(prepared, tmp_path / name, MAX_STEPS=0, PRETRAIN_CHECKPOINT=first.folder, RESET_OPTIMIZER="true", **settings)
-        assert second.train() == 0
+        second = TinyRun(prepared, tmp_path / name, MAX_STEPS=0, PRETRAIN_CHECKPOINT=first.folder, RESET_OPTIMIZER="true", **settings).trained()
         start, end = (read_all(open_tensors(run.checkpoint(step) / "model.safetensors")) for run, step in ((first, 1), (second, 0)))
         matrix = "model.layers.0.mlp.up_proj.weight"
         assert end[matrix].dtype == dtype and torch.equal(end[matrix].float(), start[matrix].float())

@@ -208,15 +208,14 @@ def slow() -> None:
 
 def test_slow_ranks_are_reported_with_their_phase_within_20_steps(tiny_run):
     run = tiny_run(MAX_STEPS=20, SAVE_EVERY=10, LOG_EVERY=10, **UNMEASURED)
-    job = run.start(4, slow)
-    assert job.wait() == [0] * 4, job.text()
+    text = run.ends([0] * 4, slow)
     named = {(event["rank"], event["phase"]): event["ratio"] for event in run.lines("events") if event["event"] == "slow rank"}
-    assert named.keys() == {(1, "forward"), (2, "data"), (3, "save")}, job.text()
+    assert named.keys() == {(1, "forward"), (2, "data"), (3, "save")}, text
     assert 1.3 < named[1, "forward"] < SLOW_FORWARD / FORWARD + 0.2
-    assert "[CPU0] warning: rank 1 is slow: its forward takes " in job.text()
+    assert "[CPU0] warning: rank 1 is slow: its forward takes " in text
     metrics = run.metrics()[-1]
     assert FORWARD < metrics["forward_seconds"] < metrics["step_seconds"]
     fastest, slowest = metrics["fastest_rank"], metrics["slowest_rank"]
     assert fastest in (0, 3) and slowest in (1, 2)
     shown = f"{metrics['fastest_rank_seconds']:.3f} s (rank {fastest}) to {metrics['slowest_rank_seconds']:.3f} s (rank {slowest})"
-    assert f" | Ranks: {shown} | ETA: " in job.text()
+    assert f" | Ranks: {shown} | ETA: " in text

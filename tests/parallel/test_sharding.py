@@ -94,8 +94,7 @@ def compare_alike(run: TinyRun, whole: TinyRun, last: int) -> tuple[float, float
     for feature in FEATURES for layout in LAYOUTS])
 def test_a_sharded_run_equals_that_of_one_process(feature, layout, stages, whole_run, tmp_path):
     whole, run, (world_size, settings) = whole_run(feature), run_with(stages, feature, tmp_path), LAYOUTS[layout]
-    job = run.start(world_size, **settings)
-    assert job.wait() == [0] * world_size, job.text()
+    run.ends([0] * world_size, **settings)
     assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole.lines("ledger")]
     # Rounding in another order moves a weight by at most a few of bf16's last bits, and then by more.
     coarse = 1000 if feature == "bf16" else 1
@@ -150,8 +149,7 @@ def forbid_waiting() -> None:
 
 def test_a_sharded_step_does_not_wait_for_the_device_before_its_end(tiny_run):
     run = tiny_run(OPTIMIZER="muon", DOCUMENT_MASK="true", TIE_EMBEDDINGS="false", SHARDING="full", MAX_STEPS=3)
-    job = run.start(2, forbid_waiting)
-    assert job.wait() == [0, 0], job.text()
+    run.ends([0, 0], forbid_waiting)
 
 
 def poison_rank_1() -> None:
@@ -174,9 +172,8 @@ def poison_rank_1() -> None:
 def test_the_error_names_the_rank_with_non_finite_gradients(layout, keepers, tiny_run):
     """The ranks of one copy keep the gradients, which are the same in each."""
     run = tiny_run(**UNMEASURED, SAVE_EVERY=0, **LAYOUTS[layout][1])
-    job = run.start(2, poison_rank_1)
-    assert job.wait() == [4, 4], job.text()
-    assert "step 3 was not finite on rank 1; nothing was updated, the state before it is saved" in job.text()
+    text = run.ends([4, 4], poison_rank_1)
+    assert "step 3 was not finite on rank 1; nothing was updated, the state before it is saved" in text
     assert run.steps_saved() == [2]
     dumps = [load_file(run.folder / "debug" / "step-00000003" / f"rank-{rank}.safetensors") for rank in (0, 1)]
     assert [rank for rank in (0, 1) if any(name.startswith("gradient.layers.") for name in dumps[rank])] == keepers
@@ -190,17 +187,15 @@ def spike_in_a_short_window() -> None:
 
 def test_the_update_of_a_spike_is_left_out_on_every_rank(tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=16, LOSS_SPIKE_POLICY="skip", SHARDING="full")
-    job = run.start(2, spike_in_a_short_window)
-    assert job.wait() == [0, 0], job.text()
+    run.ends([0, 0], spike_in_a_short_window)
     assert [line["updated"] for line in run.lines("ledger")] == [True] * 14 + [False, True]
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
 
 
 def test_the_error_names_the_replica_that_drifts(tiny_run):
     run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3, MICRO_BATCH_SIZE=1, SHARDING="hybrid", SHARD_DEGREE=2)
-    job = run.start(4, partial(drift, 3, "layers.1.attention.wq.weight"))  # of the second copy
-    assert job.wait() == [1] * 4, job.text()
-    assert "layers.1.attention.wq.weight differs between rank 1 and rank 3." in job.text()
+    text = run.ends([1] * 4, partial(drift, 3, "layers.1.attention.wq.weight"))  # of the second copy
+    assert "layers.1.attention.wq.weight differs between rank 1 and rank 3." in text
     assert run.steps_saved() == [1, 2], "the drifted state is not saved"
 
 

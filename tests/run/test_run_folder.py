@@ -16,9 +16,7 @@ from run import start as run_start
 
 @pytest.fixture(scope="module")
 def whole(prepared, tmp_path_factory) -> TinyRun:
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), **UNMEASURED)
-    assert run.train() == 0
-    return run
+    return TinyRun(prepared, tmp_path_factory.mktemp("whole"), **UNMEASURED).trained()
 
 
 @pytest.fixture
@@ -35,8 +33,7 @@ def others(prepared, tmp_path_factory) -> dict[str, Path]:
     """Paths that do not fit the run: other data, another tokenizer, a model of another shape, and no file at all."""
     folder = tmp_path_factory.mktemp("others")
     other = prepare(folder / "data", vocab_size=260)
-    small = TinyRun(prepared, folder, **UNMEASURED, MAX_STEPS=0, DIM=16, RUN_NAME="small")
-    assert small.train() == 0
+    small = TinyRun(prepared, folder, **UNMEASURED, MAX_STEPS=0, DIM=16, RUN_NAME="small").trained()
     return {"DATA": other.shards, "TOKENIZER": other.tokenizer, "SMALL": small.checkpoint(0), "NOWHERE": folder / "nowhere"}
 
 

@@ -88,8 +88,7 @@ def test_temporary_errors_are_retried_in_the_thread_and_reported(tiny_run, whole
 
     monkeypatch.setattr(TensorFile, "write_rows", write_rows)
     monkeypatch.setattr(store, "RETRY_SECONDS", (0.1,))
-    run = tiny_run()
-    assert run.train() == 0
+    run = tiny_run().trained()
     assert "step-00000002 cannot be written: Stale file handle" in capsys.readouterr().err
     assert_same_run(run, whole, 6)
 
@@ -244,8 +243,7 @@ def test_on_a_gpu_memory_for_copies_is_pinned_after_the_first_step_and_not_in_a_
 
     monkeypatch.setattr(train, "pin_early", pin_as_on_a_gpu)
     monkeypatch.setattr(saving.RankShard, "_empty", record)
-    run = tiny_run()
-    assert run.train() == 0
+    run = tiny_run().trained()
     assert_same_run(run, whole, 6)
     assert {(step, pinned) for step, _, pinned in allocated if pinned} == {(1, True)}
     names = [name for _, name, pinned in allocated if pinned]

@@ -38,8 +38,7 @@ def test_a_run_resumes_from_its_start_in_any_spelling(stages, tmp_path, monkeypa
     (tmp_path / "link").symlink_to(tmp_path / "base")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    run = stages.run("sft", tmp_path / "runs", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base")
-    assert run.train() == 0
+    run = stages.run("sft", tmp_path / "runs", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base").trained()
     for step, spelt in enumerate(["./base", tmp_path / "base", "link", "base/checkpoints/step-00000002", "../base"], 2):
         if spelt == "../base":
             monkeypatch.chdir(tmp_path / "elsewhere")
@@ -57,8 +56,7 @@ def test_a_run_resumes_from_its_start_in_any_spelling(stages, tmp_path, monkeypa
 
 @pytest.mark.parametrize(("mode", "named"), [("lora-sft", "PRETRAIN_CHECKPOINT"), ("sft", "RESUME")])
 def test_a_run_with_steps_is_not_restarted_from_another_start_and_every_remedy_works(mode, named, stages, tmp_path, capsys):
-    run = stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1)
-    assert run.train() == 0
+    run = stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1).trained()
     before = contents(run.folder)
     assert run.train(**{named: stages.teacher}, MAX_STEPS=2) == 5
     error = capsys.readouterr().err

@@ -71,8 +71,7 @@ def test_two_models_are_compared_by_pairs_with_their_answers(whole, tmp_path, ca
 @pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo", "distilled"])
 def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
     requested = {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 6} if mode == "lora-sft" else {}
-    run = stages.run(mode, tmp_path, **MEASURED, **requested)
-    assert run.train() == 0
+    run = stages.run(mode, tmp_path, **MEASURED, **requested).trained()
     found = evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
     assert found == logged(run, 2) and {"val_loss", "hellaswag_acc"} < found.keys()
     assert ("generation_bleu" in found) == (mode == "lora-sft")

@@ -15,8 +15,7 @@ from scripts import runs as script
 @pytest.fixture(scope="module")
 def finished(prepared, tmp_path_factory) -> Path:
     """A run with several checkpoints."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("finished"), RUN_NAME="first", MAX_STEPS=4, SAVE_EVERY=1, KEEP_LAST=0)
-    assert run.train() == 0
+    run = TinyRun(prepared, tmp_path_factory.mktemp("finished"), RUN_NAME="first", MAX_STEPS=4, SAVE_EVERY=1, KEEP_LAST=0).trained()
     return run.folder
 
 

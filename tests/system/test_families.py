@@ -85,8 +85,7 @@ def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, pr
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen3")])
 def test_every_stage_trains_a_family(family, stages, tmp_path):
     """The first loss of SFT is that of transformers, that of DPO ln 2; GRPO writes answers; sharded adapters learn what whole ones do."""
-    base = TinyRun(stages.prepared, tmp_path, RUN_NAME="base", MAX_STEPS=1, **UNMEASURED, MODEL_TYPE=family, **FAMILIES[family])
-    assert base.train() == 0
+    base = TinyRun(stages.prepared, tmp_path, RUN_NAME="base", MAX_STEPS=1, **UNMEASURED, MODEL_TYPE=family, **FAMILIES[family]).trained()
     start = {**UNMEASURED, "MAX_STEPS": 2, "SAVE_EVERY": 0, "PRETRAIN_CHECKPOINT": base.checkpoint(1), "LORA_DROPOUT": 0.0}
     runs = {mode: stages.run(mode, tmp_path / mode, **start) for mode in ("sft", "dpo-live", "grpo", "lora-sft")}
     assert [run.train() for run in runs.values()] == [0] * 4
@@ -102,7 +101,6 @@ def test_every_stage_trains_a_family(family, stages, tmp_path):
     assert runs["dpo-live"].column("train_loss")[1] == pytest.approx(math.log(2), rel=1e-6)
     assert runs["grpo"].lines("rollouts")
     sharded = stages.run("lora-sft", tmp_path / "sharded", **start)
-    job = sharded.start(2, SHARDING="full")
-    assert job.wait() == [0, 0], job.text()
+    sharded.ends([0, 0], SHARDING="full")
     assert sharded.column("train_loss") == pytest.approx(runs["lora-sft"].column("train_loss"), rel=1e-5)
     assert sharded.column("grad_norm") == pytest.approx(runs["lora-sft"].column("grad_norm"), rel=1e-4)

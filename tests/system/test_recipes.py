@@ -56,8 +56,7 @@ def prove_biases(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from extensions.inference.weights import model_from_tensors
     from model_utils import read_model_config
 
-    run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED)
-    assert run.train() == 0
+    run = TinyRun(Prepared(shards, tokenizer, items), out, MLP_BIAS="true", LEARNING_RATE=0.1, **UNMEASURED).trained()
     folder = run.checkpoint(6)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     vocab_size, config = theirs.config.vocab_size, read_model_config(folder)
@@ -134,8 +133,7 @@ def prove_number(shards: Path, tokenizer: Path, items: Path, out: Path) -> None:
     from extensions.report.page import Report
     from learn.objectives import SimPO
 
-    run = TinyRun(Prepared(shards, tokenizer, items), out, REPORT="true")
-    assert run.train() == 0
+    run = TinyRun(Prepared(shards, tokenizer, items), out, REPORT="true").trained()
     norms = run.column("weight_norm")
     assert [*norms] == [1, 2, 3, 4, 5, 6]
     for step in (2, 4, 6):

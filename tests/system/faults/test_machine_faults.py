@@ -220,8 +220,7 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(synce
         rename(old, new)
 
     monkeypatch.setattr(os, "rename", checked_rename)
-    run = tiny_run(MAX_STEPS=1, **UNMEASURED)
-    assert run.train() == 0
+    run = tiny_run(MAX_STEPS=1, **UNMEASURED).trained()
     assert missing == [set()] and synced[-1][0] == str(run.folder / "checkpoints"), "and then the name itself"
 
 

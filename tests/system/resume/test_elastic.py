@@ -27,8 +27,7 @@ QUICK = ("muon",)
 @pytest.mark.parametrize("feature", [pytest.param(feature, marks=[] if feature in QUICK else pytest.mark.slow)
                                      for feature in FEATURES if feature not in ("bf16", "offloaded")])
 def test_a_run_continues_on_1_2_4_and_2_ranks_and_none_full_hybrid_and_none(feature, stages, tmp_path):
-    whole = run_with(stages, feature, tmp_path / "whole")
-    assert whole.train() == 0
+    whole = run_with(stages, feature, tmp_path / "whole").trained()
     run = run_with(stages, feature, tmp_path / "parts")
     for step, (world_size, layout) in enumerate(PARTS, 1):
         last = step == len(PARTS)
@@ -60,9 +59,7 @@ def saved(tmp_path_factory):
     @cache
     def run_of(name: str) -> TinyRun:
         named = {key: run_of("base").checkpoint(2) if value == "base" else value for key, value in SAVED[name].items()}
-        run = TinyRun(prepared, folder, RUN_NAME=name, **UNEVEN | named)
-        assert run.train() == 0
-        return run
+        return TinyRun(prepared, folder, RUN_NAME=name, **UNEVEN | named).trained()
 
     return run_of
 

@@ -33,9 +33,7 @@ def mixture(prepared, tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(mixture, prepared, tmp_path_factory):
     """A run that nothing interrupted, whose weights change after step 3 of 6."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), PRETRAIN_DATA_PATH=mixture((0.5, 3, 1), (1, 1, 3)))
-    assert run.train() == 0
-    return run
+    return TinyRun(prepared, tmp_path_factory.mktemp("whole"), PRETRAIN_DATA_PATH=mixture((0.5, 3, 1), (1, 1, 3))).trained()
 
 
 def die():

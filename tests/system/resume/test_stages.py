@@ -189,8 +189,7 @@ DPO_MODES = ("dpo-stored", "dpo-live", "lora-dpo")
 
 def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished, run):
     stored, live, adapters = (finished(mode) for mode in DPO_MODES)
-    adapters_stored = run("lora-dpo", DPO_REFERENCE="stored")
-    assert adapters_stored.train() == 0
+    adapters_stored = run("lora-dpo", DPO_REFERENCE="stored").trained()
     for one, other in ((stored, live), (adapters, adapters_stored)):
         for name in ("train_loss", "val_loss", "reward_margin", "val_reward_margin", "val_logprob_chosen"):
             assert one.column(name) == pytest.approx(other.column(name), rel=1e-5, abs=1e-6), name
@@ -224,8 +223,7 @@ def test_a_stale_or_damaged_reference_is_recomputed_and_reported(harm, message, 
         with safe_open(file, framework="pt") as opened:
             facts = opened.metadata()
         save_file(load_file(file), file, metadata=facts | {harm: "another"})
-    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=1, **UNMEASURED)
-    assert again.train() == 0
+    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=1, **UNMEASURED).trained()
     assert f"{file} {message}" in capsys.readouterr().out
     assert again.train() == 0
     assert "computed" not in capsys.readouterr().out
