@@ -33,6 +33,7 @@ from common.errors import PaddockError, SettingsError, local_path, run_script  #
 
 SPLITS = {"train": 7473, "test": 1319}  # problems of GSM8K
 ENDS_WITH_NUMBER = r"\d\W*$"  # for --reward regex
+EVALUATED: dict[Path | str, dict[str, Any]] = {}
 PREFERENCES = ("dpo", "orpo", "simpo", "kto")
 SIZES = {"2 layers of 64": (2, 64), "4 layers of 128": (4, 128), "6 layers of 192": (6, 192)}
 PROJECTIONS = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
@@ -73,11 +74,13 @@ def read(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text]
 
 
-def evaluate(args: Namespace, *arguments: object) -> dict[str, Any]:
-    """Evaluate one model, or two of which the first is the start; return what `./paddock eval` writes."""
-    file = args.work / "eval.json"
-    run("scripts/evaluate.py", *arguments, "--device", "cpu", "--json", file)
-    return json.loads(file.read_text())
+def evaluate(args: Namespace, model: Path | str) -> dict[str, Any]:
+    """Return the metrics of a model on the held-out problems: those of the start only once."""
+    if model not in EVALUATED:
+        file = args.work / "eval.json"
+        run("scripts/evaluate.py", model, *held_out(args), "--device", "cpu", "--json", file)
+        EVALUATED[model] = json.loads(file.read_text())["metrics"]
+    return EVALUATED[model]
 
 
 def prepared(args: Namespace, kind: str, name: str, records: Iterator[dict], fraction: float) -> Path:
@@ -154,7 +157,7 @@ def sft(args: Namespace, seed: int) -> dict[str, Any]:
                 *shape(args))
     result = peer(args, name, "trl", cpu)
     if args.problems:
-        result |= changes(evaluate(args, args.model, checkpoint(args, name), *held_out(args)))
+        result |= changes(evaluate(args, args.model), evaluate(args, checkpoint(args, name)))
     return result
 
 
@@ -167,10 +170,10 @@ def preference(args: Namespace, seed: int) -> dict[str, Any]:
                 "--instruct-checkpoint", start(args, seed), "--dpo-data-path", pairs, "--seed", seed,
                 "--validate-every", args.steps, "--validation-rows", 10**6, *adapters(args), *shape(args))
     known = [line for line in lines(args, name, "metrics") if "val_reward_accuracy" in line]
-    result = {"cpu": cpu, "accuracy before": known[0]["val_reward_accuracy"],
-              "accuracy after": known[-1]["val_reward_accuracy"]}
+    result = {"cpu": cpu} | changes(known[0], known[-1])
     if args.answers:
-        result |= changes(evaluate(args, start(args, seed), checkpoint(args, name), *held_out(args)))
+        solved = changes(evaluate(args, start(args, seed)), evaluate(args, checkpoint(args, name)))
+        result |= {f"GSM8K: {name}": value for name, value in solved.items()}
     return result
 
 
@@ -199,9 +202,9 @@ def checkpoint(args: Namespace, name: str) -> Path:
     return max((args.work / "runs" / name / "checkpoints").glob("step-*"))
 
 
-def changes(found: dict[str, Any]) -> dict[str, Any]:
-    before, after = found["before"]["metrics"], found["metrics"]
-    names = {"loss": "val_loss", "exact": "generation_numeric", "problems": "generation_n"}
+def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    names = {"loss": "val_loss", "accuracy": "val_reward_accuracy", "exact": "generation_numeric",
+             "problems": "generation_n"}
     return {f"{name} {when}": metrics[metric] for name, metric in names.items() if metric in after
             for when, metrics in (("before", before), ("after", after))}
 
@@ -273,7 +276,7 @@ def gguf(args: Namespace, seed: int) -> dict[str, Any]:
     with torch.no_grad():
         found = {"Paddock": perplexity(lambda row: model(torch.as_tensor(row)[None], mode="logits")[0])}
     for kind in ("f32", "q8_0"):
-        file = args.work / f"model-{kind}.gguf"
+        file = args.work / f"{Path(args.model).name}-{kind}.gguf"
         if not file.exists():
             run("scripts/export.py", args.model, "--to", "gguf", "--type", kind, "--output", file)
         settings = llama_cpp.LlamaContextParams()
