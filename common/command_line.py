@@ -67,7 +67,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser for a script's flags, with --version; --help starts with the script's docstring."""
 
     def __init__(self, description: str, epilog: str = "", **options):
-        script = f"scripts/{os.path.basename(sys.argv[0])}"
+        script = "scripts/" + re.match(r"(?:.*/scripts/|.*/)(.*)", os.path.abspath(sys.argv[0]))[1]
         program = f"{PROGRAM} {COMMANDS[script]}" if script in COMMANDS else f"python {script}"
         options["prog"] = os.environ.get("PADDOCK_COMMAND") or options.get("prog", program)
         super().__init__(description=description, epilog=epilog, formatter_class=HelpFormatter, **options)
