@@ -59,7 +59,7 @@ def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step
     assert "replayed; losses equal to the step log" in text or step in (1, 3)
 
 
-SHORT = ("sft", "dpo-stored", "distilled", "lora-dpo")
+SHORT = ("dpo-stored", "distilled", "lora-dpo")  # chats are replayed in the next test
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else pytest.mark.slow) for mode in MODES])

@@ -102,8 +102,8 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
         assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5) and furthest(gradients, expected) < 2e-6
 
 
-# They differ from dpo-live, and from distilled and sft, in the loss only.
-SAME_STATE = ("orpo", "simpo", "distilled-sft")
+# They differ from dpo-live, and from distilled and sft, in the loss only; the last, from lora-sft and dpo-live together, in nothing.
+SAME_STATE = ("orpo", "simpo", "distilled-sft", "lora-dpo")
 
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) if mode in SAME_STATE else mode for mode in (*MODES, *ONLINE)])
