@@ -17,7 +17,7 @@ from data_pipeline.mixture import Mixture, Phase, read_mixture, weight_units
 from data_pipeline.prepare import PreparationOptions
 from data_pipeline.sources import Source
 from data_preparation_utils import prepare_mixture, read_mix
-from dataloaders import Mixing, RowOrder, open_rows
+from dataloaders import MixedRows, Mixing, RowOrder, first_batches, open_rows
 from run.start import read_inputs
 from tokenizer import load_tokenizer
 
@@ -46,6 +46,17 @@ def test_each_position_has_one_source_and_each_source_its_share_to_within_a_row_
         expected = share * np.arange(inside.shape[1])
         assert np.abs(inside - expected).max(initial=0) < len(mixing.sizes)
         assert (inside[np.array(phase.weights) == 0] == 0).all()
+
+
+@settings_of(max_examples=40)
+@given(mixings(), st.integers(0, 400), st.sampled_from([None, 7]))
+def test_the_first_batches_are_the_rows_that_a_run_reads_source_by_source(mixing, count, seed):
+    rows = MixedRows(None, (), mixing, "")
+    sources = first_batches(rows, count, seed, 3)
+    ends = np.cumsum(mixing.sizes)
+    batches = [batch + end - size for batches, end, size in zip(sources, ends, mixing.sizes, strict=True) for batch in batches]
+    assert np.concatenate(batches).tolist() == sorted({*mixing.rows_at(np.arange(count), seed).tolist()})
+    assert all(len(batch) <= 3 for batch in batches)
 
 
 @settings_of(max_examples=40)
