@@ -36,7 +36,8 @@ from tokenizer import load_tokenizer
 def main() -> None:
     """Print the CPU seconds per pair, and the median of their ratios with its 95 % interval."""
     parser = CommandParser(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="sample")
+    parser.add_argument("--shape", choices=SHAPES, default="sample", metavar="SHAPE",
+                        help=f"{', '.join(SHAPES)} [sample]")
     parser.add_argument("--tokenizer", default="data/sample/tokenizer.model")
     for name, default in (("prompts", 8), ("group", 8), ("new-tokens", 64), ("pairs", 7), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
