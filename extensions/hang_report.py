@@ -14,11 +14,10 @@ from common.activity import ACTIVITY
 from common.errors import HangError
 from common.text import print_safely
 from parallel import hang
-from parallel.hang import ALARM, REMEDY, HangWatchdog, report_sentence
+from parallel.hang import ALARM, ALARM_SECONDS, REMEDY, HangWatchdog, report_sentence
 from parallel.process import write_error_file
 
 RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for the store to respond
-ALARM_SECONDS = 0.05  # between looks into the store
 # Keys in the store: how many ranks have published their status, how many want to report, whether the report
 # is written, and how many know that.
 PUBLISHED, REPORTERS, REPORTED, LEAVING = "published", "reporters", "reported", "leaving"
