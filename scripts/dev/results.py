@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -299,7 +299,7 @@ def gguf(args: Namespace, seed: int) -> dict[str, Any]:
 
 
 def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
-    """The first --problems items by Paddock's evaluation and by lm-evaluation-harness's task."""
+    """--problems items by Paddock's evaluation, and --compared of them by lm-evaluation-harness's task."""
     import lm_eval
     import torch
     from lm_eval.models.huggingface import HFLM
@@ -309,7 +309,8 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
     from hellaswag_utils import evaluate_batches, prepare_task, read_items
     from run.extensions import extension_module
 
-    items = read_items(args.items)[:args.problems]
+    items = spread(read_items(args.items), args.problems)
+    compared = spread(range(len(items)), args.compared)
     extension_module("cpu_kernels")
     model, tokenizer = load_for_use(Path(args.model), dtype=torch.float32)
     started, ours = time.process_time(), {}
@@ -321,10 +322,10 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
 
     folder = args.work / "task"
     folder.mkdir(parents=True, exist_ok=True)
-    records = [json.loads(line) for line in opened(args.items)][:args.problems]
+    records = spread([json.loads(line) for line in opened(args.items)], args.problems)
     file = folder / "items.jsonl"
-    file.write_text("".join(json.dumps({"ctx_a": each["ctx"], "ctx_b": "", **each}) + "\n"
-                            for each in records))
+    file.write_text("".join(json.dumps({"ctx_a": records[index]["ctx"], "ctx_b": "", **records[index]}) + "\n"
+                            for index in compared))
     (folder / "items.yaml").write_text(json.dumps({
         "include": str(Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"),
         "task": "hellaswag_items", "dataset_path": "json", "training_split": None,
@@ -335,12 +336,19 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
         harness, tasks=["hellaswag_items"], log_samples=True, bootstrap_iters=0,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False))
     their_cpu = time.process_time() - started
-    theirs = {sample["doc_id"]: [bool(sample["acc"]), bool(sample["acc_norm"])]
+    theirs = {compared[sample["doc_id"]]: [bool(sample["acc"]), bool(sample["acc_norm"])]
               for sample in output["samples"]["hellaswag_items"]}
-    equal = sum(ours[index] == theirs[index] for index in range(len(items)))
-    return {"n": len(items), "equal items": equal, "acc": share(ours, 0), "acc_norm": share(ours, 1),
+    equal = sum(ours[index] == theirs[index] for index in compared)
+    return {"n": len(items), "compared": len(compared), "equal items": equal,
+            "acc": share(ours, 0), "acc_norm": share(ours, 1),
             "harness: acc": share(theirs, 0), "harness: acc_norm": share(theirs, 1),
             "cpu": our_cpu, "harness: cpu": their_cpu}
+
+
+def spread(values: Sequence, count: int) -> Sequence:
+    """Return `count` of the values, evenly spaced: HellaSwag begins with a kind of its own, ActivityNet."""
+    count = min(count, len(values))
+    return [values[number * len(values) // count] for number in range(count)]
 
 
 def share(answers: dict[int, list[bool]], column: int) -> float:
@@ -501,6 +509,7 @@ def main() -> None:
             ("steps", 100, "steps of a run"),
             ("problems", 200, "items, or held-out problems or rows"), ("rows", 4, "rows of a step"),
             ("row-tokens", 512, "tokens of a row"),
+            ("compared", 1000, "items of HellaSwag for the harness"),
             ("pairs", 731, "pairs, the shortest first"), ("sizes", 3, "sizes of pretraining")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{what} [%(default)s]")
     parser.add_argument("--rate", type=float, help="learning rate")
