@@ -44,8 +44,8 @@ CHECK_HELP = """Check settings, data, memory and time of a run, without training
 
 Data that is not prepared yet is prepared first. Each line starts with ok, warn or FAIL. The exit code is 0 if
 the run would start. --device-memory GB plans for GPUs that are not here: their memory, and the time that
-follows from the FLOPs of a step at an assumed share of the peak of an H100 (or of PEAK_TFLOPS).
---world-size N plans for N ranks.
+follows from the FLOPs of a step at an assumed share of the peak of an H100 (or of PEAK_TFLOPS). Such a plan
+downloads no data. --world-size N plans for N ranks.
 
 All flags of ./paddock train apply (`./paddock train --help`).
 """
@@ -53,14 +53,16 @@ SAMPLE_TEXT = (
     "Training a small Llama 3 on Paddock's sample data, short stories made from templates. It takes 34 s on "
     "two CPU cores, and less on a GPU. Evaluations during training ask the model which of four endings fits "
     "an unseen story (chance is 25 %).")
+SAMPLE = "data/sample/"
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:
-    """Add the sample's preset if flags, .env and environment name neither data nor a run to resume."""
+    """Add the sample's preset if no flag, file, preset or variable names data or a run to resume."""
     flags, values = read_flags(argv), peek(argv)[0]
     presets = values.get("preset", "").split(",")
     run = Path(values.get("output_dir", "runs"), values.get("run_name", ""), "checkpoints")
-    data = [name for name, _ in KINDS.values() if name.lower() in flags.values or os.environ.get(name)]
+    data = [name for name, _ in KINDS.values() if name.lower() in flags.values or os.environ.get(name)
+            or not values.get(name.lower(), SAMPLE).startswith(SAMPLE)]  # sample-sft belongs on top of sample
     is_given = names_source or "data_path" in flags.values or "preset" in flags.notes  # by another name
     has_own = data or is_given or flags.config_files or flags.env_file or os.path.exists(".env")
     if has_own or "sample" in presets or values.get("run_name") and run.exists():
@@ -129,7 +131,8 @@ def main() -> None:
 
     # Validate the settings before the preparation, which may take hours.
     path = os.path.expanduser(values.get(setting.lower(), ""))
-    to_prepare = preparing.source or preparing.mix or path and is_source(kind, path)
+    is_plan = is_check and "device_memory" in values and not os.path.exists(path)  # it downloads no data
+    to_prepare = preparing.source or preparing.mix or path and not is_plan and is_source(kind, path)
     try:
         loaded = load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
                              os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}),

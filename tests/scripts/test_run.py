@@ -131,6 +131,10 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     assert "sample" in project.script.with_sample(flags, False)
     for named in (["--dataset_name", "a/b"], ["--model_size", "7B"]):
         assert project.script.with_sample(named, False) == named, "data, or a preset, under another trainer's name"
+    assert project.script.with_sample(["--preset", "sample-sft"], False)[-1] == "sample,sample-sft", "its data is the sample's"
+    plan = ["--preset", "sft-1b", "--pretrain-checkpoint", "base", "--check", "--device-memory", "80"]
+    assert project.script.with_sample(plan, False) == plan, "the preset names its own data"
+    assert project.command(*plan) == ["train.py", *plan], "a plan downloads no data"
     Path("results/first/checkpoints").mkdir(parents=True)
     assert project.script.with_sample(flags, False) == flags, "a run that is resumed has its own data"
     os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}
