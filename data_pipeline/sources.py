@@ -24,7 +24,7 @@ from fsspec.utils import glob_translate
 from common import remote
 from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import WrongContentError, advice_on_encoding, check_start, sha256
-from common.text import counted, pip_install, without_passwords
+from common.text import counted, without_passwords
 from data_pipeline import remote_data
 
 # Tables are read by `datasets`, whose builders have these names. Text and JSON are read here: `datasets`
@@ -39,6 +39,7 @@ LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS, SHOWN_NAMES = 1000, 20, 20
 MAX_LINE_BYTES, MAX_ARRAY_BYTES = 1 << 30, 1 << 33  # in memory; compressed files may unpack to much more
 START_BYTES = 8192  # read first, to distinguish JSON lines from an array, and text from other encodings
 TABLE_ROWS = 1000  # read from a table at once
+ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin with its first half
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
 SAVED_FILES = ("dataset_dict.json", "state.json")  # one is in each folder that `datasets` saved
 DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
@@ -282,7 +283,9 @@ def list_files(source: Source) -> list[StoredFile]:
     with reading_errors(path):
         fs, root, names = remote.retry(path, lambda: _find_names(path, unread))
         if not names:
-            raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
+            found = f"no file to read, only {_counts_of(unread, root)}" if unread else (
+                "the folder is empty" if root else "no such file or folder, or nothing matches")
+            raise DataError(f"{path}: {found}; check the path")
         splits, has_configs = remote.retry(path, lambda: _find_splits(fs, root, names, source))
         chosen, of_split = [*chain(*splits.values())], ""
         if ALL not in splits and source.split != "":
@@ -302,6 +305,8 @@ def list_files(source: Source) -> list[StoredFile]:
             if is_local(fs) and not os.path.isfile(name):  # a pipe would block
                 raise DataError(f"{name}: is not a plain file; give another")
             files.append(StoredFile(fs, name, fs.size(name) or 0, *format_of(name)))
+            if is_local(fs) and not files[-1].size:
+                unread["empty"].append(name)
         if not files:
             raise DataError(f"{path}: no file of a supported format; use {READABLE}")
     others = {name: f"of split {split}" for split, those in splits.items() for name in those}
@@ -311,14 +316,20 @@ def list_files(source: Source) -> list[StoredFile]:
             unread[reason].append(name)
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
+    if unread:
+        read = counted(len(files) - len(unread.get("empty", ())), "file")
+        remote_data.say_once(f"{without_passwords(path)}: reading {read}{of_split}; "
+                             f"not read: {_counts_of(unread, root)}")
+    return files
+
+
+def _counts_of(unread: Mapping[str, list[str]], root: str) -> str:
+    """Return the number and the first names of the files that are not read, by reason."""
     listed = []
     for reason, those in sorted(unread.items()):
         shown = [os.path.relpath(name, root) if root else name for name in sorted(those)[:SHOWN_NAMES]]
         listed.append(f"{len(those):,} {reason} ({', '.join(shown)}{', ...' * (len(those) > SHOWN_NAMES)})")
-    if listed:
-        remote_data.say_once(f"{without_passwords(path)}: reading {counted(len(files), 'file')}{of_split}; "
-                        f"not read: {'; '.join(listed)}")
-    return files
+    return "; ".join(listed)
 
 
 def local_files(path: str, unread: dict[str, list[str]]) -> list[str]:
@@ -433,9 +444,10 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
               and os.path.basename(name) not in finder.FILES_TO_IGNORE}
 
     def resolve(pattern: str) -> list[str]:
-        return [*filter(re.compile(glob_translate(pattern.removeprefix("./"))).match, inside)]
+        return [*filter(re.compile(glob_translate(pattern.removeprefix("./")), case).match, inside)]
 
     files = params.get("data_files")
+    case = 0 if files is not None else re.IGNORECASE  # Test.jsonl is no training data
     patterns = finder.DEFAULT_PATTERNS_ALL if not inside else finder.sanitize_patterns(
         files) if files is not None else finder._get_data_files_patterns(resolve)
     if patterns == finder.DEFAULT_PATTERNS_ALL:
@@ -494,10 +506,12 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
     with reading_errors(file.url), file.open() as raw:
         stream, stem = raw, file.name
         if file.compression:
-            if file.compression not in fsspec.compression.compr:
-                raise DataError(f"{file.url}: {file.compression} needs a package: {pip_install('zstandard')}")
-            unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
-            stream = io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
+            if file.compression == "zstd":  # fsspec's reader takes a file that was cut off as complete
+                import pyarrow as pa
+                unpacked = pa.CompressedInputStream(raw, "zstd")
+            else:
+                unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
+            stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
         check_start(file.url, start, is_text=True)
@@ -531,13 +545,12 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
         if not line.strip():
             continue
         try:
-            yield where, json.loads(line)
+            yield where, json.loads(line, object_pairs_hook=unique)
         except (ValueError, RecursionError) as error:
-            hint = ""
-            if where == f"{file.url}:1" and line.lstrip()[:1] in ("{", "["):
+            hint, is_syntax = "", isinstance(error, json.JSONDecodeError)
+            if is_syntax and where == f"{file.url}:1" and line.lstrip()[:1] in ("{", "["):
                 hint = (". Each line must be a record; a .json file can also be an array of records, but not "
                         "inside an object")
-            is_syntax = isinstance(error, json.JSONDecodeError)
             reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}" if is_syntax else error
             reading.refuse(where, f"not valid JSON: {reason}{hint}")
 
@@ -553,13 +566,14 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
     if UNDECODED.search(text) and (way := advice_on_encoding(file.url, content)):
         reading.advice = f"{reading.advice}; {way}"
     line, at, number, fault = 1, 0, 0, "expected , or ]"
+    decoder = json.JSONDecoder(object_pairs_hook=unique)
     try:
         # Each item follows a bracket or a comma.
         while border := re.compile(r"\s*,\s*" if number else r"\s*\[\s*").match(text, at):
             line, at = line + text.count("\n", at, border.end()), border.end()
             if text[at:at + 1] == "]" and not number:
                 break
-            item, end = json.JSONDecoder().raw_decode(text, at)
+            item, end = decoder.raw_decode(text, at)
             number += 1
             if number > start.record:
                 reading.position = Position(start.file, number - 1)
@@ -573,6 +587,15 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
         raise DataError(f"{file.url}:{line}: not valid JSON: {fault}; correct it, or remove the file")
 
 
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of a JSON text; a name that occurs twice would hide its first value."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(name, count)] = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has {name!r:.40} {count} times; keep one")
+    return values
+
+
 def _import_datasets(source: str) -> Any:
     with requires_package("datasets", source):
         import datasets
@@ -583,7 +606,13 @@ def _import_datasets(source: str) -> Any:
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     datasets = _import_datasets(f"{file.url}, a table,")
     with reading_errors(file.url), file.open() as raw:
-        check_start(file.url, raw.peek(START_BYTES))
+        check_start(file.url, start := raw.peek(START_BYTES))
+        if start.startswith(ARROW_END[:4]):
+            raw.seek(-len(ARROW_END), os.SEEK_END)
+            if raw.read() != ARROW_END:
+                remote_data.say_once(f"{file.url}: has no end mark; if its writer was stopped between two "
+                                     "batches, rows are missing: compare their number")
+            raw.seek(0)
         name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
         options = {"batch_size": TABLE_ROWS} if file.format == "parquet" else {}
         rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True, **options)

@@ -47,6 +47,7 @@ def jsonl(*texts):
     (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter at character 14"),
     (b'{"text": "ab\\ud800"}', "contains a lone surrogate at character 3"),
     (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
+    (b'{"text": "a", "meta": {"id": 1, "id": 2}}', "not valid JSON: an object has 'id' 2 times; keep one"),
 ], ids=lambda value: "" if isinstance(value, bytes) else value)
 def test_a_bad_record_is_refused_by_line_or_skipped_and_listed(tmp_path, line, reason):
     path = tmp_path / "x.jsonl"
@@ -79,6 +80,45 @@ def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp
         path.write_bytes(packed.compress((start + "0" * (1 << 21)).encode()))
         with pytest.raises(DataError, match=f"{path.name}{reason} has more than 1 MiB"):
             texts_of(path)
+
+
+@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
+def test_a_packed_file_that_was_cut_off_is_an_error_wherever_its_content_ends(tmp_path, suffix, packed):
+    path, whole = tmp_path / f"x.txt.{suffix}", packed.compress(b"".join(b"line %d\n" % number for number in range(500)))
+    for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"{path.name}: .*; check that it exists, is complete and can be read"):
+            texts_of(path)
+    path.write_bytes(2 * whole)
+    assert len(texts_of(path, documents="line")[0]) == 1000
+
+
+def test_an_arrow_stream_without_its_end_is_named(tmp_path, capsys):
+    table = pa.table({"text": ["a", "b", "c", "d"]})
+    with pa.ipc.new_stream(tmp_path / "x.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    assert texts_of(tmp_path / "x.arrow")[0] == ["a", "b", "c", "d"] and not capsys.readouterr().err
+    end = len(sources.ARROW_END)
+    assert (tmp_path / "x.arrow").read_bytes()[-end:] == sources.ARROW_END
+    os.truncate(tmp_path / "x.arrow", os.path.getsize(tmp_path / "x.arrow") - end)
+    texts_of(tmp_path / "x.arrow")
+    assert "x.arrow: has no end mark; if its writer was stopped between two batches, rows are missing" in capsys.readouterr().err
+
+
+def test_what_is_empty_is_named(tmp_path, capsys):
+    with pytest.raises(DataError, match=f"{tmp_path}: the folder is empty; check the path"):
+        texts_of(tmp_path)
+    write_tree(tmp_path, ".a.jsonl", "sub/b.jsonl")
+    (tmp_path / "sub" / "c.jsonl").touch()
+    with pytest.raises(DataError, match=r"sub\*: no file to read, only 1 folders that match \(.*sub\); check the path"):
+        texts_of(f"{tmp_path}/sub*")
+    assert texts_of(tmp_path)[0] == ["sub/b.jsonl"]
+    assert "reading 1 file; not read: 1 empty (sub/c.jsonl); 1 hidden (.a.jsonl)" in capsys.readouterr().err
+
+
+def test_the_names_of_splits_may_have_capitals(tmp_path):
+    write_tree(tmp_path, "Train.jsonl", "TEST.jsonl", "Dev.JSONL")
+    assert [texts_of(tmp_path, split=split)[0] for split in (None, "test", "validation")] == [["Train.jsonl"], ["TEST.jsonl"], ["Dev.JSONL"]]
 
 
 @pytest.mark.parametrize("documents, expected", [
