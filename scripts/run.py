@@ -146,11 +146,12 @@ def main() -> None:
         choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
-        if flags != own and (name := peek(own)[0].get("run_name")):
-            run = Path(values.get("output_dir", "runs"), name)
-            show(f"There is no run {run} to resume, and no data is set, so a new run uses the sample data. "
-                 f"To use other data, set {setting}.")
-        if values.get("training_stage", "pretrain") == "pretrain":
+        name, is_alone = peek(own)[0].get("run_name"), values["preset"] == "sample"
+        if flags != own and (name or not is_alone):
+            run = Path(values.get("output_dir", "runs"), name or "")
+            show(f"{f'There is no run {run} to resume, and no' if name else 'No'} data is set, so a new run "
+                 f"uses the sample data. To use other data, set {setting}.")
+        if is_alone and values.get("training_stage", "pretrain") == "pretrain":
             show(SAMPLE_TEXT)
         if code := subprocess.run([sys.executable, str(ROOT / "scripts/make_sample.py")]).returncode:
             raise SystemExit(code)

@@ -125,7 +125,8 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     assert project.made == [str(ROOT / "scripts/make_sample.py")] and "short stories" in message and "There is no run" not in message
     project.command("--run-name", "frist", "--device=cpu")
     assert "There is no run runs/frist to resume, and no data is set" in capsys.readouterr().out, "a typo is reported"
-    assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"] and capsys.readouterr()
+    assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"]
+    assert capsys.readouterr().out.startswith("No data is set, so a new run uses the sample data. To use other data, set PRETRAIN_")
     assert project.command("--preset", "sample,sample-sft", "--device=cpu") and "made-up" not in capsys.readouterr().out
     flags = ["--run-name", "first", "--output-dir", "results"]
     assert "sample" in project.script.with_sample(flags, False)
