@@ -128,6 +128,10 @@ def main() -> None:
     planned = {"RANK": "0", "WORLD_SIZE": str(launching.nnodes * ranks)}
     if is_check := read_flags(settings).check:
         planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
+    if flags != own and ((name := peek(own)[0].get("run_name")) or values["preset"] != "sample"):
+        run = Path(values.get("output_dir", "runs"), name or "")
+        show(f"{f'There is no run {run} to resume, and no' if name else 'No'} data is set, so a new run uses "
+             f"the sample data. To use other data, set {setting}.")
 
     # Validate the settings before the preparation, which may take hours.
     path = os.path.expanduser(values.get(setting.lower(), ""))
@@ -146,12 +150,7 @@ def main() -> None:
         choose_gpus(launching.gpus)
 
     if "sample" in values.get("preset", "").split(","):
-        name, is_alone = peek(own)[0].get("run_name"), values["preset"] == "sample"
-        if flags != own and (name or not is_alone):
-            run = Path(values.get("output_dir", "runs"), name or "")
-            show(f"{f'There is no run {run} to resume, and no' if name else 'No'} data is set, so a new run "
-                 f"uses the sample data. To use other data, set {setting}.")
-        if is_alone and values.get("training_stage", "pretrain") == "pretrain":
+        if values["preset"] == "sample" and values.get("training_stage", "pretrain") == "pretrain":
             show(SAMPLE_TEXT)
         if code := subprocess.run([sys.executable, str(ROOT / "scripts/make_sample.py")]).returncode:
             raise SystemExit(code)
