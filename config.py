@@ -673,8 +673,9 @@ def input_rules(c: Config) -> Iterator[str]:
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"
                f"{sample if c.training_stage == 'pretrain' else ''}")
     if c.tokenizer_path is None:
-        yield ("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model or a tokenizer.json, or "
-               f"train one with {command('scripts/train_tokenizer.py')}")
+        start = "start from a model that has one (PRETRAIN_CHECKPOINT), or " * (c.training_stage == "sft")
+        yield (f"TOKENIZER_PATH is not set; {start}set it to Llama 3's tokenizer.model or a tokenizer.json, "
+               f"or train one with {command('scripts/train_tokenizer.py')}")
 
 
 def evaluation_rules(c: Config) -> Iterator[str]:

@@ -547,6 +547,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--epochs", "2", "--max-steps", "9"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
+    (("--training-stage", "sft", "--sft-data-path", "x", "--tokenizer-path="), "start from a model that has one (PRETRAIN_CHECKPOINT), or set it to"),
     (("--world-size", "2"), "--nproc-per-node 2 (or torchrun)"),
     (("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5"), "DIM=wide"),  # whose rules are silent then
     (("--generation-eval-every", "1"), "GENERATION_EVAL_EVERY=1 compares answers, which only the stages sft and dpo have"),
