@@ -579,13 +579,14 @@ def numeric_rules(c: Config) -> Iterator[str]:
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
         fits = not c.total_batch_size % (c.max_seq_len * shares)
-        all_rows = ", or MICRO_BATCH_SIZE=0, which uses all rows of a step" if fits else ""
         ranks = next((n for n in range(shares - 1, 0, -1)
                       if c.total_batch_size % (c.micro_batch_size * c.max_seq_len * n) == 0), None)
-        resuming = f"; a run that resumes must keep it: use {counted(ranks, 'rank')}" if ranks else ""
+        ways = ["MICRO_BATCH_SIZE=0, which uses all rows of a step"] * fits
+        ways += [counted(ranks, "rank")] if ranks else []
+        resuming = f"; or keep it, as a run that resumes must, and use {' or '.join(ways)}" if ways else ""
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {shares} = {need}; "
-               f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}{resuming}")
+               f"try {' or '.join(str(size) for size in (below, above) if size)}{resuming}")
     if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
         off = "DEBUG=true" if c.debug else "COMPILE=false"
         yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"

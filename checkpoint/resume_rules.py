@@ -15,8 +15,8 @@ from config import (
     on_resume,
 )
 
-# Reported elsewhere (EPOCHS as MAX_STEPS), or not worth reporting.
-SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
+# Reported elsewhere (EPOCHS as MAX_STEPS, RUN_NAME as the folder), or not worth reporting.
+SILENT = {"PRESET", "RESUME", "RUN_NAME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE", "EPOCHS"}
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
 MODEL_SHAPE = (*map(str.upper, SHAPE_SETTINGS), "HIDDEN_DIM")
 

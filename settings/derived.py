@@ -95,8 +95,9 @@ def yielding(config: Config, given: Mapping[str, tuple[Any, str]], in_env: Set[s
     record, _ = validate({name.lower(): (value, "") for name, value in saved.items()
                           if name.lower() in Config.model_fields})
     allowed = config.allow_resume_mismatch.upper().replace(" ", "").split(",")
+    now = with_all_rows(config)  # as the record, where MICRO_BATCH_SIZE=0 is the number of rows
     changed = {name for name in given if name.upper() not in allowed
-               and getattr(record, name) != getattr(config, name)}
+               and getattr(record, name) != getattr(now, name)}
     paths = {f"{stage}_data_path", "tokenizer_path", "teacher_model", *START_FROM}
     of_preset = {name for name, (_, where) in given.items() if saved.get("PRESET") == config.preset
                  and where.startswith(f"{PRESETS_DIR}{os.sep}")}

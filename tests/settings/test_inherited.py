@@ -68,6 +68,11 @@ def test_a_resumed_run_keeps_the_preset_of_its_start(monkeypatch):
     assert load("--preset", "mine", "--run-name", "first", "--learning-rate", 0.03).config.learning_rate == 0.03
     for flags in (["--preset", "mine", "--run-name", "other"], ["--preset", "mine,mine", "--run-name", "first"]):
         assert load(*flags).config.muon_momentum == 0.8
+    preset.write_text("MICRO_BATCH_SIZE=0\nTOTAL_BATCH_SIZE=8192\nMAX_SEQ_LEN=1024\nTOKENIZER_PATH=t\nPRETRAIN_DATA_PATH=d\n")
+    for step, rows, is_ignored in ((4, 8, False), (5, 4, True)):
+        save_state(step, PRESET="mine", MICRO_BATCH_SIZE=rows, TOTAL_BATCH_SIZE=8192, TOKENIZER_PATH="t", PRETRAIN_DATA_PATH="d")
+        loaded = load("--preset", "mine", "--run-name", "first")
+        assert (loaded.config.micro_batch_size, any("Ignored" in note for note in loaded.notes)) == (rows, is_ignored)
 
 
 SFT_RECORD = {"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "set", "TOKENIZER_PATH": "t", "PRETRAIN_CHECKPOINT": "base", "LEARNING_RATE": 0.25,
