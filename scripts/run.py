@@ -50,9 +50,9 @@ downloads no data. --world-size N plans for N ranks.
 All flags of ./paddock train apply (`./paddock train --help`).
 """
 SAMPLE_TEXT = (
-    "Training a small Llama 3 on Paddock's sample data, short stories made from templates. Its 300 steps take "
-    "34 s on two CPU cores. Evaluations during training ask the model which of four endings fits an unseen "
-    "story (chance is 25 %).")
+    "Training a small Llama 3 on Paddock's sample data, short stories made from templates. Its 300 steps "
+    "take 34 s on two CPU cores. Evaluations during training ask the model which of four endings fits an "
+    "unseen story (chance is 25 %).")
 SAMPLE = "data/sample/"
 
 
