@@ -94,7 +94,8 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
         if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
-            raise CheckpointError("the adapters train head and embeddings separately, but the base ties them")
+            raise CheckpointError("the adapters train head and embeddings separately, but the base ties "
+                                  "them; use others")
     for name, shape in shapes.items():
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
@@ -176,7 +177,7 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
     if tied and token_ids:
         if len(set(map(tuple, token_ids.values()))) > 1:
             raise CheckpointError(f"{CONFIG_FILE} trains other rows of the head than of the embedding, which "
-                                  "are one matrix in the base")
+                                  "are one matrix in the base; use other adapters")
         token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
     return token_ids
 
@@ -206,7 +207,9 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
               if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
     unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
     if unlike:
-        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {MERGE}")
+        advice = "use others" if "num_virtual_tokens" in content else MERGE  # PEFT cannot merge prompts
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: "
+                              f"{advice}")
     base_info = read_model_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     tensors = open_tensors(folder / WEIGHTS_FILE)

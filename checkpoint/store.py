@@ -34,7 +34,7 @@ from common.files import (
     why_not_writable,
 )
 from common.remote import is_hub_name
-from common.text import counted, print_safely, printable
+from common.text import command, counted, print_safely, printable
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -299,7 +299,8 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
         if os.path.isfile(Path(name).expanduser()):
             raise CheckpointError(f"{name} is a file; name the folder of a run, a checkpoint or a Hugging "
                                   "Face model with safetensors")
-        raise CheckpointError(f"there is no checkpoint {name!r} in {run_dir.parent} or at that path")
+        raise CheckpointError(f"there is no checkpoint {name!r} in {run_dir.parent} or at that path; "
+                              f"{command('scripts/runs.py')} lists the runs")
     by_path_and_name = list(places(name, run_dir)[2:])
     if len(folders) == 2 and folders == by_path_and_name and not os.path.samefile(*folders):
         raise CheckpointError(f"{name!r} means both {folders[0].absolute()} and {folders[1]}; use one of "

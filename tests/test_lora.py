@@ -390,7 +390,8 @@ def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():
 
 
 @pytest.mark.parametrize("damage, match", [
-    (dict(peft_type="IA3"), "IA3"), (dict(init_lora_weights="pissa"), "pissa"),
+    (dict(peft_type="IA3"), "IA3.*merge_and_unload"), (dict(init_lora_weights="pissa"), "pissa"),
+    (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=8), "only plain LoRA is supported: use others"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
     (dict(bias="all"), "bias='all'"), (dict(target_parameters=["x"]), "target_parameters"),
     (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),

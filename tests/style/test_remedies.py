@@ -127,7 +127,7 @@ GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVI
 
 @pytest.mark.parametrize("values, setting, advice", [
     ({"TOTAL_BATCH_SIZE": "3000", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "1"}, "TOTAL_BATCH_SIZE", "try (.+) or ([0-9]+)$"),
-    ({"TOTAL_BATCH_SIZE": "3072", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE", "or [A-Z_]+=(0), which"),
+    ({"TOTAL_BATCH_SIZE": "3072", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE", "use [A-Z_]+=(0), which"),
     ({"DIM": "100", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
     ({"DIM": "3", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
     ({"DIM": "96", "N_HEADS": "6", "N_KV_HEADS": "4"}, "N_KV_HEADS", r"try one of (\d+), (\d+), (\d+), (\d+)$"),
