@@ -54,7 +54,13 @@ TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "t
 # Marks of a turn, and whether a true one says that the turn is a target.
 MARKS = {**dict.fromkeys(("weight", "loss", "loss_weight", "loss_scale", "loss_mask", "train", "trainable",
                           "training", "train_on_turn", "learn"), True), "masked": False}
-OTHER_MARK = re.compile("(?<![a-z])(loss|train|mask|weight)")  # a message with such a field is refused
+# A message with another such field is refused, also in camelCase, and a record with a list of such marks.
+OTHER_MARK = re.compile("(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
+                        "(?i:loss|train|mask|weight|exclud|includ|ignor|skip|supervis)")
+CONTENTS = ("content", "value", "text", "output", "result", "response", "parts")
+ARGUMENTS = ("args", "input", "inputs", "kwargs", "params")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+MEDIA_PLACE = re.compile("<(image|audio|video)>")  # in a text: where one of the record's belongs
 # Columns with the request, and formats of chats by request and answer; both best first.
 REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
 CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
@@ -76,7 +82,7 @@ WRITTEN_DIALOG = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s
 # Possible ends of a prompt within the common prefix of two texts, best first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: increase it when tokens, segments or split of a record change.
-EXAMPLES_VERSION = 4
+EXAMPLES_VERSION = 5
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1  # bits of a segment
 SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
@@ -137,6 +143,7 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
     # Without a column name, Parquet files yield all columns.
     for where, record in read_records(replace(source, column=""), reading):
         dropped: list[str] = []
+        record = {name: _plain_value(name, value) for name, value in record.items()}
         try:
             for name in record.keys() & MARKS.keys():
                 if isinstance(record[name], (bool, int, float)) and bool(record[name]) != MARKS[name]:
@@ -147,6 +154,9 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
                 read = pair_of if kind == "pairs" else prompt_of
                 examples = [read(where, record, dropped.append, mapped)]
             options = options_in(record, fields, dropped.append)
+            media = [name for name in MEDIA if record.get(name)]
+            if media and any(MEDIA_PLACE.search(text) for each in examples for text in each.texts):
+                raise DataError(f"its text refers to its {media[0]}; only text is supported, leave it out")
             for message in (message for each in examples for message in (*each.messages, *each.answers)):
                 if "tool_calls" not in fields and (message.get("tool_calls") or message["role"] == "tool"):
                     raise DataError("calls a tool, and the chat format cannot write that; put a "
@@ -160,6 +170,16 @@ def read_examples(kind: str, source: Source, reading: Reading, fields: Names = (
             continue
         reading.dropped.update(dropped)
         yield from (example._replace(options=options) for example in examples)
+
+
+def _plain_value(name: str, value: Any) -> Any:
+    """Return null for NaN, with which tables say that a value is missing, and a mark as text as its value."""
+    if isinstance(value, float) and value != value:
+        return None
+    if name in MARKS and isinstance(value, str):
+        with suppress(ValueError):
+            return json.loads(value.lower())
+    return value
 
 
 def drop_others(values: Record, used: Names, drop: Drop, prefix: str = "") -> None:
@@ -193,7 +213,8 @@ def chats_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) -
                             f"{command('scripts/load_dpo_dataset.py')}")
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion (--map gives columns other names)")
-    if _is_filled(record, "label") and ("completion" in record or isinstance(record["label"], bool)):
+    if _is_filled(record, "label") and ("completion" in record or isinstance(record["label"], bool)) or (
+            isinstance(record.get("kto_tag"), bool)):
         raise DataError("is an answer with a label, not a chat; prepare it with "
                         f"{command('scripts/load_dpo_dataset.py')}, or leave out the label")
     dialogs = _dialogs_in(record, columns, drop)
@@ -234,6 +255,11 @@ def _dialogs_in(record: Record, columns: tuple[str, ...], drop: Drop, also_used:
     for one in merged:
         dialog = _request_in(request, one, drop)
         dialog += messages_in(answer, one.get(answer), "assistant", drop) if answer else []
+        turns = [message["role"] == "assistant" for message in dialog]
+        for name, value in one.items():
+            if (name not in MARKS and isinstance(value, list) and len(value) in (len(turns), sum(turns))
+                    and all(isinstance(mark, (bool, int, float)) for mark in value)):
+                _refuse_other_mark(name)
         for name in marks:
             if len(one[name]) != len(dialog):
                 raise DataError(f"{name} has length {len(one[name])} for {counted(len(dialog), 'message')}, "
@@ -320,7 +346,8 @@ def prompt_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) 
         raise DataError(f"has no prompt: it has {contents_of(record)}, expected {', '.join(REQUESTS[:-1])} "
                         f"or {REQUESTS[-1]} (--map gives columns other names)")
     prompt = _with_column(_unmarked(_request_in(request, record, drop)), record, drop)
-    fields, others = [], [name for name in REQUESTS if name != request and _is_filled(record, name)]
+    fields, others = [], [name for name in (*REQUESTS, "input", "history") if _is_filled(record, name)
+                          and name != request and name not in FIELDS[request]]
     for name, value in record.items():
         try:
             fields.append(f"{json.dumps(name)}: {json.dumps(value, default=_plain)}")
@@ -417,9 +444,9 @@ def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict
               and message[key] is not None]
     marks = {key: message[key] for key in others if key in MARKS}
     for key in (key for key in others if key not in MARKS):
-        if OTHER_MARK.search(key):
-            raise DataError(f"{name}.{key} seems to say what is trained on; use {', '.join(MARKS)} with true "
-                            "or false for the whole message, or leave it out")
+        _refuse_other_mark(f"{name}.{key}")
+        if key in MEDIA and message[key]:
+            raise DataError(f"{name} has {key}; only text is supported, leave it out")
         drop(key)
     if role == "assistant":
         # Of several fields with calls or reasoning, the first one is used.
@@ -434,12 +461,19 @@ def _message_in(name: str, message: Any, drop: Drop, may_be_blank: bool) -> dict
         for key in (*columns[1:], *thoughts):
             drop(key)
     is_optional = read.get("tool_calls") or role in ("system", "tool")
-    if content_name not in message and not is_optional:
+    is_elsewhere = content is None and not {*CONTENTS}.isdisjoint(others)
+    if content_name not in message and not is_optional or is_elsewhere:
         raise DataError(f"{name} has no {content_name!r}; it has {columns_of(message)}")
     content = _text_of(f"{name}.{content_name}", content, drop, is_optional, may_be_blank)
     read |= {key: message.get(key) for key in ("name", "tool_call_id") if key in FIELDS[role]}
     read = {"role": role, "content": content} | {key: value for key, value in read.items() if value}
     return _marked(name, read, marks) if marks else read
+
+
+def _refuse_other_mark(name: str) -> None:
+    if OTHER_MARK.search(name.rpartition(".")[2]):
+        raise DataError(f"{name} seems to say what is trained on; use {', '.join(MARKS)} with true or false "
+                        "for the whole message, or leave it out")
 
 
 def _text_of(name: str, content: Any, drop: Drop, is_optional: bool, may_be_blank: bool) -> str:
@@ -487,6 +521,12 @@ def calls_in(name: str, calls: Any, drop: Drop = str) -> list[dict[str, Any]]:
         drop_others(nested, FIELDS["tool_calls[]"], drop, "tool_calls[].")
         used = FIELDS["tool_calls[].function"] if nested else FIELDS["tool_calls[].function"] | {"id", "type"}
         drop_others(function, used, drop, "tool_calls[].function.")
+        if call.get("type") not in (None, "function"):
+            drop("tool_calls[].type")
+        if function.get("arguments") and function.get("parameters"):
+            drop("tool_calls[].function.parameters")
+        elif not {"arguments", "parameters"} & function.keys() and not {*ARGUMENTS}.isdisjoint(function):
+            raise DataError(f"{where} has no 'arguments'; it has {columns_of(function)}")
         arguments = function.get("arguments") or function.get("parameters") or {}
         read.append({**({"id": str(call["id"])} if call.get("id") else {}), "type": "function", "function": {
             "name": text_in(f"{where}.name", function.get("name")),

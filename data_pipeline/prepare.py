@@ -329,8 +329,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
     Reading(skip_bad, reading.advice, bad=skipped["bad"], bad_records=skipped["bad_records"]).settle()
-    if reading.dropped:
-        skipped["dropped"] = dict(reading.dropped)
+    skipped |= {name: dict(counts) for name, counts in (("dropped", reading.dropped),
+                                                        ("literals", reading.literals)) if counts}
     if not splits["train"]["documents"]:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, removed)
     return {"splits": splits, "skipped": skipped,
@@ -348,17 +348,29 @@ def read_chunks(plan: PreparationPlan, reading: Reading, journal: dict
 
     def read(reading: Reading, done: int = 0) -> Iterator:
         most = options.max_documents
-        return islice(kind.read(source, reading), most - done if most else None)
+        items = islice(kind.read(source, reading), most - done if most else None)
+        return count_literals(items, plan.tokenizer, reading)
 
     if "split" in (end := journal.get("end", {})):  # read the last item of the last chunk again, and go on
         reading.start = Position(*end["position"])
         next(items := read(reading, end["items"] - 1))
-        vars(reading).update(end["counts"], dropped=Counter(end["counts"]["dropped"]))
+        vars(reading).update(end["counts"], **{name: Counter(end["counts"].get(name, ()))
+                                               for name in ("dropped", "literals")})
         return cut_chunks(items, reading, end["items"]), SplitPlan(*end["split"][:2])
     plan_of_split = plan_split(kind, read(Reading(True)), options.validation_fraction)
     items = cut_tails(read(reading)) if plan_of_split.fraction is None else read(reading)
     # Finished chunks of a source without positions are read again, but not tokenized.
     return islice(cut_chunks(items, reading), journal["chunks"], None), plan_of_split
+
+
+def count_literals(items: Iterable, tokenizer: Any, reading: Reading) -> Iterator:
+    """Yield the items; count those with the name of a control token, which is encoded as text."""
+    starts = {name[:2] for name in tokenizer.special_ids}  # these are found faster than the names
+    for item in items:
+        text = item.text
+        if any(start in text for start in starts) and (found := tokenizer.control_pattern.search(text)):
+            reading.literals[found[0].strip()] += 1
+        yield item
 
 
 def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, removed: dict) -> DataError:
@@ -459,6 +471,11 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         more = f" and {hidden:,} more (see {folder / MANIFEST})" if hidden > 0 else ""
         lines.append(f"Dropped: {', '.join(names[:SHOWN_FIELDS])}{more}; training uses the {kind or 'text'} "
                      "without them")
+    if literals := skipped.get("literals"):
+        names = [f"{name} in {counted(count, noun)}"
+                 for name, count in Counter(literals).most_common(SHOWN_FIELDS)]
+        lines.append(f"As text: {', '.join(names)}. Such names in a source never become control tokens; " + (
+            "write turns as messages" if kind else "--documents splits at lines with one"))
     bad = counted(skipped["bad"], "bad record")
     left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
     left_out += [(f"Removed: {counted(removed['count'], noun)} with text of evaluation items",

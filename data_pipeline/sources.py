@@ -147,6 +147,7 @@ class Reading:
     bytes_done: int = 0
     bytes_total: int = 0  # 0 = unknown
     dropped: Counter[str] = field(default_factory=Counter)  # number of occurrences of unused fields
+    literals: Counter[str] = field(default_factory=Counter)  # items by the first control token that they name
     unread: Sequence[str] = ()  # columns of the current table that are not read
     start: Position = Position()  # the first record to read
     position: Position = Position()  # the record that was read last
@@ -155,7 +156,7 @@ class Reading:
     @property
     def counts(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in
-                ("bad", "bad_records", "empty", "separators", "dropped")}
+                ("bad", "bad_records", "empty", "separators", "dropped", "literals")}
 
     @property
     def fraction(self) -> float | None:

@@ -12,6 +12,7 @@ from common.errors import DataError
 from data_pipeline.chats import MARKS, read_examples
 from data_pipeline.shards import TokenizerInfo
 from data_pipeline.sources import Reading, Source, read_texts
+from data_pipeline.templates import is_target
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import open_example_set
 from tokenizer import load_tokenizer
@@ -93,6 +94,14 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
     *(({"messages": [ASK, {**SAY, **mark}]}, "has no target: all its answers are excluded from training by their marks") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "is a preference, not a chat"),
+    ({"instruction": "Why?", "output": "So.", "kto_tag": False}, "is an answer with a label, not a chat"),
+    # What would be lost, so that an answer is learned without what it answers.
+    ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f", "args": {"x": 1}}]}, {"role": "tool", "content": "1"}, SAY]},
+     r"messages\[1\].tool_calls\[0\] has no 'arguments'; it has 'name', 'args'"),
+    ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}, {"role": "tool", "output": "1"}, SAY]}, r"messages\[2\] has no 'content'; it has 'role', 'output'"),
+    ({"messages": [{"role": "system", "text": "Be kind."}, ASK, SAY]}, r"messages\[0\] has no 'content'; it has 'role', 'text'"),
+    ({"messages": [{**ASK, "images": ["a.png"]}, SAY]}, r"messages\[0\] has images; only text is supported"),
+    ({"conversations": share(("human", "<image>\nWhy?"), ("gpt", "So.")), "image": "a.png"}, "its text refers to its image; only text is supported"),
 ])
 def test_a_record_that_is_not_a_chat_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):
@@ -228,11 +237,27 @@ def test_an_answer_that_is_marked_as_excluded_is_context_in_every_kind(tmp_path,
 
 @pytest.mark.parametrize("marks, reason", [
     ({"weight": 0, "train": True}, "contradict each other: weight, train"), ({"train_detail": []}, "train_detail seems to say what is trained on"),
-    ({"mask": True}, "mask seems"), ({"lossScale": 2}, "lossScale seems")])
+    ({"mask": True}, "mask seems"), ({"lossScale": 2}, "lossScale seems"), ({"isTrained": False}, "isTrained seems"),
+    *(({name: True}, f"{name} seems") for name in ("ignore", "skip", "exclude", "is_included", "supervised"))])
 def test_a_mark_whose_meaning_is_not_certain_is_refused(tmp_path, marks, reason):
     with pytest.raises(DataError, match=reason):
         read("chats", tmp_path, {"messages": [ASK, {**SAY, **marks}]})
     assert read("chats", tmp_path, {"messages": [ASK, {**SAY, "constraints": 1}]})[1].dropped == {"messages[].constraints": 1}
+
+
+@pytest.mark.parametrize("marks, targets", [
+    ({"loss_mask": "[0, 1, 0, 0]"}, [True, False]), ({"train": "[false, false, false, true]"}, [False, True]), ({"weight": "1"}, [True, True]),
+    ({"weight": "0"}, "is excluded from training by weight = 0"), ({"train": "False"}, "is excluded from training by train = False"),
+    ({"masks": [0, 1, 0, 0]}, "masks seems to say what is trained on"), ({"turn_weights": [1.0, 0.0]}, "turn_weights seems"),
+    ({"attention_mask": [1] * 5}, [True, True]), ({"training_set": ["a", "b"]}, [True, True])])
+def test_marks_of_a_record_count_as_text_too_and_lists_of_unknown_ones_are_refused(tmp_path, marks, targets):
+    record = {"messages": [ASK, SAY, *AGAIN], **marks}
+    if isinstance(targets, str):
+        with pytest.raises(DataError, match=targets):
+            read("chats", tmp_path, record)
+    else:
+        (chat,), _ = read("chats", tmp_path, record)
+        assert [is_target(message) for message in chat.messages if message["role"] == "assistant"] == targets
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None}}}
@@ -272,6 +297,12 @@ CALLING = [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"ro
     ("prompts", {"question": "Why?", "messages": [SAY], "answer": "So."}, [ASK], {"messages"}),
     ("prompts", {"instruction": "And now?", "history": [["Why?", "So."]], "system": "Be kind."}, [SYSTEM, *TWO[:3]], set()),
     ("prompts", {"messages": [{**ASK, "id": 3}]}, [ASK], {"messages[].id"}),
+    ("prompts", {"question": "Why?", "input": "Because", "answer": 5}, [ASK], {"input"}),
+    ("prompts", {"messages": [ASK], "history": [["Why?", "So."]]}, [ASK], {"history"}),
+    ("chats", {"messages": [ASK, {**SAY, "content": "", "tool_calls": [{"type": "code", "function": {**CALL["function"], "parameters": {"y": 1}}}]}, *CALLING[2:]]},
+     CALLING, {"messages[].tool_calls[].type", "messages[].tool_calls[].function.parameters"}),
+    ("chats", {"messages": [ASK, SAY], "images": ["a.png"]}, [ASK, SAY], {"images"}),
+    ("chats", {"instruction": "Why?", "input": float("nan"), "output": "So.", "score": float("nan")}, [ASK, SAY], set()),
 ])
 def test_every_field_is_used_or_counted_by_name(tmp_path, kind, record, messages, dropped):
     fields = {"tool_calls"} if messages is CALLING else ()

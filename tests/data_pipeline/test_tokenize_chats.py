@@ -337,6 +337,18 @@ def test_what_is_dropped_is_printed_by_name_and_the_rest_is_in_the_manifest(tmp_
     assert files_of(folder)[MANIFEST]["skipped"]["dropped"] == {"url": 30, **{f"column{more}": 15 for more in range(12)}}
 
 
+@pytest.mark.parametrize("kind, record, advice", [
+    ("documents", {"text": "Story<|eot_id|>"}, "--documents splits at lines with one"),
+    ("chats", {"prompt": "<|eot_id|>Why?<|end_header_id|>", "completion": "So."}, "write turns as messages")])
+def test_names_of_control_tokens_that_are_encoded_as_text_are_counted(tmp_path, tokenizer_path, kind, record, advice):
+    records = [record, {name: "plain <|" for name in record}, *[{name: f"<|begin_of_text|>{number}" for name in record} for number in range(2)]]
+    folder = prepare(kind, write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out", validation_fraction=0)
+    (line,) = [line for line in describe(folder) if line.startswith("As text: ")]
+    noun = kind.removesuffix("s")
+    assert line == (f"As text: <|begin_of_text|> in 2 {noun}s, <|eot_id|> in 1 {noun}. "
+                    f"Such names in a source never become control tokens; {advice}")
+
+
 @pytest.mark.parametrize("trained, held_out, more, words", [
     (190, 10, {}, ""), (30, 170, {}, "170 of 200 examples are in validation, 85.0% instead of 5.0%"),
     (400, 0, {}, "0 of 400 instead of 5.0%; add more"),
