@@ -37,6 +37,7 @@ TRUTH = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false"
 # Names for a number from which a setting follows: the setting, and what the number is multiplied by.
 COMPUTED = {alias: entry for aliases, entry in _TABLES["computed"].items() for alias in aliases.split()}
 DATA = _TABLES["data"].split()  # names for the data of TRAINING_STAGE
+SHARES = ("warmup_ratio", "warmup_fraction")  # unlike WARMUP_STEPS, these are never a number of steps
 # Names for environment variables of libraries.
 VARIABLES = {alias: name for name, aliases in _TABLES["variables"].items() for alias in aliases.split()}
 # Files in the folders of other tools, as patterns of their paths, and how to get a model that can be read.
@@ -72,7 +73,10 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
     if form in DATA and (path := data_path(value)):
         return {"data_path": (form, path)}
     if isinstance(table, list):
-        return dict(zip(table, value)) if isinstance(value, list) else f"{name}={value}; {OTHER_WAYS[form]}"
+        is_whole = isinstance(value, list) and len(value) == len(table)
+        return dict(zip(table, value)) if is_whole else shortened(f"{name}={value}") + f"; {OTHER_WAYS[form]}"
+    if form in SHARES and re.match(r"0*[1-9]", text):
+        return f"{shortened(f'{name}={value}')} is no share below 1; WARMUP_STEPS is a number of steps too"
     star = None if isinstance(value, list) else table.get("*")
     translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if translations and None not in translations:

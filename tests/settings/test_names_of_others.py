@@ -68,9 +68,11 @@ def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
     config = load("--max-steps", "200", config={"warmup_ratio": 0.1}).config
     assert config.warmup_steps == 0.1 and learning_rate(19, config) == config.learning_rate > learning_rate(18, config)
     for values, steps in (("0.03", 3), ("0", 0), ("7", 7), ("1", 1)):
-        config = load("--epochs", "1", env=f"WARMUP_RATIO={values}\n").config.model_copy(update={"max_steps": 100})
+        config = load("--epochs", "1", env=f"WARMUP_{'RATIO' if float(values) < 1 else 'STEPS'}={values}\n").config.model_copy(update={"max_steps": 100})
         assert max(range(100), key=lambda step: learning_rate(step, config)) == max(0, steps - 1)
-    assert "WARMUP_STEPS=1.5 must be a whole number" in problems("--warmup_ratio", "1.5")[0]
+    assert "WARMUP_STEPS=1.5 must be a whole number" in problems("--warmup_steps", "1.5")[0]
+    for value in ("1", "1.0", "10"):
+        assert f"warmup_ratio={value} is no share below 1; WARMUP_STEPS is" in problems("--warmup_ratio", value)[0]
 
 
 @pytest.mark.parametrize("flags, config, stage, name", [
@@ -90,6 +92,13 @@ def test_names_of_data_are_those_of_the_stage(flags, config, stage, name):
 def test_data_under_another_name_needs_no_sample():
     values, _ = peek(["--debug", "--dataset_name", "a/b"])
     assert values["pretrain_data_path"] == "a/b" and values["preset"] == "debug"
+
+
+@pytest.mark.parametrize("config, name, value", [
+    ({"report_to": "mlflow"}, "mlflow_enabled", True), ({"report_to": []}, "mlflow_enabled", False), ({"resume_from_checkpoint": "latest"}, "resume", "auto"),
+    ({"mixed_precision": "no"}, "precision", "fp32"), ({"torch_dtype": "torch.bfloat16"}, "precision", "bf16")])
+def test_values_of_others_have_their_meaning(config, name, value):
+    assert getattr(load(config=config).config, name) == value
 
 
 def test_values_of_others_are_used_under_our_names_too():
@@ -130,7 +139,9 @@ def test_implied_settings_may_also_be_given():
     ({"optim": "adamw_8bit"}, "OPTIMIZER=adamw_8bit: expected 'adamw' or 'muon'"), ({"deepspeed": "ds.json"}, "SHARDING=full"),
     ({"datasets": [{"path": "x"}, {"path": "y"}]}, "SFT_DATA_PATH"), ({"packing": False}, "rows are always packed"),
     ({"train_on_inputs": True}, "only the answers"), ({"tensor_parallel_degree": 2}, "only by SHARDING"), ({"datasets": [{"path": "x", "field": "y"}]}, "SFT_DATA_PATH"),
-    ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED")])
+    ({"model_size": "13B"}, "unknown preset 13b"), ({"bananas": 1}, "docs/coming-from.md"), ({"report_to": "clearml"}, "WANDB_ENABLED"),
+    ({"betas": [0.9, 0.95, 0.999]}, "ADAM_BETA1 and ADAM_BETA2 set it"), ({"betas": [0.9]}, "ADAM_BETA1 and ADAM_BETA2"),
+    ({"bf16": False}, "PRECISION=fp32 without it"), ({"min_lr_ratio": 0.1}, "MIN_LEARNING_RATE is the final rate")])
 def test_a_value_that_does_not_carry_over_is_refused(config, words):
     (problem,) = problems(config=config)
     assert words in problem and "run.json" in problem
