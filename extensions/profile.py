@@ -51,6 +51,19 @@ def peak_flops(device: torch.device, override_tflops: Optional[float] = None) ->
     return PEAK_TFLOPS[known] * 1e12
 
 
+@collective
+def total_peak(run: Run) -> Optional[float]:
+    """Return the sum of `peak_flops` over all ranks, whose cards may differ; None if one is unknown."""
+    device, is_gpu = run.ranks.device, run.ranks.device.type == "cuda"
+    cards = run.ranks.all_gather_json([peak_flops(device, run.config.peak_tflops),
+                                       torch.cuda.get_device_name(device) if is_gpu else ""])
+    unknown = sorted({name for peak, name in cards if peak is None})
+    if is_gpu and unknown:
+        run.log.info(f"MFU is not measured: the peak of {', '.join(unknown)} is not in our table; set "
+                     "PEAK_TFLOPS to the dense bf16 TFLOP/s of a GPU (of different ones, the mean)")
+    return None if unknown else sum(peak for peak, _ in cards)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
@@ -73,10 +86,7 @@ class Measurements(Extension):
         if run.config.memory_snapshot and run.ranks.device.type != "cuda":
             raise SettingsError(f"MEMORY_SNAPSHOT={run.config.memory_snapshot} records CUDA allocations, but "
                                 "torch sees no GPU here; remove it")
-        self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
-        if run.ranks.device.type == "cuda" and self.peak is None:
-            run.log.info(f"MFU is not measured: the peak of {torch.cuda.get_device_name(run.ranks.device)} "
-                         "is not in our table; set PEAK_TFLOPS to its dense bf16 TFLOP/s")
+        self.run, self.peak = run, total_peak(run)
         self.flops = StepFlops(run.config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
                                run.ranks.device.type)
         self.work, self.warned_of = Work(), 0
@@ -147,7 +157,7 @@ class Measurements(Extension):
         if self.peak:
             for name, flops in zip(("mfu", "hfu"), self.flops.of(work)):
                 share = sum(flops) * ranks.world_size / (work.steps * self.run.config.total_batch_size)
-                metrics[name] = tokens_per_second * share / (self.peak * ranks.world_size)
+                metrics[name] = tokens_per_second * share / self.peak
         if self.is_sampled:
             readings = [Reading(*row[size:]) for row in gathered]
             metrics |= power_metrics(readings, tokens_per_second)

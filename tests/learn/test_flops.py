@@ -13,7 +13,7 @@ import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from extensions.cost import StepFlops, Work
-from extensions.profile import Measurements
+from extensions.profile import Measurements, total_peak
 from fused.head import IGNORE_INDEX
 from learn.objectives import (
     DPO,
@@ -141,9 +141,20 @@ def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
     own, other = Work(10, 0, 5, steps=1), Work(10, 4, 5, steps=1)
     ranks = SimpleNamespace(world_size=2, all_gather_json=lambda numbers: [[*own], [*other]])
     flops = SimpleNamespace(of=lambda work: ((100 * (work.tokens - work.padding),), (100 * work.tokens,)))
-    measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks, config=Config(total_batch_size=20)))
+    measured = SimpleNamespace(work=own, peak=2000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks, config=Config(total_batch_size=20)))
     assert Measurements.read_utilization(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
     assert measured.work == Work(), "what was read is not counted again"
+
+
+def test_the_peak_is_the_sum_of_different_cards_and_unknown_if_one_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    lines = []
+    for other, expected in (([100e12, "B"], 412e12), ([None, "Card of 2030"], None)):
+        ranks = SimpleNamespace(device=torch.device("cuda"), all_gather_json=lambda own, other=other: [own, other])
+        run = SimpleNamespace(ranks=ranks, config=SimpleNamespace(peak_tflops=None), log=SimpleNamespace(info=lines.append))
+        assert total_peak(run) == expected
+    (line,) = lines
+    assert "MFU is not measured: the peak of Card of 2030 is not in our table" in line
 
 
 def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
