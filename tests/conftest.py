@@ -1,5 +1,6 @@
 """The environment of every test (import path, one thread), and the fixtures that several test files share."""
 
+import gc
 import os
 import re
 import shutil
@@ -48,6 +49,17 @@ def refuse_skip(report):
 def pytest_collection_modifyitems(items):
     """Test files that start processes or browsers come first: their tests take long, and a file is one worker's."""
     items.sort(key=lambda item: not {"system", "scripts", "style", "parallel", "report", "serving"} & {*item.path.parent.relative_to(ROOT).parts})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Look for no garbage among what is imported, now or in the tests: all of it stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -140,7 +140,7 @@ FAULTS = [
     fault("sharding: gradients of norms are not averaged", "learn/optim.py", "average_vectors(self.model, self.ranks)", "pass",
           f"{SHARDED}[pretrain-hybrid-4]"),
     fault("sharding: norm of the rank's own rows", "parallel/fsdp.py",
-          "dist.all_reduce(squares, group=mesh.get_group(SHARD))", "pass", f"{SHARDED}[untied-full-2]"),
+          "dist.all_reduce(squares, group=mesh.get_group(SHARD))", "pass", f"{SHARDED}[muon-full-2]"),
     fault("sharding: gradients are not summed over the copies", "learn/optim.py",
           "set_requires_all_reduce(is_last)", "set_requires_all_reduce(False)", f"{SHARDED}[pretrain-hybrid-4]"),
     fault("sharding: Muon works on a rank's own rows", "parallel/fsdp.py", "compute(torch.cat(rows, dim=1))",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from commands import ROOT
 
-from common import __version__
+from common import __version__, interrupts
 
 # A script of the copy: notes its name, arguments, folder and Python.
 SCRIPT = '''"""What {name} does."""
@@ -88,7 +89,7 @@ def clone(template, tmp_path) -> SimpleNamespace:
     for command in RUNS.values():
         name = command.split()[0]
         (root / "scripts" / name).write_text(SCRIPT.format(name=name))
-    for name in ("main.py", "prepare.py", "export.py", "environment.py"):  # which only start other scripts here
+    for name in (*STARTERS, "environment.py"):
         shutil.copy(ROOT / "scripts" / name, root / "scripts")
     (tmp_path / "bin").mkdir()
     env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "LOG": str(log)}
@@ -125,19 +126,38 @@ def clone(template, tmp_path) -> SimpleNamespace:
                            elsewhere=tmp_path)
 
 
+STARTERS = ("main.py", "prepare.py", "export.py")  # which only start other scripts here
 ODD = ["--prompt", "a b", 'say "x"', "no*such", "$HOME", "", "it's"]
 
 
-def test_each_command_runs_its_script_with_the_arguments_passed_on(clone):
+def test_commands_run_in_the_environment_and_the_folder_of_the_caller(clone):
     environment = clone.with_environment()
+    for words in ("train", "prepare text", "serve"):
+        clone.paddock(*words.split(), *ODD, cwd=clone.elsewhere)
+        name, *fixed = RUNS[words].split()
+        assert clone.calls()[-1] == [name, [*fixed, *ODD], str(clone.elsewhere), str(environment)], words
+
+
+def test_each_command_runs_its_script_with_the_arguments_passed_on(monkeypatch):
+    """In this process, which becomes one script after the other."""
+    class Becomes(Exception):
+        pass
+
+    def become(*command: str):
+        raise Becomes(*command)
+
+    monkeypatch.setattr(interrupts, "become", become)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PADDOCK_COMMAND", "")
     for words, script in RUNS.items():
-        # What ./paddock runs last is all that depends on the command, and takes a quarter of its time.
-        whole = words in ("train", "prepare text", "serve")
-        program = {} if whole else {"program": (environment / "bin" / "python", clone.root / "scripts" / "main.py")}
-        clone.paddock(*words.split(), *ODD, cwd=clone.elsewhere, **program)
+        command = [str(ROOT / "scripts" / "main.py"), *words.split(), *ODD]
+        while Path(command[0]).name in STARTERS:
+            monkeypatch.setattr(sys, "argv", command)
+            with pytest.raises(Becomes) as caught:
+                runpy.run_path(command[0])["main"]()
+            command = [*caught.value.args]
         name, *fixed = script.split()
-        assert clone.calls(*{call.split()[0] for call in RUNS.values()}) == [
-            [name, [*fixed, *ODD], str(clone.elsewhere), str(environment)]], words
+        assert command == [str(ROOT / "scripts" / name), *fixed, *ODD], words
 
 
 def test_the_list_is_what_there_is(clone):
@@ -149,7 +169,7 @@ def test_the_list_is_what_there_is(clone):
 
 
 def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
-    clone.with_environment()
+    python = {"program": (clone.with_environment() / "bin" / "python", clone.root / "scripts" / "main.py")}
     (clone.root / "corpus").mkdir()
     for words, expected in (
             (["prepare", "text", "corpus", "--documents", "line"], ["--source", "corpus", "--documents", "line"]),
@@ -157,10 +177,10 @@ def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
             (["prepare", "tokenizer", "a", "b"], ["a", "b"]),
             (["export", "first", "--to", "merged", "--output", "x"], ["first", "--output", "x"]),
             (["export", "--to=gguf", "first"], ["first"])):
-        clone.paddock(*words)
+        clone.paddock(*words, **python)
         assert clone.calls()[-1][1] == expected
-    assert "invalid choice: 'txet'" in clone.paddock("prepare", "txet", "corpus", code=2)
-    assert "given twice, as corpus and by --source" in clone.paddock("prepare", "text", "corpus", "--source=other", code=2)
+    assert "invalid choice: 'txet'" in clone.paddock("prepare", "txet", "corpus", code=2, **python)
+    assert "given twice, as corpus and by --source" in clone.paddock("prepare", "text", "corpus", "--source=other", code=2, **python)
 
 
 def test_arguments_are_passed_on_as_they_are_and_the_folder_stays(clone):

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers", reason="the oracle of these t
 FAMILIES = {"llama": {"HEAD_WIDTH": 12}, "qwen2": {"ROPE_SCALING_FACTOR": 4, "ROPE_SCALING_TYPE": "yarn", "ROPE_ORIGINAL_MAX_LEN": 16},
             "qwen3": {"HEAD_WIDTH": 12, "SLIDING_WINDOW": 6, "SLIDING_EVERY": 2}, "mistral": {"SLIDING_WINDOW": 6, "TIE_EMBEDDINGS": "false"},
             "smollm3": {"NO_ROPE_EVERY": 2}}
-STEPS = 20
+STEPS = 10
 
 
 def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[list[float], torch.nn.Module]:
@@ -54,10 +54,10 @@ def losses_of_transformers(config: Config, rates: dict[int, float]) -> tuple[lis
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_is_a_loop_on_transformers_and_its_folder_is_read_there(family, prepared, tmp_path):
     """Rows of several documents; stopped and resumed; its greedy text, and that of adapters trained on it."""
-    settings = {**UNMEASURED, "MAX_STEPS": STEPS, "SAVE_EVERY": 10, "TOTAL_BATCH_SIZE": 64, "ADAM_EPS": 1e-5, "MODEL_TYPE": family, **FAMILIES[family]}
+    settings = {**UNMEASURED, "MAX_STEPS": STEPS, "SAVE_EVERY": 5, "TOTAL_BATCH_SIZE": 64, "ADAM_EPS": 1e-5, "MODEL_TYPE": family, **FAMILIES[family]}
     run = TinyRun(prepared, tmp_path / "whole", **settings)
     parted = TinyRun(prepared, tmp_path / "parted", **settings)
-    assert run.train() == parted.train(STOP_STEP=10) == 0 and parted.train() == 0
+    assert run.train() == parted.train(STOP_STEP=5) == 0 and parted.train() == 0
     assert_same_run(run, parted, STEPS, logs=("ledger",))
     losses, expected = losses_of_transformers(load_config(run.argv(), {}).config, run.column("learning_rate"))
     assert [*run.column("train_loss").values()] == pytest.approx(losses, rel=2e-5)

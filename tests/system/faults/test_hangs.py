@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from common.activity import ACTIVITY, foreign_call, waiting
 from common.errors import DataError
 from extensions import hang_report
 from learn import objectives
+from parallel import hang
 from parallel import ranks as collectives
 from parallel.hang import HangWatchdog
 
@@ -124,6 +126,22 @@ def test_one_process_that_does_not_move_is_reported_too(tiny_run, tmp_path):
     text = run.ends([6], partial(patiently, tmp_path / "began", partial(act, 0, 3, stall)), DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert f"error: hang: rank 0 is in {STEP}; no rank made progress for DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text
     assert "in stall" in (run.folder / "log" / "stacks-rank-0.txt").read_text() and "Traceback" not in text
+
+
+def test_the_core_alone_reports_the_hang_of_its_rank(monkeypatch, capfd):
+    """Without the extension: the stacks, where this rank is, the remedy and the exit code."""
+    left, may_return = SimpleQueue(), threading.Event()
+    monkeypatch.setattr(hang, "report", None)
+    monkeypatch.setattr(os, "_exit", lambda code: (left.put(code), may_return.wait()))
+    watch = HangWatchdog(torch.distributed.HashStore(), 0, 1, 0.2, True)
+    assert left.get(timeout=PATIENCE) == 6
+    watch.stopped.set()
+    may_return.set()
+    watch.stop()
+    error = capfd.readouterr().err
+    assert "in test_the_core_alone_reports_the_hang_of_its_rank" in error, "the stacks"
+    assert error.endswith(f"error: hang: rank 0 is in {ACTIVITY.phase} (step {ACTIVITY.step}); no rank made progress for "
+                          f"DISTRIBUTED_TIMEOUT=0.2 s. {hang.REMEDY}\n")
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

@@ -77,14 +77,14 @@ def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
     stop_ranks()
 
 
-@pytest.mark.parametrize("world_size, machines, names", [
-    (4, 2, ["base", "one-row"]),
-    *(pytest.param(world_size, machines, [*SAVED], marks=pytest.mark.slow)
+@pytest.mark.parametrize("world_size, machines, names, layouts", [
+    (4, 2, ["base", "one-row"], [FULL, HYBRID]),
+    *(pytest.param(world_size, machines, [*SAVED], LAYOUTS[world_size], marks=pytest.mark.slow)
       for world_size in LAYOUTS for machines in (1, 2, 4) if machines <= world_size)])
-def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, machines, names, saved, tmp_path):
+def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, machines, names, layouts, saved, tmp_path):
     """However many ranks write it, and also where rows come from other machines."""
     runs = [saved(name).copy(tmp_path / name, RUN_NAME=name) for name in names]
-    run_ranks(save_again, [run.argv() for run in runs], LAYOUTS[world_size], world_size=world_size, folder=tmp_path / "outputs",
+    run_ranks(save_again, [run.argv() for run in runs], layouts, world_size=world_size, folder=tmp_path / "outputs",
               env={"LOCAL_WORLD_SIZE": str(world_size // machines)})
     for run in runs:
         before = saved(run.settings["RUN_NAME"])
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_loaded_and_saved_has_the_same_bytes(world_size, ma
         manifests = [store.read_manifest(each.checkpoint(2)) for each in (before, run)]
         for name in before.hashes(2):
             assert manifests[0]["files"][name] == manifests[1]["files"][name]
-        assert manifests[1]["written"] == manifests[0]["written"] + 2 * len(LAYOUTS[world_size])
+        assert manifests[1]["written"] == manifests[0]["written"] + 2 * len(layouts)
         store.verify(run.checkpoint(2))
 
 

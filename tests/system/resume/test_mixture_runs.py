@@ -70,6 +70,3 @@ def test_other_weights_make_another_run_and_another_length_moves_the_border(whol
     printed = capsys.readouterr()
     assert "changes the curve: MAX_STEPS was 6, is 8" in printed.err and "[7/8]" in printed.out
     assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=9, ALLOW_RESUME_MISMATCH="PRETRAIN_DATA_PATH") == 0
-
-
-MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*")]
