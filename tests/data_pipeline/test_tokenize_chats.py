@@ -162,14 +162,14 @@ def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(
         said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later})]
     preferences = [record for number in range(30) for asked in ways(number) for record in (
         {"prompt": asked, "chosen": f"{number} yes", "rejected": "no"}, {"prompt": asked, "chosen": "no", "rejected": "yes"})]
-    sides = {number: set() for number in range(30)}
+    sides, tokenizer = {number: set() for number in range(30)}, load_tokenizer(tokenizer_path)
     for kind, records, count in (("chats", dialogs, 210), ("pairs", preferences, 300)):
         folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", records), tokenizer_path, tmp_path / "out",
                          validation_fraction=0.3)
         found = [(split, example) for split in ("train", "validation") for example in examples_of(folder, split)]
         assert len(found) == count
         for split, example in found:
-            text = load_tokenizer(tokenizer_path).decode(example[0][0]).lower()
+            text = tokenizer.decode(example[0][0]).lower()
             sides[int(text.split("is ")[1].split()[0])].add(split)
     assert all(len(side) == 1 for side in sides.values()) and 4 < sum(side == {"validation"} for side in sides.values()) < 15
 

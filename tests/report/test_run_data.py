@@ -179,5 +179,5 @@ def check_size(*folders) -> None:
 
 
 def test_a_page_of_several_long_runs_stays_small(tmp_path):
-    write_long(tmp_path / "a", 20_000, 2)
+    write_long(tmp_path / "a", 10_000, 2)
     check_size(*[tmp_path / "a"] * 5)
