@@ -58,7 +58,9 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     configurations = by_configuration(runs, rows)
     paired, refused = [test for each in configurations if (test := each.pop("test"))], []
     if len(runs) <= MOST_TESTED and not (paired and rows[0]["better"]):
-        paired, refused = tests(runs)
+        paired, refused, unlike = tests(runs)
+        for row in rows:  # on other items, a lower loss is not a better one
+            row["better"] = None if row["items"] in unlike else row["better"]
     return {"settings": settings, "results": rows, "tests": paired, "refused": refused,
             "configurations": configurations}
 
@@ -120,22 +122,29 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             rows = [(f"{label} at step {step:,}", better, values)]
         if name == main.curve:
             rows.append((f"{label} (best)", better, [curve.best(main.higher) for curve in curves]))
+        is_by_data = name.startswith(("val_", "train_")) and name != "val_bits_per_byte"
+        items = VALIDATION if is_by_data else name.removesuffix("_norm").removesuffix("_acc")
         for title, direction, values in rows:
             cells = [value and {"value": value[0], "stderr": error.at(value[1]), "step": value[1]}
                      for value, error in zip(values, errors)]
-            yield {"name": title, "better": direction, "cells": cells}
+            yield {"name": title, "better": direction, "cells": cells, "items": items}
 
 
-def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a paired test for each two runs and evaluation at their last common step, and what has none."""
+def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[str]]:
+    """Return a paired test for each two runs and evaluation at their last common step, and what has none.
+
+    Last come the names of evaluations for which two runs have no items in common.
+    """
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
-    pairs, refused, titles = [], [], {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
+    pairs, refused, unlike, titles = [], [], set(), {"hellaswag": runs[0].hellaswag, REWARD: "held-out"}
     for a, b in combinations(range(len(runs)), 2):
         for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
             common = [key for key in scored[a] & scored[b] if key[1] == name]
             if common:
                 pairs.append((a, b, max(common)))
                 continue
+            a_items, b_items = ({key[2] for key in scored[i] if key[1] == name} for i in (a, b))
+            unlike |= {name} if a_items.isdisjoint(b_items) else set()
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
             refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
@@ -155,7 +164,7 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
             family = families.setdefault((f"{titles.get(key[1], key[1])} {kind.label}", kind), [])
             family.append((runs[a].name, runs[b].name, key[0], kind.test(*scores, **weights)))
     made = [test for (label, kind), family in families.items() for test in corrected(label, kind, family)]
-    return made, refused
+    return made, refused, unlike
 
 
 def corrected(label: str, kind: Metric, family: list[tuple[str, str, int, Paired]]) -> list[dict[str, Any]]:

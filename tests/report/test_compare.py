@@ -110,6 +110,11 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     other = write_run(tmp_path / "other", {}, [], scored(10, right[1], items="def"))
     without = write_run(tmp_path / "without", {}, [], [])
     tests = comparison([a, same, other, without])["tests"]
+    losses = [write_run(tmp_path / f"loss-{items}", {}, [{"step": 10, "val_loss": 2.0, "hellaswag_acc": 0.5, "hellaswag_acc_norm": 0.5, "tokens_per_second": 9.0}],
+                        scored(10, right[0], items=items)) for items in ("abc", "abc ", "def")]
+    (losses[1].folder / "evaluations.jsonl").write_text((losses[0].folder / "evaluations.jsonl").read_text())
+    for runs, better in ((losses[:2], ["lower", "lower", "higher", "higher", "higher"]), (losses[1:], [None] * 4 + ["higher"])):
+        assert [row["better"] for row in comparison(runs)["results"]] == better, "no winner on other items"
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
     assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same do not differ significantly: 0.0 ± 0.0 points (p = 1, 1,000 items)"
 
