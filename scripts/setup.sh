@@ -15,7 +15,7 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
 set_up() {
     when_interrupted="Interrupted. Run the same command to try again."
     find_environment || make_environment .venv
-    local prefix file stamp wanted torch stamps=() missing=()
+    local prefix file stamp wanted torch names stamps=() missing=()
     { prefix=$(python -c 'import sys; print(sys.prefix)'); } 2> /dev/null
     { exec 9>> "$prefix/.lock-of-set-up"; } 2> /dev/null || true  # may fail in another user's environment
     run python scripts/environment.py --repair "${@%%:*}" \
@@ -25,7 +25,8 @@ set_up() {
         [ -e "$stamp" ] || { missing+=("$file"); stamps+=("$stamp"); }
     done
     [ ${#missing[@]} -gt 0 ] || { exec 9>&-; return 0; }  # the lock ends here
-    echo "Installing ${missing[*]#*:} into $prefix (only once, takes a minute or two) ..."
+    names="${missing[*]#*:}" names=${names//,/, }
+    echo "Installing $names into $prefix (only once, takes a minute or two) ..."
     wanted=$(for file in "${missing[@]}"; do requirements "$file"; done)
     if [[ $wanted == *torch==* ]]; then
         has_torch python || install_torch "$(sed -n 's/^torch==//p' <<< "$wanted")"
@@ -33,7 +34,7 @@ set_up() {
         { torch=$(python -c 'from importlib.metadata import version; print(version("torch"))'); } 2> /dev/null
         wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$torch
     fi
-    install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install ${missing[*]#*:}; run the same command to try again" >&2; exit 1; }
+    install -r /dev/stdin <<< "$wanted" || { echo "error: failed to install $names; run the same command to try again" >&2; exit 1; }
     touch "${stamps[@]}" 2> /dev/null || true  # may fail in another user's environment
     exec 9>&-
 }

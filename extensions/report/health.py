@@ -81,6 +81,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     elif test:
         first, last, proof = test.a, test.b, difference_text(test, trend.last.kind, main.percent)
         margin = 0.0 if test.p < SIGNIFICANT else math.inf
+        is_few = sign_test(test.n, 0) >= SIGNIFICANT
 
     worse_by = (first - last) if main.higher else (last - first)
     alike = "few" if is_few else "same"
