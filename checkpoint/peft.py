@@ -44,8 +44,7 @@ PLAIN_VALUES = {"peft_type": ("LORA",), "bias": ("none", None),
                 "layers_pattern": (None, "", [], "layers", ["layers"])}
 NOTHING = (None, False, {}, [], "")
 MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and use the merged model"
-NOT_MERGED = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT",
-              "CPT", "CARTRIDGE", "POLY", "XLORA")  # these compute more than a base with other weights
+NOT_MERGED = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE|POLY|XLORA")  # more than another base's weights
 
 
 class Adapter(NamedTuple):
@@ -209,8 +208,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
               if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
     unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
     if unlike:
-        way = ("no merged model can replace these: use them with PEFT, or train LoRA adapters of their base"
-               if content.get("peft_type") in NOT_MERGED else MERGE)
+        way = "use PEFT, or train with LoRA" if NOT_MERGED.search(str(content.get("peft_type"))) else MERGE
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA is supported: {way}")
     base_info = read_model_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)

@@ -56,14 +56,24 @@ JOINED = re.compile(r"[ {}()\[\]]*[*+/^_]+[ {}()\[\]]*|[,:{}]?")  # between the 
 UNITS = frozenset("mgshlLJNWVACF")  # other single letters after a number are variables
 
 
+def reference(record: Mapping[str, Any]) -> str:
+    """Return the text of `record["answer"]`; ValueError if there is none, since any text contains that."""
+    answer = record["answer"]
+    text = "" if answer is None or isinstance(answer, (list, dict)) else str(answer).strip()
+    if not text:
+        raise ValueError(f"the record's answer is {answer!r:.80}, expected text or a number; correct the "
+                         "record")
+    return text
+
+
 def exact(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer is `record["answer"]`, apart from white space around it, else 0."""
-    return float(answer.strip() == str(record["answer"]).strip())
+    return float(answer.strip() == reference(record))
 
 
 def contains(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer contains `record["answer"]`, else 0."""
-    return float(str(record["answer"]).strip() in answer)
+    return float(reference(record) in answer)
 
 
 def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
@@ -73,7 +83,7 @@ def regex(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
 
 def numeric(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return 1 if the answer's value is exactly that of `record["answer"]`, else 0; see docs/online.md."""
-    wanted, given = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    wanted, given = final_value(text := reference(record), is_reference=True), final_value(answer)
     if wanted is None:
         raise ValueError(f"the record's answer {text[:80]!r} is not one number; correct the record, or use "
                          "REWARD=math_verify, which also compares expressions")
@@ -84,7 +94,7 @@ def math_verify(prompt: str, answer: str, record: Mapping[str, Any]) -> float:
     """Return what `numeric` does; where one is not a number, 1 if math-verify finds them equal, else 0."""
     from math_verify import parse, verify
 
-    wanted, given = final_value(text := str(record["answer"]), is_reference=True), final_value(answer)
+    wanted, given = final_value(text := reference(record), is_reference=True), final_value(answer)
     if wanted is not None and given is not None:
         return float(given == wanted)
     if not (expected := parse(text) or parse(f"${text}$")):

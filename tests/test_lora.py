@@ -391,7 +391,7 @@ def test_a_head_beside_an_embedding_does_not_fit_a_tied_base():
 
 @pytest.mark.parametrize("damage, match", [
     (dict(peft_type="IA3"), "IA3.*merge_and_unload"), (dict(init_lora_weights="pissa"), "pissa"),
-    (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=8), "only plain LoRA is supported: no merged model can replace these"),
+    (dict(peft_type="PROMPT_TUNING", num_virtual_tokens=8), "only plain LoRA is supported: use PEFT, or train with LoRA"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
     (dict(bias="all"), "bias='all'"), (dict(target_parameters=["x"]), "target_parameters"),
     (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
@@ -453,7 +453,7 @@ def test_only_adapters_that_peft_can_merge_are_to_be_merged(peft, tmp_path):
             peft_format.load_adapter_folder(tmp_path, shape(), padded(VOCAB))
         advice = str(refused.value).rpartition(": ")[2]
         is_merged = hasattr(tuner, "merge_and_unload") and kind.value not in ("POLY", "XLORA")  # their layers cannot
-        assert ("merge_and_unload" in advice, "train LoRA adapters" in advice) == (is_merged, not is_merged), kind
+        assert ("merge_and_unload" in advice, "train with LoRA" in advice) == (is_merged, not is_merged), kind
 
 
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])

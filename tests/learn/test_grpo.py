@@ -256,6 +256,13 @@ def test_numbers_are_compared_exactly_however_they_are_written(answer, value):
         assert BUILT_IN["math"]("prompt", rf"\boxed{{{value}}}", {"answer": answer}) == 1, "the reference is read alike"
 
 
+@pytest.mark.parametrize("name", ["exact", "contains", "math"])
+@pytest.mark.parametrize("answer", [None, "", " \n", ["5"], {"value": 5}], ids=repr)
+def test_an_answer_that_is_no_text_or_number_is_an_error_and_no_reward(name, answer):
+    with pytest.raises(ValueError, match="the record's answer is .*, expected text or a number; correct the record"):
+        BUILT_IN[name]("prompt", "None", {"answer": answer})
+
+
 @pytest.mark.parametrize("answer", ["no number", "5-10", "12 or 13", r"\frac{\sqrt{2}}{2}", "(1, 2)", "2x", "1,5"])
 def test_a_reference_that_is_not_one_number_is_an_error_and_needs_math_verify(answer):
     with pytest.raises(ValueError, match="is not one number; correct the record, or use REWARD=math_verify"):
