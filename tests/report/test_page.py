@@ -162,6 +162,9 @@ def test_the_page_shows_all_of_its_data(show):
                   "± 2.0", "chance 25 %", "45.0 % ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GiB"):
         assert words in text, words
+    diverged = run()
+    diverged["curves"]["val_loss"]["y"][-1] = None
+    assert show(report(diverged)).locator(".tiles .value").first.inner_text() == "not finite"
 
 
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])

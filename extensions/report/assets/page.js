@@ -214,8 +214,8 @@ function resultTile(run, chart, series) {
   const below = isMain
     ? `${headline.higher ? "highest" : "lowest"} ${measured(best, error, chart)[0]} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
-  return tile(isMain ? headline.title : `Accuracy, ${series.label}`,
-    measured(last(curve.y), error, chart), below, curve);
+  const newest = curve.y.at(-1) === null ? ["not finite"] : measured(last(curve.y), error, chart);
+  return tile(isMain ? headline.title : `Accuracy, ${series.label}`, newest, below, curve);
 }
 
 /** Key figures: validation, evaluations, recent speed and goodput. */
