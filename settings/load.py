@@ -414,6 +414,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")
     warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                 for key in environ if (guess := misspelled(key)) is not None]
+    if 0 < config.max_steps < config.warmup_steps and "warmup_steps" not in deferred:
+        warnings.append(f"WARMUP_STEPS={config.warmup_steps} exceeds MAX_STEPS={config.max_steps}, so the "
+                        "rate never reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
     if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
         warnings.append(f"Without extensions/, there is no setting of these names: {', '.join(unused)}")
     notes += notes_on_layers(layers, given, environ)

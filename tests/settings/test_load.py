@@ -415,6 +415,12 @@ def test_an_environment_key_that_looks_misspelt_is_warned_of(key, meant):
     assert loaded.warnings == (f"environment: {key} is not a setting; did you mean {meant.upper()}?",)
 
 
+@pytest.mark.parametrize("warmup, is_too_long", [("100", True), ("51", True), ("50", False), ("0.9", False), ("0", False)])
+def test_a_warm_up_that_never_ends_is_warned_of(warmup, is_too_long):
+    warnings = load("--max-steps", "50", "--warmup-steps", warmup).warnings
+    assert [each.partition(",")[0] for each in warnings] == [f"WARMUP_STEPS={warmup} exceeds MAX_STEPS=50"] * is_too_long
+
+
 ORDINARY_KEYS = """
     PATH HOME USER LOGNAME SHELL LANG LC_ALL TERM PWD OLDPWD SHLVL EDITOR PAGER DISPLAY TMPDIR HOSTNAME HOST_NAME _ PS1 LS_COLORS
     XDG_RUNTIME_DIR SSH_CONNECTION SSH_AUTH_SOCK DBUS_SESSION_BUS_ADDRESS VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH
