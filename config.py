@@ -579,10 +579,9 @@ def numeric_rules(c: Config) -> Iterator[str]:
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
         fits = not c.total_batch_size % (c.max_seq_len * shares)
-        ranks = next((n for n in range(shares - 1, 0, -1)
-                      if c.total_batch_size % (c.micro_batch_size * c.max_seq_len * n) == 0), None)
-        ways = ["MICRO_BATCH_SIZE=0, which uses all rows of a step"] * fits
-        ways += [counted(ranks, "rank")] if ranks else []
+        ranks = next(([counted(n, "rank")] for n in range(shares - 1, 0, -1)
+                      if c.total_batch_size % (c.micro_batch_size * c.max_seq_len * n) == 0), [])
+        ways = ["MICRO_BATCH_SIZE=0, which uses all rows of a step"] * fits + ranks
         resuming = f"; or keep it, as a run that resumes must, and use {' or '.join(ways)}" if ways else ""
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {shares} = {need}; "

@@ -95,8 +95,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
         if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
-            raise CheckpointError("the adapters train head and embeddings separately, but the base ties "
-                                  "them; use others")
+            raise CheckpointError("the adapters untie head and embeddings, which the base ties; use others")
     for name, shape in shapes.items():
         if (tensor := remaining.pop(peft_name(name), None)) is not None:
             mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"

@@ -233,8 +233,7 @@ class RunLog:
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
-        between = between if text else " " * bool(prompt)
-        line = f"Sample: {prompt}{between}{text or '(ends at once)'}"
+        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)"
         self.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
     def close(self, finished: bool = True) -> None:
