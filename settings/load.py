@@ -383,8 +383,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         both = f"EPOCHS={config.epochs or 0:g} and MAX_STEPS={config.max_steps} are both set; keep one"
         messages = (*launch_problems(config, environ, flags.check), *rules(config),
                     *([both] if config.epochs and "max_steps" in given else ()),
-                    *without_extension(config, given),
-                    *(unused_teacher(config, layers) if "distillation_enabled" not in ignored else ()))
+                    *without_extension(config, given), *without_switch(config, layers, ignored))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
         problems += (message for message in messages if message not in missing and not names.search(message))
@@ -448,16 +447,16 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield an error if TEACHER_MODEL has no effect, unless distillation was switched off deliberately."""
-    if config.teacher_model is None or config.distillation_enabled:
-        return
-    teacher, switch = (max((index for index, layer in enumerate(layers) if name in layer.values), default=-1)
-                       for name in ("teacher_model", "distillation_enabled"))
-    if switch < teacher:
-        where = layers[teacher].values["teacher_model"][1]
-        yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
-               "DISTILLATION_ENABLED=true; set that too, or DISTILLATION_ENABLED=false to train without it")
+def without_switch(config: Config, layers: Sequence[Layer], ignored: Values) -> Iterator[str]:
+    """Yield an error for settings without effect, unless their feature was switched off deliberately."""
+    last = {name: index for index, layer in enumerate(layers) for name in layer.values}
+    for switch, prefix in (("distillation_enabled", "teacher_model"), ("lora_enabled", "lora_")):
+        idle = [name for name, value in config if name.startswith(prefix) and value is not None
+                and last.get(switch, -1) < last.get(name, -1)]
+        if idle and not getattr(config, switch) and switch not in ignored:
+            value, where = layers[last[idle[0]]].values[idle[0]]
+            yield (f"{where}: {idle[0].upper()}={shortened(str(value))} has no effect without "
+                   f"{switch.upper()}=true; set that too, or {switch.upper()}=false to train without it")
 
 
 def without_extension(config: Config, given: Values) -> Iterator[str]:

@@ -166,7 +166,7 @@ def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name, separator in SEPARATORS.items() if separator and name != "preset"}
-    config = load(config=lists | {"extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
+    config = load(config=lists | {"lora_enabled": False, "extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
     assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
     assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
@@ -551,6 +551,7 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--lora-enabled",), "LORA_ENABLED=true needs a base"),
     (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
+    (("--lora-rank", "8", "--lora-alpha", "16"), "command line: LORA_RANK=8 has no effect without LORA_ENABLED=true; set that too, or "),
     (("--epochs", "2", "--max-steps", "9"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--training-stage", "sft", "--sft-data-path", "x", "--tokenizer-path="), "start from a model that has one (PRETRAIN_CHECKPOINT), or set it to"),

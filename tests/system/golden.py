@@ -38,7 +38,7 @@ REFERENCE = "0859468"
 INTENDED: list[tuple[str, str]] = [
     (r"/generation_config\.json$", "its keys have one order, also after a resume"),
     (r"-ranks.*: keys of metrics$", "several ranks log the fastest and the slowest"),
-    (r"^data: (chats|pairs|prompts|unpaired), prepared by the reference", "version 4 of the examples is prepared again"),
+    (r"^data: (chats|pairs|prompts|unpaired), prepared by the reference", "version 5 of the examples is prepared again"),
     (r": stored outputs$", "a reference is computed only for the pairs that the run reads")]
 
 # Names of settings and state that the reference does not record, or with another default.
