@@ -383,7 +383,9 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         both = f"EPOCHS={config.epochs or 0:g} and MAX_STEPS={config.max_steps} are both set; keep one"
         messages = (*launch_problems(config, environ, flags.check), *rules(config),
                     *([both] if config.epochs and "max_steps" in given else ()),
-                    *without_extension(config, given), *without_switch(config, layers, ignored))
+                    *without_extension(config, given),
+                    *(without_switch(config, layers, "teacher_model", "distillation_enabled")
+                      if "distillation_enabled" not in ignored else ()))
         # Omit conflicts with a setting whose value is invalid.
         names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
         problems += (message for message in messages if message not in missing and not names.search(message))
@@ -411,16 +413,22 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if len(config.start_settings) > 1:
         first, *others = map(str.upper, config.start_settings)
         notes.append(f"{stage} starts from {first}, not from {' or '.join(others)}")
-    warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
-                for key in environ if (guess := misspelled(key)) is not None]
-    if 0 < config.max_steps < config.warmup_steps and "warmup_steps" not in deferred:
-        warnings.append(f"WARMUP_STEPS={config.warmup_steps} exceeds MAX_STEPS={config.max_steps}, so the "
-                        "rate never reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
-    if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
-        warnings.append(f"Without extensions/, there is no setting of these names: {', '.join(unused)}")
     notes += notes_on_layers(layers, given, environ)
-    return Settings(config, sources, (*notes,), (*warnings, *missing),
+    warnings = (*cautions(config, layers, environ, deferred), *missing)
+    return Settings(config, sources, (*notes,), warnings,
                   flags.check, is_plan, tuple(deferred), exported(layers))
+
+
+def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred: Iterable) -> Iterator[str]:
+    """Yield warnings of settings that are probably not what the user meant."""
+    yield from (f"environment: {key} is not a setting; did you mean {guess.upper()}?"
+                for key in environ if (guess := misspelled(key)) is not None)
+    if 0 < config.max_steps < config.warmup_steps and "warmup_steps" not in deferred:
+        yield (f"WARMUP_STEPS={config.warmup_steps} exceeds MAX_STEPS={config.max_steps}, so the rate never "
+               "reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
+    yield from without_switch(config, layers, "lora_", "lora_enabled")
+    if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
+        yield f"Without extensions/, there is no setting of these names: {', '.join(unused)}"
 
 
 def assigned(values: Mapping[str, Any]) -> str:
@@ -447,16 +455,15 @@ def notes_on_layers(layers: Sequence[Layer], given: Values, environ: Mapping[str
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
-def without_switch(config: Config, layers: Sequence[Layer], ignored: Values) -> Iterator[str]:
-    """Yield an error for settings without effect, unless their feature was switched off deliberately."""
+def without_switch(config: Config, layers: Sequence[Layer], prefix: str, switch: str) -> Iterator[str]:
+    """Yield a message if settings have no effect, unless their feature was switched off deliberately."""
     last = {name: index for index, layer in enumerate(layers) for name in layer.values}
-    for switch, prefix in (("distillation_enabled", "teacher_model"), ("lora_enabled", "lora_")):
-        idle = [name for name, value in config if name.startswith(prefix) and value is not None
-                and last.get(switch, -1) < last.get(name, -1)]
-        if idle and not getattr(config, switch) and switch not in ignored:
-            value, where = layers[last[idle[0]]].values[idle[0]]
-            yield (f"{where}: {idle[0].upper()}={shortened(str(value))} has no effect without "
-                   f"{switch.upper()}=true; set that too, or {switch.upper()}=false to train without it")
+    idle = [name for name, value in config if name.startswith(prefix) and value is not None
+            and last.get(switch, -1) < last.get(name, -1)]
+    if idle and not getattr(config, switch):
+        value, where = layers[last[idle[0]]].values[idle[0]]
+        yield (f"{where}: {idle[0].upper()}={shortened(str(value))} has no effect without "
+               f"{switch.upper()}=true; set that too, or {switch.upper()}=false to train without it")
 
 
 def without_extension(config: Config, given: Values) -> Iterator[str]:

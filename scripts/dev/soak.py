@@ -85,7 +85,7 @@ STAGES = {"pretrain": ("", (1, 2)), "sharded": ("", (2,)), "sft": ("sft", (1, 2)
           "dpo": ("dpo-live", (1, 2)), "lora": ("lora-sft", (1, 2)), "grpo": ("grpo", (1, 2))}
 # Twelve rows a step; a rank's rows of an adapter must have a multiple of 16 numbers.
 ROWS = 12
-ELASTIC = {"TOTAL_BATCH_SIZE": ROWS * 96, "MAX_STEPS": 6, "SAVE_EVERY": 1, "KEEP_LAST": 2}
+ELASTIC = {"TOTAL_BATCH_SIZE": ROWS * 96, "MAX_STEPS": 6, "SAVE_EVERY": 1, "KEEP_LAST": 2, "LORA_RANK": 16}
 ELASTIC_FEATURES = ["pretrain", "sft", "dpo-live", "lora-sft", "distilled", "muon"]
 ELASTIC_KILLS = 50
 GRACE_SECONDS = 3.0  # until the other ranks are killed, as by a launcher
@@ -335,7 +335,7 @@ def damage_trial(setup: Setup, number: int, name: str, damage: Callable[[Path, R
 
 def elastic_run(setup: Setup, feature: str, precision: str, rows: int, folder: Path) -> TinyRun:
     run = reproducible_run(setup.stages, feature, precision, folder)
-    run.settings |= {**ELASTIC, "MICRO_BATCH_SIZE": rows, **({"LORA_RANK": 16} if "lora" in feature else {})}
+    run.settings |= {**ELASTIC, "MICRO_BATCH_SIZE": rows}
     return run
 
 

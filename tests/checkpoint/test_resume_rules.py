@@ -83,7 +83,7 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
         return
     result = changes(before, now)
     lines = {"safe": result.notes, "curve": result.warnings}
-    silent = name in ("preset", "resume", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
+    silent = name in ("preset", "resume", "run_name", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
         assert f"{upper} was {getattr(before, name)}, is {getattr(now, name)}" in lines[kind][0]

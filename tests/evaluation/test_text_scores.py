@@ -140,7 +140,7 @@ def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_ask
 
 def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(scores, stages, tmp_path, monkeypatch):
     """Also those of an own function; at the first step, where the weights are the same."""
-    alone, divided = (stages.run("sft", tmp_path, RUN_NAME=sharding, SHARDING=sharding, METRIC="scores:letters", **GENERATION)
+    alone, divided = (stages.run("sft", tmp_path, RUN_NAME=f"sharding-{sharding}", SHARDING=sharding, METRIC="scores:letters", **GENERATION)
                       for sharding in ("none", "full"))
     job = divided.start(3, plant, env={"PYTHONPATH": os.environ["PYTHONPATH"]})
     monkeypatch.setattr(evaluate, "GENERATION_BATCH", 3)

@@ -166,7 +166,7 @@ def test_the_recorded_settings_of_an_earlier_version_are_read_if_those_that_are_
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
     lists = {name: ["seed", "dim"] for name, separator in SEPARATORS.items() if separator and name != "preset"}
-    config = load(config=lists | {"lora_enabled": False, "extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
+    config = load(config=lists | {"extensions": ["guards", "evaluate"], "eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
     assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
     assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
@@ -421,6 +421,13 @@ def test_a_warm_up_that_never_ends_is_warned_of(warmup, is_too_long):
     assert [each.partition(",")[0] for each in warnings] == [f"WARMUP_STEPS={warmup} exceeds MAX_STEPS=50"] * is_too_long
 
 
+@pytest.mark.parametrize("switch", [(), ("--lora-enabled",), ("--lora-enabled", "false")])
+def test_adapters_that_are_not_switched_on_are_warned_of(switch):
+    flags = ["--lora-rank", "8", "--lora-alpha", "16", "--pretrain-checkpoint", "base", *switch]
+    words = "command line: LORA_RANK=8 has no effect without LORA_ENABLED=true"
+    assert [each.partition(";")[0] for each in load(*flags).warnings] == [words] * (not switch)
+
+
 ORDINARY_KEYS = """
     PATH HOME USER LOGNAME SHELL LANG LC_ALL TERM PWD OLDPWD SHLVL EDITOR PAGER DISPLAY TMPDIR HOSTNAME HOST_NAME _ PS1 LS_COLORS
     XDG_RUNTIME_DIR SSH_CONNECTION SSH_AUTH_SOCK DBUS_SESSION_BUS_ADDRESS VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH
@@ -551,7 +558,6 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--lora-enabled",), "LORA_ENABLED=true needs a base"),
     (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
-    (("--lora-rank", "8", "--lora-alpha", "16"), "command line: LORA_RANK=8 has no effect without LORA_ENABLED=true; set that too, or "),
     (("--epochs", "2", "--max-steps", "9"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--training-stage", "sft", "--sft-data-path", "x", "--tokenizer-path="), "start from a model that has one (PRETRAIN_CHECKPOINT), or set it to"),
