@@ -448,7 +448,7 @@ def _find_splits(fs: Any, root: str, names: list[str], source: Source) -> tuple[
         return [*filter(re.compile(glob_translate(pattern.removeprefix("./")), case).match, inside)]
 
     files = params.get("data_files")
-    case = 0 if files is not None else re.IGNORECASE  # Test.jsonl is no training data
+    case = 0 if files is not None else re.IGNORECASE  # Test.jsonl is a test split
     patterns = finder.DEFAULT_PATTERNS_ALL if not inside else finder.sanitize_patterns(
         files) if files is not None else finder._get_data_files_patterns(resolve)
     if patterns == finder.DEFAULT_PATTERNS_ALL:

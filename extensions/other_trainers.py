@@ -76,7 +76,7 @@ def translate(name: str, value: Any) -> Optional[Union[dict[str, Any], str]]:
         is_whole = isinstance(value, list) and len(value) == len(table)
         return dict(zip(table, value)) if is_whole else shortened(f"{name}={value}") + f"; {OTHER_WAYS[form]}"
     if form in SHARES and re.match(r"0*[1-9]", text):
-        return f"{shortened(f'{name}={value}')} is no share below 1; WARMUP_STEPS is a number of steps too"
+        return f"{shortened(f'{name}={value}')} is not a share below 1; for steps, use WARMUP_STEPS"
     star = None if isinstance(value, list) else table.get("*")
     translations = [table.get(word, table.get(TRUTH.get(word), star)) for word in words]
     if translations and None not in translations:

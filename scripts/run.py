@@ -130,8 +130,8 @@ def main() -> None:
         planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
     if flags != own and ((name := peek(own)[0].get("run_name")) or values["preset"] != "sample"):
         run = Path(values.get("output_dir", "runs"), name or "")
-        show(f"{f'There is no run {run} to resume, and no' if name else 'No'} data is set, so a new run uses "
-             f"the sample data. To use other data, set {setting}.")
+        reason = f"There is no run {run} to resume, and no data is set" if name else "No data is set"
+        show(f"{reason}, so a new run uses the sample data. To use other data, set {setting}.")
 
     # Validate the settings before the preparation, which may take hours.
     path = os.path.expanduser(values.get(setting.lower(), ""))

@@ -428,7 +428,7 @@ def cautions(config: Config, layers: Sequence[Layer], environ: Mapping, deferred
                "reaches LEARNING_RATE; lower it, for example to 0.1, a share of steps")
     yield from without_switch(config, layers, "lora_", "lora_enabled")
     if unused := [*dict.fromkeys(name for layer in layers for name in layer.unused)]:
-        yield f"Without extensions/, there is no setting of these names: {', '.join(unused)}"
+        yield f"Without extensions/, these names are not settings: {', '.join(unused)}"
 
 
 def assigned(values: Mapping[str, Any]) -> str:

@@ -346,7 +346,7 @@ def hellaswag(args: Namespace, seed: int) -> dict[str, Any]:
 
 
 def spread(values: Sequence, count: int) -> Sequence:
-    """Return `count` of the values, evenly spaced: HellaSwag begins with a kind of its own, ActivityNet."""
+    """Return `count` of the values, evenly spaced: HellaSwag begins with the items of ActivityNet."""
     count = min(count, len(values))
     return [values[number * len(values) // count] for number in range(count)]
 

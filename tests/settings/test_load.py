@@ -341,7 +341,7 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
 def test_without_extensions_an_unknown_name_is_a_warning_and_a_typo_is_an_error(monkeypatch):
     monkeypatch.setattr("settings.names.EXTENSION_SECTIONS", {})
     warnings = load("--my-chart", "on", env="PRESET=debug\nMY_EVERY=3\n", config={"a": {"my_name": "x"}}).warnings
-    assert warnings == ("Without extensions/, there is no setting of these names: MY_EVERY, MY_NAME, --my-chart",)
+    assert warnings == ("Without extensions/, these names are not settings: MY_EVERY, MY_NAME, --my-chart",)
     assert problems("--max-stepz", "1", env="MY_EVERY=3\n") == ["command line: unknown flag --max-stepz; did you mean --max-steps?"]
     core = {name for section in CORE_SECTIONS for name in section.model_fields}
     assert [name for name in Config.model_fields if name not in core and "did you mean" in advice(name, core)] == ["optimizer_dtype"]

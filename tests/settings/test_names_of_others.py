@@ -72,7 +72,7 @@ def test_a_share_of_the_steps_is_one_however_the_steps_are_given():
         assert max(range(100), key=lambda step: learning_rate(step, config)) == max(0, steps - 1)
     assert "WARMUP_STEPS=1.5 must be a whole number" in problems("--warmup_steps", "1.5")[0]
     for value in ("1", "1.0", "10"):
-        assert f"warmup_ratio={value} is no share below 1; WARMUP_STEPS is" in problems("--warmup_ratio", value)[0]
+        assert f"warmup_ratio={value} is not a share below 1; for steps, use WARMUP" in problems("--warmup_ratio", value)[0]
 
 
 @pytest.mark.parametrize("flags, config, stage, name", [
