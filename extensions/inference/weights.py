@@ -23,7 +23,7 @@ from config import START_FROM, ModelConfig, RunConfig, extension_module
 from data_pipeline.shards import prepared_folder
 from extensions.inference.text import LanguageModel
 from fused.matmul import linear, pack
-from lora import add_adapters, cast_base, load_adapter_state_dict
+from lora import LoRALinear, add_adapters, cast_base, load_adapter_state_dict
 from model import Linear, Transformer, padded
 from model_utils import DTYPES, bf16_is_fast, choose_device, model_on_meta, read_model_config
 from parallel.fsdp import is_sharded
@@ -218,6 +218,18 @@ class Int8Linear(nn.Module):
 
 
 @torch.no_grad()
+def add_products(model: Transformer) -> None:
+    """Add the adapters' products to their matrices, for speed; a quantized base keeps adapters."""
+    for name, layer in [*model.named_modules()]:
+        if isinstance(layer, LoRALinear) and layer.scales is None:
+            parent, _, last = name.rpartition(".")
+            with torch.device("meta"):
+                merged = Linear(layer.in_features, layer.out_features)
+            merged.weight = nn.Parameter(layer.merged().to(model.compute_dtype), requires_grad=False)
+            setattr(model.get_submodule(parent), last, merged)
+
+
+@torch.no_grad()
 def pack_weights(model: Transformer, int8: bool = False) -> None:
     """Lay out a frozen model's matrices for `fused.matmul.linear`; with `int8`, quantize the blocks'."""
     for name, layer in [*model.named_modules()]:
@@ -253,6 +265,8 @@ def load_to_generate(folder: Path, base: Optional[str] = None,
     if weights == "int8" and device_and_dtype(None, dtype)[0].type != "cpu":
         raise SettingsError("--weights int8 is for a CPU; choose bf16 on a GPU")
     model, tokenizer = load_for_use(folder, base, dtype=dtype)
+    if weights != "int8":  # whose rounding would change the adapters too
+        add_products(model)
     pack_weights(model, weights == "int8")
     unused = {key: value for key, value in tokenizer.generation.items()
               if key not in (*GENERATION_IDS, SUPPRESSED, "transformers_version", "use_cache")

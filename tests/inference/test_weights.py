@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import LoraConfig, ModelConfig
 from extensions.inference import weights
 from extensions.inference.engine import generate
-from extensions.inference.weights import INT8_ROWS, Int8Linear, pack_weights, packed_weights
+from extensions.inference.weights import INT8_ROWS, Int8Linear, add_products, pack_weights, packed_weights
 from fused.matmul import CPU_MULTIPLIES_BF16, linear, pack
 from lora import add_adapters, cast_base
 from model import Transformer
@@ -83,6 +83,23 @@ def test_what_is_rounded_once_instead_of_for_every_token_writes_the_same(adapter
         assert generate(model, PROMPTS, 20) == expected
     assert once.count == 0 and (every_token.count >= 20 or adapters == {})  # then all was rounded at the start
     assert model.head_matrix.packed is None
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_adapters_are_added_to_matrices_that_are_not_quantized(quantization):
+    model, tokens = new_model(torch.float32), torch.tensor(PROMPTS[1:2])
+    add_adapters(model, LoraConfig(lora_enabled=True, lora_rank=2, lora_base_quantization=quantization), torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        alone = model(tokens, mode="logits")
+        for name, factor in model.named_parameters():
+            if name.endswith("lora_B"):
+                factor.normal_(generator=torch.Generator().manual_seed(2))
+        expected = model(tokens, mode="logits")
+        add_products(model)
+        torch.testing.assert_close(model(tokens, mode="logits"), expected, rtol=1e-4, atol=1e-4)
+    assert float((expected - alone).abs().max()) > 0.01
+    assert any("lora_" in name for name in model.state_dict()) == (quantization != "none")
+    assert not any(weight.requires_grad for name, weight in model.named_parameters() if "lora_" not in name)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 300])
