@@ -217,8 +217,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
     # It may have been prepared with --on-bad-record skip.
     skipped = read_own_json(folder / MANIFEST)["skipped"]
     advice = f"{folder} lacks such records: correct them, or use --on-bad-record skip"
-    Reading(options.on_bad_record == "skip", advice, bad=skipped["bad"],
-            bad_records=skipped["bad_records"]).settle()
+    Reading(options.on_bad_record == "skip", advice, **skipped).settle()
     return folder
 
 
@@ -320,17 +319,17 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
                 end = {} if fraction is None else {"end": {**chunk_end._asdict(), "split": split_plan}}
                 write_json(folder / JOURNAL, {
                     **plan.head, "source": plan.source, "chunks": chunks_done, "splits": splits,
-                    "removed": removed, **end,
-                    "refused": {"bad": refused.bad, "bad_records": refused.bad_records}})
+                    "removed": removed, **end, "refused": refused.counts})
                 last_sync, listed = time.monotonic(), finished
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
         bar.total = bar.n
     # Combine what the reader and the workers skipped.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
-    Reading(skip_bad, reading.advice, bad=skipped["bad"], bad_records=skipped["bad_records"]).settle()
-    skipped |= {name: dict(counts) for name, counts in (("dropped", reading.dropped),
-                                                        ("literals", reading.literals)) if counts}
+    skipped |= {name: dict(counts) for name, counts in (
+        ("bad_kinds", reading.bad_kinds | refused.bad_kinds), ("dropped", reading.dropped),
+        ("literals", reading.literals)) if counts}
+    Reading(skip_bad, reading.advice, **skipped).settle()
     if not splits["train"]["documents"]:
         raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, removed)
     return {"splits": splits, "skipped": skipped,
@@ -477,7 +476,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         lines.append(f"As text: {', '.join(names)}. Such names in a source never become control tokens; " + (
             "write turns as messages" if kind else "--documents splits at lines with one"))
     bad = counted(skipped["bad"], "bad record")
-    left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], skipped["bad_records"])]
+    left_out = [(f"Skipped: {empty}{bad}", skipped["bad"], Reading(**skipped).listing())]
     left_out += [(f"Removed: {counted(removed['count'], noun)} with text of evaluation items",
                   removed["count"], removed["listed"]) for removed in manifest.get("removed", {}).values()]
     for line, number, listed in left_out:

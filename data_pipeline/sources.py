@@ -4,9 +4,12 @@ Records are streamed as (where, record), where `where` is the file and line (or 
 `Reading` has the policy for unusable records, and counts what was read.
 """
 
+import bz2
 import glob
+import gzip
 import io
 import json
+import lzma
 import os
 import re
 from collections import Counter, defaultdict
@@ -18,7 +21,6 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-import fsspec
 from fsspec.utils import glob_translate
 
 from common import remote
@@ -34,12 +36,14 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": 
            ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 TABLES = ("parquet", "arrow")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+STREAMS = {"bz2": bz2.BZ2Decompressor, "xz": partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)}
 READABLE = f"{' '.join(FORMATS)}, also compressed as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS, SHOWN_BAD_RECORDS, SHOWN_COLUMNS, SHOWN_NAMES = 1000, 20, 20, 3
 MAX_LINE_BYTES, MAX_ARRAY_BYTES = 1 << 30, 1 << 33  # in memory; compressed files may unpack to much more
 START_BYTES = 8192  # read first, to distinguish JSON lines from an array, and text from other encodings
 TABLE_ROWS = 1000  # read from a table at once
 ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream, whose messages all begin with its first half
+VARIABLE = re.compile(r"\d+|'[^']* [^']*'")  # differs in the reasons of bad records of one kind
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, as decoded by surrogateescape
 SAVED_FILES = ("dataset_dict.json", "state.json")  # one is in each folder that `datasets` saved
 DATASET_CARD = "README.md"  # its header can list configs, with the files of each split
@@ -142,6 +146,7 @@ class Reading:
     refused: int = 0  # bad records that were read here; others are from a journal
     bad: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
+    bad_kinds: dict[str, Sequence] = field(default_factory=dict)  # number, the first, where the second is
     empty: int = 0
     separators: int = 0  # lines that separated documents
     bytes_done: int = 0
@@ -156,7 +161,7 @@ class Reading:
     @property
     def counts(self) -> dict[str, Any]:
         return {name: copy(getattr(self, name)) for name in
-                ("bad", "bad_records", "empty", "separators", "dropped", "literals")}
+                ("bad", "bad_records", "bad_kinds", "empty", "separators", "dropped", "literals")}
 
     @property
     def fraction(self) -> float | None:
@@ -169,14 +174,25 @@ class Reading:
         self.bad += 1
         if len(self.bad_records) < LISTED_BAD_RECORDS:
             self.bad_records.append(f"{where}: {reason}")
+        kind = VARIABLE.sub("#", reason)
+        number, first, second = self.bad_kinds.get(kind, (0, f"{where}: {reason}", ""))
+        if number or len(self.bad_kinds) < LISTED_BAD_RECORDS:
+            self.bad_kinds[kind] = (number + 1, first, second or (where if number else ""))
 
     def settle(self) -> None:
         """Raise DataError with the unusable records so far, unless they are skipped."""
         if self.bad and not self.skip_bad:
-            shown = self.bad_records[:SHOWN_BAD_RECORDS]
-            first = f" (the first {len(shown)} below)" * (len(shown) < self.bad)
-            raise DataError(*([f"{shown[0]}; {self.advice}"] if self.bad == 1 else
-                              [f"{self.bad:,} bad records{first}; {self.advice}", *shown]))
+            raise DataError(*([f"{self.bad_records[0]}; {self.advice}"] if self.bad == 1 else
+                              [f"{self.bad:,} bad records; {self.advice}", *self.listing()]))
+
+    def listing(self) -> list[str]:
+        """Return the unusable records if there are few, else a line for each kind."""
+        lines = self.bad_records
+        if self.bad > SHOWN_BAD_RECORDS and self.bad_kinds:
+            lines = [first + (f" (also {second}" + f" and {number - 2:,} more" * (number > 2) + ")"
+                              if number > 1 else "") for number, first, second in self.bad_kinds.values()]
+        hidden = len(lines) - SHOWN_BAD_RECORDS
+        return lines[:SHOWN_BAD_RECORDS] + [f"... and {hidden:,} more"] * (hidden > 0)
 
 
 Records = Iterator[tuple[str, Any]]
@@ -502,6 +518,35 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         yield where, text
 
 
+class Unpacked(io.RawIOBase):
+    """The content of a .bz2 or .xz file of one or more streams.
+
+    The readers of the standard library ignore all that follows a stream and does not begin another.
+    """
+
+    def __init__(self, raw: Any, start: Callable[[], Any]):
+        self.raw, self.start, self.stream = raw, start, start()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            packed = b""
+            if self.stream.eof:  # zeros may follow
+                blocks = chain([self.stream.unused_data], iter(partial(self.raw.read, 1 << 16), b""))
+                packed = next(filter(None, (block.lstrip(b"\0") for block in blocks)), b"")
+                if not packed:
+                    return 0
+                self.stream = self.start()
+            elif self.stream.needs_input and not (packed := self.raw.read(1 << 16)):
+                raise EOFError("the file ends within its compressed content")
+            data = self.stream.decompress(packed, len(buffer))
+        buffer[:len(data)] = data
+        return len(data)
+
+
 def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the lines of a text file, or the objects of JSON lines or of an array in a .json file."""
     with reading_errors(file.url), file.open() as raw:
@@ -510,8 +555,10 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
             if file.compression == "zstd":  # fsspec's reader takes a file that was cut off as complete
                 import pyarrow as pa
                 unpacked = pa.CompressedInputStream(raw, "zstd")
+            elif file.compression == "gzip":
+                unpacked = gzip.GzipFile(fileobj=raw)
             else:
-                unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
+                unpacked = Unpacked(raw, STREAMS[file.compression])
             stream = io.BufferedReader(unpacked, 1 << 20)  # Arrow's reader has no lines
             stem = os.path.splitext(file.name)[0]
         start = stream.peek(START_BYTES)
@@ -608,7 +655,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
     datasets = _import_datasets(f"{file.url}, a table,")
     with reading_errors(file.url), file.open() as raw:
         check_start(file.url, start := raw.peek(START_BYTES))
-        if start.startswith(ARROW_END[:4]):
+        if is_stream := start.startswith(ARROW_END[:4]):
             raw.seek(-len(ARROW_END), os.SEEK_END)
             if raw.read() != ARROW_END:
                 remote_data.say_once(f"{file.url}: has no end mark; if its writer was stopped between two "
@@ -616,8 +663,28 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
             raw.seek(0)
         name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
         options = {"batch_size": TABLE_ROWS} if file.format == "parquet" else {}
-        rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True, **options)
+        try:
+            rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True, **options)
+        except ValueError:
+            _check_types(file, raw, is_stream)
+            raise
         yield from _read_rows(rows, columns, f"{file.url}:", reading)
+
+
+def _check_types(file: StoredFile, raw: Any, is_stream: bool) -> None:
+    """Raise DataError for a column of a table with a type that `datasets` cannot read, such as a map."""
+    import pyarrow as pa
+    from datasets import Features
+    from pyarrow.parquet import read_schema
+
+    raw.seek(0)
+    open_arrow = pa.ipc.open_stream if is_stream else pa.ipc.open_file
+    for column in read_schema(raw) if file.format == "parquet" else open_arrow(raw).schema:
+        try:
+            Features.from_arrow_schema(pa.schema([column]))
+        except ValueError as error:
+            raise DataError(f"{file.url}: column {column.name!r} has the type {column.type}, which `datasets` "
+                            "cannot read; drop the column, or write its values as JSON text") from error
 
 
 def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -> Records:

@@ -60,7 +60,7 @@ def main() -> None:
     texts = (document.text for source in sources for document in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
-    for record in reading.bad_records:
+    for record in reading.listing():
         print_safely(f"skipped {record}", sys.stderr)
     show(f"Wrote {args.output}: {len(ranks):,} tokens and {len(SPECIALS)} special tokens, "
          f"{len(ranks) + len(SPECIALS):,} ids; {counted(reading.bad, 'record')} skipped",

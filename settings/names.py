@@ -28,9 +28,9 @@ SECTIONS_OF_OTHERS = ("train", "training", "trainer", "optimizer", "lr_scheduler
 EXPECTATIONS = {
     "int_parsing": "expected a whole number", "int_from_float": "expected a whole number",
     "float_parsing": "expected a number", "bool_parsing": "expected true or false",
-    "literal_error": "expected {expected}", "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}", "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}"}
+    "literal_error": "expected {expected}", "greater_than": "must be greater than {gt:,.16g}",
+    "greater_than_equal": "must be at least {ge:,.16g}", "less_than": "must be less than {lt:,.16g}",
+    "less_than_equal": "must be at most {le:,.16g}"}
 
 
 def forms(name: str) -> list[str]:

@@ -83,14 +83,16 @@ def test_packed_files_are_read_and_one_that_would_fill_the_memory_is_refused(tmp
 
 
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
-def test_a_packed_file_that_was_cut_off_is_an_error_wherever_its_content_ends(tmp_path, suffix, packed):
+def test_a_packed_file_that_was_cut_off_or_goes_on_otherwise_is_an_error(tmp_path, suffix, packed):
     path, whole = tmp_path / f"x.txt.{suffix}", packed.compress(b"".join(b"line %d\n" % number for number in range(500)))
-    for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3]):
+    for content in (whole[:-1], whole[:len(whole) // 2], whole[:12], whole + whole[:-3],
+                    whole + b"\n", whole + b"junk" * 30_000, 2 * whole + b"{}\n" * 9):
         path.write_bytes(content)
         with pytest.raises(DataError, match=f"{path.name}: .*; check that it exists, is complete and can be read"):
             texts_of(path)
-    path.write_bytes(2 * whole)
-    assert len(texts_of(path, documents="line")[0]) == 1000
+    for between in (b"", packed.compress(b""), *([b"\0" * 100_000] if suffix != "zst" else [])):  # zeros as from a tape
+        path.write_bytes(whole + between + whole + between)
+        assert len(texts_of(path, documents="line")[0]) == 1000
 
 
 def test_an_arrow_stream_without_its_end_is_named(tmp_path, capsys):
@@ -103,6 +105,17 @@ def test_an_arrow_stream_without_its_end_is_named(tmp_path, capsys):
     os.truncate(tmp_path / "x.arrow", os.path.getsize(tmp_path / "x.arrow") - end)
     texts_of(tmp_path / "x.arrow")
     assert "x.arrow: has no end mark; if its writer was stopped between two batches, rows are missing" in capsys.readouterr().err
+
+
+def test_a_column_of_a_type_that_cannot_be_read_is_named(tmp_path):
+    table = pa.table({"text": ["a"], "tags": pa.array([[("x", "y")]], pa.map_(pa.string(), pa.string()))})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for open_file, name in ((pa.ipc.new_stream, "stream.arrow"), (pa.ipc.new_file, "file.arrow")):
+        with open_file(tmp_path / name, table.schema) as file:
+            file.write_table(table)
+    for name in ("x.parquet", "stream.arrow", "file.arrow"):
+        with pytest.raises(DataError, match=rf"{name}: column 'tags' has the type map<string, string.*drop the column"):
+            texts_of(tmp_path / name)
 
 
 def test_what_is_empty_is_named(tmp_path, capsys):
@@ -530,14 +543,22 @@ def test_of_many_columns_the_error_lists_the_first(tmp_path):
         texts_of(tmp_path / "x.jsonl")
 
 
-def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path):
+@pytest.mark.parametrize("count", [20, 50])
+def test_all_bad_records_of_a_file_are_reported_at_once_and_later_files_are_not_read(tmp_path, count):
+    lines = [('{"text": "good"}', '{"text": 1}', f'{{"text": "{"x" * number}\\u0000"}}', '{"body": ""}')[number % 4] for number in range(count)]
     for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text("".join('{"text": 1}\n' if number % 2 else '{"text": "good"}\n' for number in range(50)))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as refused:
         texts_of(tmp_path)
     first, *places = str(refused.value).split("\n")
-    assert first.startswith("25 bad records (the first 20 below); ") and "--on-bad-record skip" in first
-    assert places == [f"{tmp_path}/a.jsonl:{2 * number}: column 'text' is a number, expected text" for number in range(1, 21)]
+    number, file = sum(each % 4 > 0 for each in range(count)), f"{tmp_path}/a.jsonl"
+    assert first == f"{number} bad records; correct the data, or skip such records: --on-bad-record skip"
+    if count == 20:  # few are listed one by one
+        assert [place.partition(": ")[0] for place in places] == [f"{file}:{each + 1}" for each in range(count) if each % 4]
+    else:
+        assert places == [f"{file}:2: column 'text' is a number, expected text (also {file}:6 and 11 more)",
+                          f"{file}:3: column 'text' contains a NUL at character 3 (also {file}:7 and 10 more)",
+                          f"{file}:4: has no column 'text'; it has 'body' (--column) (also {file}:8 and 10 more)"]
 
 
 @pytest.mark.parametrize("splitter, kept", [

@@ -467,6 +467,7 @@ def test_flags_in_every_spelling():
     (("--no-compile",), "unknown flag --no-compile; did you mean --compile false?"),
     (("--chekc",), "unknown flag --chekc; did you mean --check?"), (("--debug", "maybe"), "DEBUG=maybe: expected true or false"),
     (("--learning-rate", "-1"), "LEARNING_RATE=-1: must be greater than 0"), (("--max-steps", "2.5"), "MAX_STEPS=2.5: expected a whole number"),
+    (("--dpo-beta", "1e30"), "DPO_BETA=1e30: must be at most 9,007,199,254,740,992"),
     (("--lr-schedule", "linear"), "LR_SCHEDULE=linear: expected 'cosine', 'wsd' or 'constant'")])
 def test_flags_that_cannot_be_used(flags, expected):
     line, = problems(*flags)
