@@ -33,7 +33,16 @@ import numpy as np
 from common.errors import DataError
 from common.text import command, counted
 from data_pipeline.shards import HEADER_BYTES, Cache, TokenizerInfo, Tokens, TokenSet, open_token_set
-from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records, type_name
+from data_pipeline.sources import (
+    Reading,
+    Source,
+    columns_of,
+    contents_of,
+    flaw_of,
+    read_records,
+    type_name,
+    unique,
+)
 from data_pipeline.templates import ChatFormat, Messages, Segments, is_said, is_target, load_chat_format
 from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
@@ -60,7 +69,8 @@ OTHER_MARK = re.compile("(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
 CONTENTS = ("content", "value", "text", "output", "result", "response", "parts")
 ARGUMENTS = ("args", "input", "inputs", "kwargs", "params")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-MEDIA_PLACE = re.compile("<(image|audio|video)>")  # in a text: where one of the record's belongs
+# In a text: where one of the record's belongs, such as <image>, <image 1> or <|image_pad|>.
+MEDIA_PLACE = re.compile(r"<\|?(image|audio|video)[ _]?\w*\|?>|\[IMG\]")
 # Columns with the request, and formats of chats by request and answer; both best first.
 REQUESTS = ("prompt", "instruction", "question", "messages", "conversations")
 CHATS = (("messages", ""), ("conversations", ""), ("instruction", "instances"), ("instruction", "output"),
@@ -177,7 +187,7 @@ def _plain_value(name: str, value: Any) -> Any:
     if isinstance(value, float) and value != value:
         return None
     if name in MARKS and isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(value.lower())
     return value
 
@@ -286,7 +296,7 @@ def pair_of(where: str, record: Record, drop: Drop = str, mapped: Names = ()) ->
     chosen, rejected = (_spoken_turns(_parsed(name, record[name])) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same kind")
-    if isinstance(chosen, str) and not prompt:
+    if isinstance(chosen, str) and not request:
         shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
         prompt = [{"role": "user", "content": shared}]
 
@@ -388,7 +398,11 @@ def _request_in(column: str, record: Record, drop: Drop) -> Messages:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Return the list of a text that is messages in JSON, and any other value unchanged."""
+    """Return the messages, or the one message, of a text that is their JSON; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            message = json.loads(value)
+            return message if message.keys() in ({"role", "content"}, {"from", "value"}) else value
     is_written = isinstance(value, str) and WRITTEN_DIALOG.fullmatch(value)
     return json_in(name, value, list) if is_written else value
 
@@ -536,8 +550,12 @@ def calls_in(name: str, calls: Any, drop: Drop = str) -> list[dict[str, Any]]:
 
 def json_in(name: str, value: Any, expected: type) -> Any:
     """Return a list or an object, which may also be given as its JSON."""
-    with suppress(ValueError):
-        value = json.loads(value) if isinstance(value, str) else value
+    try:
+        value = json.loads(value, object_pairs_hook=unique) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        pass  # it is text
+    except (ValueError, RecursionError) as error:  # a name that occurs twice; nested too deeply
+        raise DataError(f"{name}: {error}") from error
     if not isinstance(value, expected):
         kind = {list: "a list", dict: "an object"}[expected]
         raise DataError(f"{name} is {type_name(value)}, expected {kind}, or its JSON")

@@ -62,6 +62,7 @@ EFFECTS = {
     "map": ("hub files records", "plain text has no columns; remove it"),
     "documents": ("hub files text records", "each row is a document; remove it"),
 }
+SHARD = re.compile(r"(.*)(\d{5})(-of-(\d{5})\D.*)", re.DOTALL)  # the name of one of several files
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPLITTERS = ("whole", "line", "blank", "wikitext")  # ways to split text into documents
 TYPE_NAMES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text",
@@ -309,8 +310,9 @@ def list_files(source: Source) -> list[StoredFile]:
             split = source.split or "train"
             if not splits.get(split):
                 everything = os.path.join(glob.escape(path.rstrip("/")), "**")
-                raise DataError(f"{path} has no split {split!r}, only {', '.join(splits)}; choose one with "
-                                f"--split, or read all files with a glob: {everything!r}")
+                others = ", ".join(filter(splits.get, splits)) or "empty ones"
+                raise DataError(f"{path} has no split {split!r}, only {others}; choose one with --split, or "
+                                f"read all files with a glob: {everything!r}")
             chosen, of_split = splits.pop(split), f" of split {split}"
         files = []
         for name in (name for name in chosen if format_of(name)[0]):
@@ -331,13 +333,30 @@ def list_files(source: Source) -> list[StoredFile]:
         if os.path.basename(name) not in (*SAVED_FILES, "dataset_info.json"):
             reason = others.get(name, "in no split") if format_of(name)[0] else "of other formats"
             unread[reason].append(name)
+    if missing := _missing(names if root else ()):
+        unread["missing"] = missing
     check_flags(source, {"text" if file.format == "text" else "records" for file in files}
                 | ({"splits"} if of_split else set()) | ({"configs"} if has_configs else set()))
-    if unread:
-        read = counted(len(files) - len(unread.get("empty", ())), "file")
-        remote_data.say_once(f"{without_passwords(path)}: reading {read}{of_split}; "
-                             f"not read: {_counts_of(unread, root)}")
+    texts = [file.name for file in files if file.format == "text"]
+    is_mixed = 0 < len(texts) < len(files)  # a license may be among them
+    if unread or is_mixed:
+        read = counted(len(files) - len(unread.get("empty", ())), "file") + of_split
+        read += f", {_counts_of({'of plain text': texts}, root)}" * is_mixed
+        remote_data.say_once(f"{without_passwords(path)}: reading {read}"
+                             + f"; not read: {_counts_of(unread, root)}" * bool(unread))
     return files
+
+
+def _missing(names: Sequence[str]) -> list[str]:
+    """Return the missing names of sets such as train-00000-of-00002.jsonl and train-00001-of-00002.jsonl."""
+    numbers = defaultdict(set)
+    for match in filter(None, map(SHARD.fullmatch, names)):
+        numbers[match.group(1, 3, 4)].add(int(match[2]))
+    missing = []
+    for (before, after, count), present in numbers.items():
+        first = int(max(present) >= int(count))  # some sets begin with 00001
+        missing += [f"{before}{number:05}{after}" for number in {*range(first, first + int(count))} - present]
+    return missing
 
 
 def _counts_of(unread: Mapping[str, list[str]], root: str) -> str:
@@ -585,7 +604,9 @@ def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Re
                 yield where, record
             else:
                 expected = "an object as each item" if is_array else "one JSON object per line"
-                reading.refuse(where, f"expected {expected}, got {type_name(record)}")
+                reading.refuse(where, f"expected {expected}, got {type_name(record)}"
+                               + " (an array of records belongs in a .json file)"
+                               * (isinstance(record, list) and not is_array))
 
 
 def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
@@ -664,7 +685,8 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
         name = glob.escape(file.name) if file.is_local else f"/dev/fd/{raw.fileno()}"  # of a downloaded file
         options = {"batch_size": TABLE_ROWS} if file.format == "parquet" else {}
         try:
-            rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True, **options)
+            rows = datasets.load_dataset(file.format, data_files=[name], split="train", streaming=True,
+                                         **options)
         except ValueError:
             _check_types(file, raw, is_stream)
             raise
@@ -683,8 +705,8 @@ def _check_types(file: StoredFile, raw: Any, is_stream: bool) -> None:
         try:
             Features.from_arrow_schema(pa.schema([column]))
         except ValueError as error:
-            raise DataError(f"{file.url}: column {column.name!r} has the type {column.type}, which `datasets` "
-                            "cannot read; drop the column, or write its values as JSON text") from error
+            raise DataError(f"{file.url}: column {column.name!r} has the type {column.type}, which `datasets`"
+                            " cannot read; drop the column, or write its values as JSON text") from error
 
 
 def _read_rows(rows: Any, columns: Sequence[str], name: str, reading: Reading) -> Records:
@@ -739,6 +761,8 @@ def _without_added_nulls(arrow_type: Any) -> Callable[[Any], Any] | None:
 
 def columns_of(record: Mapping[str, Any]) -> str:
     """Return the names of a record's columns, for an error message."""
+    if "" in record:
+        return "a line of plain text"
     names = [f"{name!r:.40}" + (" (null)" if value is None else "")
              for name, value in islice(record.items(), SHOWN_COLUMNS)]
     more = f" and {len(record) - SHOWN_COLUMNS:,} more" if len(record) > SHOWN_COLUMNS else ""

@@ -51,6 +51,8 @@ def read(kind, tmp_path, *records, **options):
     # Messages as their JSON, as in columns of tables.
     ({"messages": json.dumps([SYSTEM, ASK, SAY])}, [SYSTEM, ASK, SAY]),
     ({"prompt": json.dumps([ASK]), "completion": f" {json.dumps([SAY], indent=1)}\n"}, [ASK, SAY]),
+    ({"prompt": json.dumps(ASK), "completion": json.dumps(share(("gpt", "So."))[0])}, [ASK, SAY]),
+    ({"prompt": "Why?", "completion": '{"from": 1, "to": 2, "value": 3}'}, [ASK, {**SAY, "content": '{"from": 1, "to": 2, "value": 3}'}]),
     ({"instruction": "Why?", "output": '[{"name": "a"}]'}, [ASK, {**SAY, "content": '[{"name": "a"}]'}]),
     ({"messages": [{"role": "user", "content": " Why?\n"}, SAY]}, [{"role": "user", "content": " Why?\n"}, SAY]),
 ])
@@ -101,7 +103,11 @@ def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
     ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}, {"role": "tool", "output": "1"}, SAY]}, r"messages\[2\] has no 'content'; it has 'role', 'output'"),
     ({"messages": [{"role": "system", "text": "Be kind."}, ASK, SAY]}, r"messages\[0\] has no 'content'; it has 'role', 'text'"),
     ({"messages": [{**ASK, "images": ["a.png"]}, SAY]}, r"messages\[0\] has images; only text is supported"),
-    ({"conversations": share(("human", "<image>\nWhy?"), ("gpt", "So.")), "image": "a.png"}, "its text refers to its image; only text is supported"),
+    *(({"conversations": share(("human", f"{place}\nWhy?"), ("gpt", "So.")), "image": "a.png"}, "its text refers to its image; only text is supported")
+      for place in ("<image>", "<image_1>", "<|image_pad|>", "[IMG]")),
+    # JSON in a text.
+    ({"messages": "[" * 100_000}, "messages: .*recursion"), ({"prompt": "Why?", "completion": "So.", "tools": "[" * 100_000}, "tools: .*recursion"),
+    ({"messages": json.dumps([ASK, SAY])[:-2] + ', "content": "No."}]'}, "messages: an object has 'content' 2 times; keep one"),
 ])
 def test_a_record_that_is_not_a_chat_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):
@@ -179,6 +185,7 @@ def test_an_unpaired_answer_is_stored_beside_that_of_another_prompt_which_is_no_
     ({"prompt": "Why?", "chosen": SO, "rejected": SO + " "}, "chosen and rejected are equal"),
     ({"prompt": "Why?", "chosen": "", "rejected": NO}, "chosen is empty"),
     ({"prompt": "", "chosen": SO, "rejected": NO}, "prompt is empty"),
+    ({"prompt": [], "chosen": "The sky is blue.", "rejected": "The sky is black."}, "has no messages"),
     ({"prompt": 5, "chosen": SO, "rejected": NO}, "prompt is a number, expected a list of messages or text"),
     ({"prompt": "Why?", "chosen": 5, "rejected": 6}, "chosen is a number"),
     ({"prompt": "Why?", "chosen": SO, "rejected": "\ud800"}, "rejected contains a lone surrogate"),

@@ -39,7 +39,7 @@ def jsonl(*texts):
 
 
 @pytest.mark.parametrize("line, reason", [
-    (b'["a", "list"]', "expected one JSON object per line, got a list"),
+    (b'["a", "list"]', "expected one JSON object per line, got a list (an array of records belongs in a .json file)"),
     (b'{"body": "x"}', "has no column 'text'; it has 'body'"),
     (b'{"text": null}', "column 'text' is null"),
     (b'{"text": "a\\u0000b"}', "contains a NUL at character 2"),
@@ -127,6 +127,13 @@ def test_what_is_empty_is_named(tmp_path, capsys):
         texts_of(f"{tmp_path}/sub*")
     assert texts_of(tmp_path)[0] == ["sub/b.jsonl"]
     assert "reading 1 file; not read: 1 empty (sub/c.jsonl); 1 hidden (.a.jsonl)" in capsys.readouterr().err
+
+
+def test_missing_files_of_a_set_and_plain_text_among_records_are_named(tmp_path, capsys):
+    write_tree(tmp_path, "x-00000-of-00003.jsonl", "x-00002-of-00003.jsonl", "y-00001-of-00002.jsonl", "y-00002-of-00002.jsonl", "LICENSE.txt")
+    assert len(texts_of(tmp_path)[0]) == 5
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: reading 5 files, 1 of plain text (LICENSE.txt); not read: 1 missing (x-00001-of-00003.jsonl)\n")
 
 
 def test_the_names_of_splits_may_have_capitals(tmp_path):
@@ -462,6 +469,9 @@ def test_the_configs_in_a_readme_say_which_files_are_read(tmp_path, capsys):
         "2 of other formats (README.md, image.png); 2 of split quiz (b/one.jsonl, b/two.jsonl)\n")
     assert texts_of(tmp_path, config="easy", split="quiz")[0] == ["b/one.jsonl", "b/two.jsonl"]
     assert texts_of(tmp_path, config="hard", split="test")[0] == ["c/test.jsonl"]
+    (tmp_path / "README.md").write_text("---\nconfigs: [{config_name: default, data_files: moved/*}]\n---\n")
+    with pytest.raises(DataError, match="has no split 'train', only empty ones; choose one with --split, or read all files"):
+        texts_of(tmp_path)
     (tmp_path / "README.md").write_text("---\nconfigs: 3\n---\n")
     with pytest.raises(DataError, match="README.md: Expected configs to be a list"):
         texts_of(tmp_path)
