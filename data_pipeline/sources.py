@@ -9,6 +9,7 @@ import glob
 import gzip
 import io
 import json
+import logging
 import lzma
 import os
 import re
@@ -669,6 +670,7 @@ def _import_datasets(source: str) -> Any:
     with requires_package("datasets", source):
         import datasets
     datasets.config.TORCH_AVAILABLE = False  # streams would import it for its DataLoader: 3 s and 200 MB
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
     return datasets
 
 
