@@ -763,7 +763,7 @@ def _without_added_nulls(arrow_type: Any) -> Callable[[Any], Any] | None:
 
 def columns_of(record: Mapping[str, Any]) -> str:
     """Return the names of a record's columns, for an error message."""
-    if "" in record:
+    if [*record] == [""]:
         return "a line of plain text"
     names = [f"{name!r:.40}" + (" (null)" if value is None else "")
              for name, value in islice(record.items(), SHOWN_COLUMNS)]
