@@ -66,8 +66,7 @@ def evaluations(run: Run) -> Iterator[Evaluation]:
                                                  ("Validation", "val_loss", validation))
         yield Evaluation(title, "validation", config.validate_every, metric, partial(measure, run))
     for choices in inputs.choice_sets:
-        phase = "HellaSwag" if choices.name == "hellaswag" else choices.name
-        yield Evaluation(choices.title, phase, config.hellaswag_every, f"{choices.name}_acc",
+        yield Evaluation(choices.title, choices.title, config.hellaswag_every, f"{choices.name}_acc",
                          partial(multiple_choice, run, choices))
     for extension in run.extensions:
         yield from extension.further_evaluations(run)
@@ -177,7 +176,8 @@ def validation(run: Run) -> Result:
     items = json_sha256([inputs.validation_fingerprint, rows, kind, config.max_seq_len,
                          config.document_mask, config.training_stage])
     # JSON has no NaN; seven digits are those of float32.
-    line = {"name": schema.VALIDATION, "items": items, "kind": kind, "n": len(count_N),
+    line = {"name": schema.VALIDATION, "items": items, "n": len(count_N),
+            "kind": "answers" if kind == "pairs" and config.preference_objective == "kto" else kind,
             "loss": [float(f"{each:.7g}") if math.isfinite(each) else None for each in by_item["loss"]],
             "count": [round(each) for each in count_N]}
     if "reward_accuracy" in by_item:

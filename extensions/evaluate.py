@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -94,10 +95,10 @@ EXTENSION = Evaluate
 def read_held_out(config: Config, tokenizer, verify: str) -> list[HeldOut]:
     """Return the first held-out examples, without chats that exceed a row. One rank verifies and scores."""
     if verify != "never":
-        with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
-            import rouge_score.rouge_scorer  # noqa: F401
-        with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
-            import sacrebleu  # noqa: F401
+        for package in ("rouge-score", "sacrebleu"):  # whose import takes seconds
+            with requires_package(package, "GENERATION_EVAL_EVERY"):
+                if find_spec(name := package.replace("-", "_")) is None:
+                    raise ImportError(f"No module named {name!r}")
     rows, examples = open_rows(config, "validation", tokenizer, verify), []
     for row in range(len(rows)):
         source_rows, within = rows, row
@@ -259,6 +260,8 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     # Flags that name a set enable it, even if the run did not evaluate it.
     if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
         merged["hellaswag_every"] = (1, "")
+    if "hellaswag_path" in flags.values:  # the recorded name is that of other items
+        merged["hellaswag_name"] = (Config.model_fields["hellaswag_name"].default, "")
     if "metric" in flags.values:
         merged["generation_eval_every"] = (1, "")
     config, invalid = validate(merged | flags.values)
