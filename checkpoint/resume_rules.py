@@ -59,8 +59,10 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
                          f"{shown(name, config.public(), now)}{places.get(name, '')}" for name in names)
 
     def shown(name: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-        is_hash = name in now_identity and name.endswith("_PATH") and values[name]
-        return f"{settings.get(name)} with SHA-256 {values[name][:12]}" if is_hash else values[name]
+        value = values[name]
+        if name in now_identity and name.endswith("_PATH") and value:
+            return f"{settings.get(name)} with SHA-256 {value[:12]}"
+        return str(value).lower() if value is None or isinstance(value, bool) else value  # as in .env
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:

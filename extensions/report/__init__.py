@@ -28,6 +28,7 @@ class Report(Extension):
     """
 
     started: Optional[float] = None
+    first = 0  # steps taken before
     process: Optional[subprocess.Popen] = None
     warned = False
 
@@ -36,7 +37,7 @@ class Report(Extension):
 
         run.log.columns = console
         console.print_overview(run)
-        self.started = time.perf_counter()
+        self.started, self.first = time.perf_counter(), run.progress.step
 
     def saved(self, run) -> None:
         if run.config.report and run.log.lines:
@@ -47,7 +48,7 @@ class Report(Extension):
             from extensions.report import console
 
             was_stopped = run.progress.pending_metrics is not None or not (run.finished or run.stops_here)
-            result = run.log.ending[0] if was_stopped else console.print_results(run, self.started)
+            result = run.log.ending[0] if was_stopped else console.print_results(run, self.started, self.first)
             run.log.ending = console.ending(run, result)
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT

@@ -84,7 +84,7 @@ def describe_data(config: Config, inputs: Inputs) -> list[str]:
         return [inputs.description, *(f"  {line}" for line in table)]
     epochs = config.max_steps * config.rows_read / len(inputs.rows)
     is_whole = getattr(inputs.rows, "is_complete", True)  # otherwise more is being prepared
-    return [inputs.description + f"; the run reads it {epochs:.2f} times" * is_whole]
+    return [inputs.description + f"; the run reads it {epochs:#.3g} times" * is_whole]
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
@@ -118,12 +118,18 @@ def print_overview(run: Run) -> None:
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
-def print_results(run: Run, started: float) -> str:
-    """Print the results of a process that `started` then, and the commands to try next; return a summary."""
+def print_results(run: Run, started: float, first: int) -> str:
+    """Print a run's results and the commands to try next; return a summary.
+
+    Args:
+        started: time at which this process started.
+        first: steps that the run had taken before.
+    """
     config, progress = run.config, run.progress
     latest = run.log.latest if run.log.latest.get("step") == progress.step else {}
     info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
-    results = [f"in {duration(time.perf_counter() - started)}"]
+    since = f" since step {first:,}" if first else ""
+    results = [f"in {duration(time.perf_counter() - started)}{since}"]
     if skipped := progress.skipped_steps:
         reached, planned = (learning_rate(count - 1, config) for count in (progress.updates, progress.step))
         run.log.info(f"Skipped: {skipped:,} of {counted(progress.step, 'step')} changed no weights "

@@ -109,10 +109,10 @@ def test_what_is_refused_can_be_allowed_by_name_and_only_so():
     now = {"seed": 1, "document_mask": False}
     with pytest.raises(CheckpointError, match="ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
         changes(Config(), Config(**now))
-    with pytest.raises(CheckpointError, match="DOCUMENT_MASK was True, is False. .*ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
+    with pytest.raises(CheckpointError, match="DOCUMENT_MASK was true, is false. .*ALLOW_RESUME_MISMATCH=DOCUMENT_MASK,SEED"):
         changes(Config(), Config(**now, allow_resume_mismatch="SEED"))
     (warning,) = changes(Config(), Config(**now, allow_resume_mismatch="seed, DOCUMENT_MASK")).warnings
-    assert "DOCUMENT_MASK was True, is False" in warning and "SEED was 1337, is 1" in warning
+    assert "DOCUMENT_MASK was true, is false" in warning and "SEED was 1337, is 1" in warning
 
 
 @pytest.mark.parametrize("now", [{"n_layers": 3}, {"ffn_dim": 64}, {"optimizer": "muon"}, {"lora_rank": 4}])
@@ -129,7 +129,7 @@ def test_a_setting_that_was_not_recorded_had_its_default():
     state = {"settings": before, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     (warning,) = check_changes(state, Config(learning_rate=1.0), state["identity"], CHECKPOINT).warnings
     assert "LEARNING_RATE was 0.0006, is 1.0" in warning
-    with pytest.raises(CheckpointError, match="REPRODUCIBLE was False, is True"):
+    with pytest.raises(CheckpointError, match="REPRODUCIBLE was false, is true"):
         del state["settings"]["REPRODUCIBLE"]
         check_changes(state, Config(reproducible=True), state["identity"], CHECKPOINT)
 

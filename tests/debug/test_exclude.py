@@ -250,7 +250,7 @@ def test_a_resumed_run_leaves_out_the_same_and_other_examples_are_an_error(stage
     assert run.train(MAX_STEPS=4) != 0
     assert "EXCLUDE_DATA now names other examples than when the checkpoint was saved; restore its file" in capsys.readouterr().err
     assert run_of("pretrain", stages, tmp_path / "stopped", MAX_STEPS=4, EXCLUDE_DATA="none").train() != 0
-    assert f"EXCLUDE_DATA was {path}, is None" in capsys.readouterr().err
+    assert f"EXCLUDE_DATA was {path}, is none" in capsys.readouterr().err
     assert run.lines("ledger") == whole.lines("ledger")
 
 
