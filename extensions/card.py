@@ -5,6 +5,7 @@ a machine and its users.
 """
 
 import hashlib
+import math
 import re
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
@@ -104,8 +105,8 @@ class History:
                 self._add_metrics(entry.step, entry.model_extra)
 
     def _add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self.scores |= {name: (step, value) for name, value in metrics.items()
-                        if EVALUATED.match(name) and isinstance(value, (int, float))}
+        self.scores |= {name: (step, math.nan if value is None else value) for name, value in metrics.items()
+                        if EVALUATED.match(name) and isinstance(value, (int, float, type(None)))}
         if "train_loss" in metrics:
             steps = step - self.logged_step if self.logged_step is not None else 0
             tokens = max(0, steps) * self.tokens_per_step
@@ -199,7 +200,8 @@ def run_card(run: Run, history: History) -> str:
     digest = history.ledger_sha256(progress.step)
     task = config.training_stage if config.training_stage != "dpo" else config.preference_objective
     results = [{"task": {"type": "text-generation"}, "dataset": {"name": score.data, "type": score.data},
-                "metrics": [{"type": score.metric, "value": score.value}]} for score in scores]
+                "metrics": [{"type": score.metric, "value": score.value}]} for score in scores
+               if math.isfinite(score.value)]
     metadata = origin(Path(progress.base) if progress.base else None, config.model_license)
     relation = "adapter" if config.lora_enabled else "finetune"
     metadata |= {

@@ -106,7 +106,7 @@ class Progress(SavedProgress):
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Record a validation loss; return whether it is a new best, which NaN never is."""
-        self.val_loss = loss
+        self.val_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
@@ -373,9 +373,7 @@ def save_checkpoint(run: Run, wait: bool = False) -> None:
             (folder / name).write_text(text, encoding="utf-8")
         (folder / store.STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
-    has_loss = progress.val_loss is not None and math.isfinite(progress.val_loss)
-    manifest = {"step": step, "world_size": ranks.world_size,
-                "val_loss": progress.val_loss if has_loss else None}
+    manifest = {"step": step, "world_size": ranks.world_size, "val_loss": progress.val_loss}
     saving = PendingSave(step, started, run.shard, files, write_others, manifest)
     if not config.async_save or wait or is_lost or not allocate_copies(run):
         run.saving = saving

@@ -195,10 +195,10 @@ class RunLog:
             self.lines[name].write(json.dumps(finite(entry), ensure_ascii=name != "samples"))
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
-        self.latest, step, metrics = metrics, metrics["step"], finite(metrics)
+        """Log a step's metrics to metrics.jsonl, where NaN and infinity become null, and the trackers."""
+        self.latest, step = metrics, metrics["step"]
         self.append("metrics", {"step": step, "time": time.time(), **metrics})
-        self._note_first(step, metrics)
+        self._note_first(step, finite(metrics))
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
         self.send("log", values, step)
@@ -233,7 +233,7 @@ class RunLog:
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
-        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)"
+        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt}{' ' * bool(prompt)}(ends at once)"
         self.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
     def close(self, finished: bool = True) -> None:

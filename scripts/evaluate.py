@@ -119,7 +119,7 @@ class Measured(NamedTuple):
     step: int
     metrics: dict
     rows: list  # of the table
-    scores: list  # of the items, for each row; None if they are unknown or not finite
+    scores: list  # of the items, for each row; None if they are unknown
     answers: list  # (prompt, answer)
 
 
@@ -164,7 +164,8 @@ def paired_tests(before: Measured, after: Measured) -> list:
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):
         name = PAIRED.get(row.metric)
-        is_same = one and other and one.items == other.items and name in one.scores
+        is_same = (one and other and one.items == other.items and name in one.scores
+                   and not one.not_finite and not other.not_finite)
         a, b = (each.scores[name] for each in (one, other)) if is_same else (None, None)
         tests.append(None if a is None else mcnemar(a, b) if a.dtype == bool else
                      paired_t(a, b, other.scores.get("count") if row.metric == "loss" else None))

@@ -66,7 +66,8 @@ def draw(report: Report, path: Path, width: float, log: bool) -> None:
     groups = groups or {run.name: [run.name] for run in runs}
     drawn = sorted({name for run in runs for name, curve in run.curves.items() if len(curve) > 1})
     tasks = task_names(drawn, runs[0].hellaswag)
-    panels = [("loss (nats per token)", 1, [name for name in ("val_loss", "train_loss") if name in drawn]),
+    unit = " (nats per token)" if runs[0].main.curve == "val_loss" else ""
+    panels = [(f"loss{unit}", 1, [name for name in ("val_loss", "train_loss") if name in drawn]),
               *((f"accuracy on {tasks[name]} (%)", 100, [name]) for name in [*tasks][:1])]
     style.use(ASSETS / "figure.mplstyle")
     figure = Figure(figsize=(width, 0.62 * width * len(panels)), layout="constrained")

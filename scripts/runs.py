@@ -70,8 +70,8 @@ def read_run(folder: Path, name: str) -> Run:
     state, _ = reader.state(step, max_steps)
     words = {"val_reward": "reward", "val_reward_accuracy": "accuracy", "train_loss": "train"}
     results = {curve: words.get(curve, "val") for curve in (reader.main.curve, "val_loss", "train_loss")}
-    found = ((kind, reader.value(curve)) for curve, kind in results.items())
-    loss = next((f"{value:.4f} {kind}" for kind, value in found if value is not None), "-")
+    loss = next((f"{reader.curves[curve].newest[0]:.4f} {kind}" for curve, kind in results.items()
+                 if curve in reader.curves), "-")
     stage = settings.get("TRAINING_STAGE", "-") + "+lora" * bool(settings.get("LORA_ENABLED"))
     logs = [path.stat().st_mtime for path in folder.glob("*.jsonl")] or [folder.stat().st_mtime]
     starts = " ".join(format_value(settings.get(setting)) for setting in STARTS)

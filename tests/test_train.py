@@ -314,6 +314,7 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     assert run.steps_saved() == [4, 6]
     progress = store.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)
+    json.loads((run.checkpoint(6) / store.STATE).read_text(), parse_constant=pytest.fail)
 
 
 def test_no_step_to_take_is_a_measurement(tiny_run, whole):

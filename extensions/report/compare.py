@@ -79,17 +79,18 @@ def by_configuration(runs: list[RunReader], rows: list[dict[str, Any]]) -> list[
     for key, members in groups.items():
         cells = {seeds: cell for seeds, place in members.items() if (cell := row["cells"][place])}
         values, count = [cell["value"] for cell in cells.values()], len(cells)
+        is_finite = None not in values
         name = ", ".join(f"{names[place]}={key[place]}" for place in varied) or "all runs"
         result = {"name": row["name"], "better": row["better"], "n": count,
-                  "mean": fmean(values) if values else None,
-                  "stderr": stdev(values) / math.sqrt(count) if count > 1 else None}
+                  "mean": fmean(values) if values and is_finite else None,
+                  "stderr": stdev(values) / math.sqrt(count) if count > 1 and is_finite else None}
         found.append({"name": name, "runs": [runs[place].name for place in members.values()],
                       "results": [result]})
         first = first if first[1] else (name, cells)
         common = [seeds for seeds in cells if seeds in first[1] and name != first[0]]
-        if len(common) > 1:
-            pair = (np.array([each[seeds]["value"] for seeds in common]) for each in (first[1], cells))
-            family.append((first[0], name, cells[common[0]]["step"], paired_t(*pair)))
+        pair = [[each[seeds]["value"] for seeds in common] for each in (first[1], cells)]
+        if len(common) > 1 and None not in sum(pair, []):
+            family.append((first[0], name, cells[common[0]]["step"], paired_t(*map(np.array, pair))))
     label = row["name"].partition(" at step ")[0]
     kind = Metric("", paired_t, "seeds", percent="accuracy" in label, lower=row["better"] == "lower")
     test_of = {test["b"]: test for test in corrected(label, kind, family)}
@@ -114,19 +115,21 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             continue
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
-        shared = set.intersection(*({*curve.known()[0].tolist()} for curve in curves if curve.newest))
-        rows = [(f"{label} (last)", None, [curve.newest for curve in curves])]
+        shared = set.intersection(*({*curve.x} for curve in curves if curve.newest))
+        rows = [(f"{label} (last)", None, [curve.newest and curve.newest[1] for curve in curves])]
         if shared:
-            step = max(shared)
-            values = [(curve.at(step), step) if curve.newest else None for curve in curves]
-            rows = [(f"{label} at step {step:,}", better, values)]
+            last = int(max(shared))
+            rows = [(f"{label} at step {last:,}", better, [curve.newest and last for curve in curves])]
         if name == main.curve:
-            rows.append((f"{label} (best)", better, [curve.best(main.higher) for curve in curves]))
-        is_by_data = name.startswith(("val_", "train_")) and name != "val_bits_per_byte"
+            best = [curve.best(main.higher) for curve in curves]
+            rows.append((f"{label} (best)", better, [each and each[1] for each in best]))
+        has_tokenizers = len({run.settings.get("TOKENIZER_PATH") for run in runs}) > 1
+        is_by_data = name.startswith(("val_", "train_")) and not (
+            name == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
         items = VALIDATION if is_by_data else name.removesuffix("_norm").removesuffix("_acc")
-        for title, direction, values in rows:
-            cells = [value and {"value": value[0], "stderr": error.at(value[1]), "step": value[1]}
-                     for value, error in zip(values, errors)]
+        for title, direction, steps in rows:  # a value of None is not finite
+            cells = [None if step is None else {"value": curve.at(step), "stderr": error.at(step), "step": step}
+                     for step, curve, error in zip(steps, curves, errors)]
             yield {"name": title, "better": direction, "cells": cells, "items": items}
 
 
@@ -144,7 +147,11 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
                 pairs.append((a, b, max(common)))
                 continue
             a_items, b_items = ({key[2] for key in scored[i] if key[1] == name} for i in (a, b))
-            unlike |= {name} if a_items.isdisjoint(b_items) else set()
+            if a_items.isdisjoint(b_items):
+                unlike.add(name)
+                refused.append(f"{titles.get(name, name)}: {runs[a].name} and {runs[b].name} scored different "
+                               "items, so there is no test")
+                continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
             refused.append(f"{titles.get(name, name)}: {last[0]} and {last[1]} did not score the same items "
@@ -154,6 +161,10 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
     families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
     for a, b, key in pairs:
+        if bad := [runs[place].name for place in (a, b) if lines[place][key].not_finite]:
+            refused.append(f"{titles.get(key[1], key[1])}: at step {key[0]:,}, scores of {' and '.join(bad)} are "
+                           "NaN or infinite, so there is no test")
+            continue
         for metric, kind in METRICS.items():
             line = lines[a][key]
             scores = [lines[place][key].scores.get(metric) for place in (a, b)]

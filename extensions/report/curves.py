@@ -18,6 +18,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("preference-accuracy", "Preference accuracy", "%", ("percent",), {
         "reward_accuracy": "training", "val_reward_accuracy": "held-out"}),
     ("length", "Answer length", "tokens", (), {"answer_tokens": "with the end"}),
+    ("kl", "KL divergence", "nats", (), {"kl": "training", "val_kl": "validation"}),
     ("entropy", "Entropy", "nats", (), {"entropy": "of an answer's tokens"}),
     ("learning-rate", "Learning rate", "", (), {"learning_rate": "learning rate"}),
     ("grad-norm", "Gradient norm", "", ("log",), {"grad_norm": "gradient norm"}),
@@ -79,6 +80,8 @@ def charts(last: dict[str, Optional[float]], hellaswag: str, first: str = "",
             made.append({"id": identity, "title": title, "unit": unit, **styles, "series": series})
 
     for identity, title, unit, style, curves in KNOWN:
+        if identity == "loss" and first != "val_loss":  # that of GRPO and KTO has no unit
+            unit = ""
         add(identity, title, unit, style, tasks if identity == "accuracy" else curves)
     while left:  # an objective's own metric, in training and validation
         stem = left[0].removeprefix("val_")
@@ -125,9 +128,8 @@ class Curve:
 
     @property
     def newest(self) -> Optional[tuple[float, int]]:
-        """The newest value, and its step."""
-        x, y = self.known()
-        return (y[-1].item(), x[-1].item()) if len(y) else None
+        """The newest value (NaN for a gap), and its step."""
+        return (self.y[-1], int(self.x[-1])) if self.x else None
 
     def best(self, higher: bool = False) -> Optional[tuple[float, int]]:
         """Return the lowest (or highest) value, and its step."""

@@ -220,6 +220,7 @@ class RunReader:
         self.rollout: dict[str, Any] = {}  # the newest, one of the samples
         # evaluations.jsonl
         self.trends = trends()
+        self.not_finite: list[dict[str, Any]] = []  # alarms
 
     def read(self) -> None:
         """Read new lines, or everything again if a resumed run replaced a log."""
@@ -283,6 +284,9 @@ class RunReader:
             if value is not None and entry[name] is None:
                 self.bad_values[name] += 1
                 del entry[name]
+        if entry.get("counted") == 0:  # a step without targets has no loss
+            entry = {name: value for name, value in entry.items()
+                     if value is not None or name.startswith("val_")}
         if (at := entry.get("time")) is not None:
             before, since = self.clock or (at, 0.0)
             self.clock = at, since + max(0.0, at - before)
@@ -326,6 +330,9 @@ class RunReader:
     def _add_evaluations(self, line: schema.EvaluationLine) -> None:
         scores = item_scores(line.model_dump())
         self.logs["evaluations"].invalid += scores is None
+        if scores and scores.not_finite:
+            text = f"the scores of {scores.not_finite:,} of {line.n:,} {scores.kind} are NaN or infinite"
+            self.not_finite.append({"step": line.step, "kind": f"{line.name} not finite", "text": text})
         for text in line.texts:  # answers to held-out prompts
             reward = "" if text.reward is None else f"\nReward: {text.reward:g}"
             reference = f"\nReference: {text.reference}" * bool(text.reference)
@@ -372,8 +379,9 @@ class RunReader:
         return f"{settings.get('TRAINING_STAGE', '')}{method}{adapted}{distilled}"
 
     def value(self, name: str) -> Optional[float]:
+        """Return a metric's newest value; None if it is unknown or not finite."""
         newest = self.curves[name].newest if name in self.curves else None
-        return newest and newest[0]
+        return newest[0] if newest and math.isfinite(newest[0]) else None
 
     def state(self, step: int, max_steps: int) -> tuple[str, str]:
         reason, last_sign, log = None, None, self.folder / "metrics.jsonl"
@@ -446,16 +454,21 @@ class RunReader:
         return [sample for sample in self.samples if sample["step"] in chosen][-most:]
 
     def alarms(self) -> list[dict[str, Any]]:  # in the order of steps
-        alarms = []
+        alarms, end = [*self.not_finite], self.processes[-1].end if self.processes else {}
         for line in self.bad_steps:
             left_out = "" if line.updated else "; its update was skipped"
-            kind, text = "update left out", f"the loss was {line.loss}"
+            kind, text = "update left out", "the loss was "
+            text += "NaN or infinite" if line.loss is None else f"{line.loss:.4f}"
             if "spike" in line.model_extra:
                 kind, score = "loss spike", schema.number(line.model_extra["spike"])
                 if score:
                     text += f", {score:.1f} robust standard deviations above the recent ones"
             elif line.grad_norm is None:
                 text = "the gradient was not finite"
+            elif line.grad_norm == 0:
+                text = "the step had no targets"
+            if line.step > end.get("step", line.step) and kind != "loss spike":  # it ended the run
+                kind = "step not finite"
             alarms.append({"step": line.step, "kind": kind, "text": text + left_out})
         for event in self.events:
             kind = event["event"]

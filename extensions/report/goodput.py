@@ -101,8 +101,8 @@ def set_up_from(start: Event) -> float:
 
 
 def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
-    """Return the goodput for the page's data, or None without timed steps."""
-    if not any(process.steps_seconds for process in processes):
+    """Return the goodput for the page's data, or None for a single process without timed steps."""
+    if len(processes) < 2 and not any(process.steps_seconds for process in processes):
         return None
     parts = dict.fromkeys(PARTS, 0.0)
     interruptions = []

@@ -60,7 +60,7 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     A paired test of the item scores in `trends` decides. Without them, two standard errors do.
     """
     measured = [name for name in (main.curve, main.training)
-                if name in curves and len(curves[name].recent) > 1]
+                if name in curves and len(curves[name]) > 1 and len(curves[name].recent)]
     if not measured:
         return
     newest = {name: curve.newest[0] for name, curve in curves.items() if curve.newest}
@@ -68,7 +68,8 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     first, last, test = curve.known()[1][0].item(), newest[measured[0]], trend and trend.change()
     margin, proof, is_few = 2 * (newest.get(f"{measured[0]}_stderr") or 0.0), " (unpaired)", False
     if measured[0] == main.training:
-        label, last, proof = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item(), ""
+        label, last = main.in_training, np.median(curve.recent[len(curve.recent) // 2:]).item()
+        proof = " (recent median)"
         margin = 2 * np.std(np.diff(curve.recent)).item() / 2 ** 0.5  # of a value around the trend
     elif main.percent and first == 0:  # the reference itself, which prefers no answer
         first, proof = 0.5, " (from chance)"
@@ -89,8 +90,13 @@ def learning(curves: dict[str, Curve], state: str, kinds: Collection[str], hella
     losses = trends.get(LOSS.curve)
     rise = losses and losses.rise()
     texts, last_text = [], value_text(last, main.percent)
-    if any(math.isnan(curves[name].y[-1]) for name in (measured[0], LOSS.training) if name in curves):
+    if math.isnan(newest[measured[0]]):
         outcome, last_text, proof = "diverged", "not finite", ""
+    elif math.isnan(newest.get(LOSS.curve, 0)):
+        outcome, proof = "diverged", ""
+        last_text = f"{value_text(newest[measured[0]], main.percent)}; validation loss not finite"
+    elif state == "failed" and "step not finite" in kinds:
+        outcome, proof = "diverged", f"{proof}, then a step was not finite"
     elif outcome == "worse" and "divergence" in kinds:
         outcome = "diverged"
     elif state == "failed" and "no gradient" in kinds:

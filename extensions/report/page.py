@@ -90,9 +90,9 @@ def render(data: dict[str, Any], live: bool = False) -> str:
     for chart in data["charts"]:
         for line in chart["series"]:
             curves = [run["curves"].get(line["curve"], {"y": []})["y"] for run in runs]
-            values = [[value for value in curve if value is not None] for curve in curves]
             rows.append([f"{chart['title']}: {line['label']}",
-                         *(f"{each[-1]:,.4g}" if each else "" for each in values)])
+                         *("" if not each else "not finite" if each[-1] is None else f"{each[-1]:,.4g}"
+                           for each in curves)])
     cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
     table = f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 

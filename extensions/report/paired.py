@@ -26,6 +26,11 @@ class ItemScores(NamedTuple):
     scores: dict[str, np.ndarray]  # by metric, a value per item: bool for BITS, float64 for NUMBERS
     kind: str  # plural noun for the items
 
+    @property
+    def not_finite(self) -> int:
+        """The number of items with a score that is NaN or infinite, which no test can compare."""
+        return int(np.any([~np.isfinite(values) for values in self.scores.values()], axis=0).sum())
+
 
 def unpacked_bits(text: str, count: int) -> np.ndarray:
     """Invert `schema.packed_bits`. Raises ValueError if the text does not contain `count` values."""
@@ -43,13 +48,13 @@ def read_item_scores(path: Path) -> Iterator[ItemScores]:
 
 
 def item_scores(entry: dict[str, Any]) -> Optional[ItemScores]:
-    """Return the scores of a line; None if they do not fit the items, or are not finite."""
+    """Return the scores of a line, with NaN for null; None if they do not fit the items."""
     try:
         n = entry["n"]
         scores = {name: unpacked_bits(entry[name], n) for name in BITS if name in entry}
         scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
         count = scores.get("count", np.ones(n))
-        fits = n > 0 and all(values.shape == (n,) and (np.abs(values) < LARGEST).all()
+        fits = n > 0 and all(values.shape == (n,) and not (np.abs(values) >= LARGEST).any()
                              for values in scores.values()) and count.min() >= 0 and count.any()
         kind = str(entry.get("kind", "items"))
         return ItemScores(entry["step"], entry["name"], entry["items"], scores, kind) if fits else None
@@ -145,8 +150,8 @@ class Trend:
         self.sign = -1 if higher else 1  # of a value that should fall
 
     def add(self, scores: ItemScores) -> None:
-        """Add an evaluation; other items start again."""
-        if scores.name != self.evaluation or self.metric not in scores.scores:
+        """Add an evaluation, if it is finite; other items start again."""
+        if scores.name != self.evaluation or self.metric not in scores.scores or scores.not_finite:
             return
         if self.last is None or scores.items != self.last.items:
             self.first = self.best = scores

@@ -104,6 +104,20 @@ def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
     assert [cell["step"] for cell in row["cells"]] == [24, 16]
 
 
+def test_a_loss_that_is_not_finite_is_shown_and_not_tested(tmp_path, right):
+    metrics = [{"step": 0, "val_loss": 3.0}, {"step": 10, "val_loss": 2.5}]
+    runs = [write_run(tmp_path / name, {"SEED": seed, "LEARNING_RATE": rate}, metrics, scored(0, right[0]) + scored(10, right[0]))
+            for name, seed, rate in (("a", 1, 1), ("b", 2, 1), ("c", 1, 2))]
+    lines = scored(0, right[0]) + scored(10, right[0])
+    lines[-1]["loss"][3] = None
+    runs.append(write_run(tmp_path / "nan", {"SEED": 2, "LEARNING_RATE": 2}, [metrics[0], {"step": 10, "val_loss": None}], lines))
+    found = comparison(runs)
+    assert [cell["value"] for cell in found["results"][0]["cells"]] == [2.5, 2.5, 2.5, None], "at step 10, not at the last finite one"
+    assert [each["results"][0]["mean"] for each in found["configurations"]] == [2.5, None] and found["tests"][-1]["name"] == "validation loss"
+    assert found["refused"] == ["validation: at step 10, scores of nan are NaN or infinite, so there is no test"] * 3
+    assert {test["step"] for test in found["tests"]} == {10} and len(found["tests"]) == 6 + 3
+
+
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
     a = write_run(tmp_path / "a", {}, [], scored(5, right[1]) + scored(10, right[0]))  # the last common step counts
     same = write_run(tmp_path / "same", {}, [], scored(5, right[0]) + scored(10, right[0]))

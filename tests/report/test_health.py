@@ -28,6 +28,8 @@ def curves(**values: list[float]) -> dict[str, Curve]:
     ([7.59, 9.0], "failed", ("divergence",), [(False, "Diverged: validation loss 7.59 → 9.00 (unpaired).")]),
     ([7.59, 7.58], "failed", ("divergence",), [(False, "Did not learn: validation loss 7.59 → 7.58 (unpaired).")]),
     ([7.59, 7.15, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.59 → not finite.")]),
+    ([7.59, float("nan")], "finished", (), [(False, "Diverged: validation loss 7.59 → not finite.")]),
+    ([7.59, 7.15], "failed", ("step not finite",), [(False, "Diverged: validation loss 7.59 → 7.15 (unpaired), then a step was not finite.")]),
     ([99.0, 7.15], "failed", ("no gradient",), [(False, "Stopped learning: validation loss 99.00 → 7.15 (unpaired).")]),
     ([7.59, 0.7, 0.9], "finished", (), [(True, "Learned: validation loss 7.59 → 0.90 (unpaired)."),
                                         (False, "The validation loss has risen since step 10, where it was 0.70.")]),
@@ -111,7 +113,7 @@ def test_without_validation_the_training_loss_decides_by_its_recent_median():
     (is_good, text), = learning(curves(train_loss=[2.1, *(2 + 0.1 * noise)]), "finished", (), "")
     assert not is_good and text.startswith("Did not learn")
     (is_good, text), = learning(curves(train_loss=[7.5, 7.1, 6.3, 5.5, 4.8, 4.4, 3.9, 3.5, 3.1]), "running", (), "")
-    assert is_good and text == "Learning: training loss 7.50 → 3.90.", "a steep fall is not noise"
+    assert is_good and text == "Learning: training loss 7.50 → 3.90 (recent median).", "a steep fall is not noise"
 
 
 def test_health_counts_alarms_by_kind_and_what_interruptions_cost():

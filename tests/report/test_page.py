@@ -162,9 +162,27 @@ def test_the_page_shows_all_of_its_data(show):
                   "± 2.0", "chance 25 %", "45.0 % ± 2.0 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GiB"):
         assert words in text, words
+    for run_of_page in (0, 1):
+        assert page.evaluate(f"[...new Set(charts.get('phases-{run_of_page}').visibleMarks().map(({{run}}) => report.runs.indexOf(run)))]") == [run_of_page]
+    assert page.evaluate("charts.get('loss').visibleMarks().length") == 4
     diverged = run()
     diverged["curves"]["val_loss"]["y"][-1] = None
-    assert show(report(diverged)).locator(".tiles .value").first.inner_text() == "not finite"
+    page = show(report(diverged))
+    assert page.locator(".tiles .value").first.inner_text() == "not finite" and "(step 900)" in spoken(page, "loss")
+    page = show(report(diverged, run("second"), run("third")))
+    assert page.locator("#overview tbody td").nth(3).inner_text() == "not finite"
+
+
+def test_a_single_step_has_phases(show):
+    single = run()
+    single["curves"] = {name: {axis: values[:1] for axis, values in found.items()} for name, found in single["curves"].items()}
+    page = show(report(single))
+    page.wait_for_timeout(100)  # uPlot draws a frame later
+    colored = page.evaluate("""() => {
+      const {ctx} = charts.get("phases-0").plot, {data} = ctx.getImageData(0, 0, ctx.canvas.width, ctx.canvas.height);
+      return Array.from({length: data.length / 4}, (_, i) => data.slice(4 * i, 4 * i + 3)).filter((rgb) => Math.max(...rgb) - Math.min(...rgb) > 60).length;
+    }""")
+    assert colored > 500
 
 
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1440, "light")])

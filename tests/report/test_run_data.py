@@ -92,7 +92,7 @@ def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder)
 def test_alarms_come_from_the_step_log_and_the_events(folder):
     good = {"step": 1, "rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}
     rows = [good, good | {"step": 2, "loss": 9.0, "spike": 12.34, "updated": False, "rows": [1, 2]},
-            good | {"step": 3, "grad_norm": None, "updated": False}]
+            good | {"step": 3, "grad_norm": None, "updated": False}, good | {"step": 5, "loss": None, "grad_norm": 0.0, "updated": False}]
     (folder / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     started(folder, {"time": time.time(), "step": 4, "event": "slow rank", "rank": 5, "phase": "data", "ratio": 1.4, "host": "a"},
             {"time": time.time(), "step": 6, "event": "slow rank ended", "rank": 5, "phase": "data"},
@@ -100,10 +100,30 @@ def test_alarms_come_from_the_step_log_and_the_events(folder):
     alarms = read(folder).data()["runs"][0]["alarms"]
     assert [(alarm["step"], alarm["kind"], alarm["text"]) for alarm in alarms] == [
         (1, "drift", "rank: 2"),
-        (2, "loss spike", "the loss was 9.0, 12.3 robust standard deviations above the recent ones; its update was skipped"),
+        (2, "loss spike", "the loss was 9.0000, 12.3 robust standard deviations above the recent ones; its update was skipped"),
         (3, "update left out", "the gradient was not finite; its update was skipped"),
         (4, "slow rank", "rank 5 on a takes 1.40 times as long as other ranks in data"),
+        (5, "update left out", "the step had no targets; its update was skipped"),
         (6, "slow rank ended", "rank 5 is as fast as other ranks again in data")]
+    started(folder, {"time": time.time(), "step": 2, "event": "end", "reason": "step 3 was not finite"})
+    assert [alarm["kind"] for alarm in read(folder).data()["runs"][0]["alarms"]] == ["loss spike", "step not finite", "step not finite"]
+
+
+def test_a_validation_that_is_not_finite_is_an_alarm_and_not_a_damaged_line(folder):
+    losses = {0: [7.0, 8.0], 2: [6.0, None], 4: [None, None]}
+    (folder / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "val_loss": None if None in values else 7.5 - step, "train_loss": None, "counted": 0}) + "\n"
+        for step, values in losses.items()))
+    (folder / "evaluations.jsonl").write_text("".join(
+        json.dumps({"step": step, "name": "validation", "items": "a", "kind": "rows", "n": 2, "loss": values, "count": [3, 3]}) + "\n"
+        for step, values in losses.items()))
+    run, = read(folder).data()["runs"]
+    assert "invalid, left out" not in dict(run["facts"]) and "train_loss" not in run["curves"], "a step without targets has no loss"
+    assert [(alarm["step"], alarm["kind"], alarm["text"]) for alarm in run["alarms"]] == [
+        (step, "validation not finite", f"the scores of {bad} of 2 rows are NaN or infinite") for step, bad in ((2, 1), (4, 2))]
+    assert run["health"][0] == (False, "Diverged: validation loss 7.50 → not finite.")
+    started(folder, {"time": time.time() - 40, "step": 0, "event": "start"})
+    assert "1 interruption (" in read(folder).data()["runs"][0]["health"][-1][1], "also without a timed step"
 
 
 @pytest.mark.parametrize("value", ['"high"', "NaN", "1" + "0" * 400])

@@ -41,9 +41,9 @@ const placesOf = (values) =>
 
 const whole = (value) => format(value && Math.round(value));
 
-/** A value and its error as [text, " ± text"], rounded to two digits of the error. */
+/** A value and its error as [text, " ± text"], rounded to two digits of the error. Null is NaN or infinity. */
 function measured(value, error, how = {}) {
-  if (typeof value !== "number") return ["–", ""];
+  if (typeof value !== "number") return [value === null ? "not finite" : "–", ""];
   const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);
   const usual = how.percent ? 1 : size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : 4;
   const precise = Math.min(6, Math.max(0, 1 - Math.floor(Math.log10(error * scale))));
@@ -338,7 +338,7 @@ class Chart {
     this.slots = this.columns();
     const data = this.slots.length ? uPlot.join(this.slots.map(({x, y}) => [x, y])) : [[0], [null]];
     const signature = JSON.stringify([this.isLog, this.chart.seconds,
-      this.slots.map(({line, role}) => [line.key, role, line.color])]);
+      this.slots.map(({line, role}) => [line.key, role, line.color, line.x.length > 1])]);
     if (this.plot && signature === this.signature) {
       this.plot.setData(data);
     } else {
@@ -385,7 +385,8 @@ class Chart {
 
   series({line, role}) {
     const color = () => ink(line.color), none = {show: false};
-    if (this.chart.stacked) return {stroke: () => ink(CARD), width: 1, fill: color, points: none};
+    const paths = line.x.length > 1 ? null : uPlot.paths.bars({size: [1, 40]});  // an area has no width yet
+    if (this.chart.stacked) return {stroke: () => ink(CARD), width: 1, fill: color, points: none, paths};
     if (role === "raw") return {stroke: () => ink(line.color, .3), width: 1, points: none};
     if (role !== "main") return {stroke: "transparent", width: 0, points: none};
     const points = {fill: color, stroke: color,
@@ -424,7 +425,8 @@ class Chart {
 
   visibleMarks() {
     const {min, max} = this.plot.scales.x;
-    return this.group.marks.filter(({x}) => x >= min && x <= max);
+    const isShown = (run) => !this.chart.run || this.chart.run === run;
+    return this.group.marks.filter(({x, run}) => isShown(run) && x >= min && x <= max);
   }
 
   drawBehind() {
@@ -507,7 +509,8 @@ class Chart {
       const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
       const [low, high] = isRange(line, i) ? [line.low[i], line.high[i]] : [];
       const range = low === undefined ? "" : ` (${format(low, line.how)} to ${format(high, line.how)})`;
-      const isElsewhere = isAt && line.sparse && i >= 0 && line.x[i] !== plot.data[0][idx];
+      const isElsewhere = isAt ? line.sparse && i >= 0 && line.x[i] !== plot.data[0][idx]
+        : i >= 0 && i < line.y.length - 1;
       const where = isElsewhere ? ` (step ${whole(line.steps[i])})` : "";
       const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range + where;
       this.legend.children[row].querySelector("b").textContent = value;

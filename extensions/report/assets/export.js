@@ -18,7 +18,8 @@ function drawingOf({plot, slots, chart, lines, off}) {
     }
     const d = `M${path(points)}`, ends = [last(points), points[0]].map(([x]) => left + plot.valToPos(x, "x"));
     const floor = ends.map((x) => `L${x},${top + height}`).join("");
-    if (chart.stacked) return svg("path", {d: d + floor, fill: color});
+    const width = points.length > 1 ? 0 : 40;  // of a bar
+    if (chart.stacked) return svg("path", {d: d + floor, fill: color, stroke: color, "stroke-width": width});
     return svg("path", {d, fill: "none", stroke: color, "stroke-opacity": role === "raw" ? .3 : 1,
       "stroke-width": 1.5, "stroke-dasharray": line.dash.join(" ")});
   });

@@ -29,7 +29,7 @@ const named = (run) => `${letter(run)} ${run.name}`.trim();
 const color = (index) => `var(--color-${index % 8})`;
 const groupIndex = (run) => groupsOfSeeds().findIndex(({runs}) => runs.includes(run.name));
 const runColor = (run) => color(groupIndex(run) < 0 ? report.runs.indexOf(run) : groupIndex(run));
-const change = ({name, before, after}) => `${name} ${before ?? "–"} → ${after ?? "–"}`;
+const change = ({name, before, after}) => `${name} ${before || "–"} → ${after || "–"}`;
 const changes = (segment) => segment.changes.map(change).join(", ") || "nothing";
 const percent = (value) => format(value, {percent: true}, 3);
 
@@ -80,9 +80,9 @@ function marks() {
     const axis = (step) => Math.min(high, Math.max(low, axisOf(run)(step)));  // a failed step is not logged
     const who = isSeveral() ? `${letter(run)}: ` : "";
     const resumed = run.segments.slice(1).map((each) =>
-      ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
+      ({run, sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
     const alarming = run.alarms.map(({step, kind, text}) =>
-      ({sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
+      ({run, sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
     return [...resumed, ...alarming];
   });
 }
@@ -172,7 +172,7 @@ function drawCharts() {
     else if (!isMany()) for (const [i, run] of report.runs.entries()) {
       const title = isSeveral() ? `${chart.title}: ${named(run)}` : chart.title;
       const lines = linesOf(full, runs.filter((each) => each === run));
-      drawChart(`${chart.id}-${i}`, "steps", place, {...full, title}, lines);
+      drawChart(`${chart.id}-${i}`, "steps", place, {...full, title, run}, lines);
     }
   }
   const signs = new Set(group.marks.map(({sign}) => sign));
@@ -214,7 +214,7 @@ function resultTile(run, chart, series) {
   const below = isMain
     ? `${headline.higher ? "highest" : "lowest"} ${measured(best, error, chart)[0]} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
-  const newest = curve.y.at(-1) === null ? ["not finite"] : measured(last(curve.y), error, chart);
+  const newest = measured(curve.y.at(-1), error, chart);
   return tile(isMain ? headline.title : `Accuracy, ${series.label}`, newest, below, curve);
 }
 
@@ -261,7 +261,7 @@ const toggle = (run) => h("label", {},
 function columnsOfRuns() {
   const task = report.charts.flatMap(({series}) => series).find(({error, reference}) => error && reference);
   const ofCurve = (name, errorName, how) => (run) => {
-    const value = last(run.curves[name]?.y || []);
+    const value = run.curves[name]?.y.at(-1);
     return [measured(value, last(run.curves[errorName]?.y || []), how).join(""), value ?? null];
   };
   const ofSetting = ({name, values}) => [name, (run) => {
@@ -314,31 +314,37 @@ function facts() {
     run.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value))))]);
 }
 
+const isShare = (name) => /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name);
+
 /** The paired tests of each metric as a matrix: row's run minus column's run. */
 function matrices(tests) {
   const names = [...new Set(tests.flatMap(({a, b}) => [a, b]))];
+  const stepsOf = (measure) => [...new Set(tests.filter(({name}) => name === measure).map(({step}) => step))];
   const cell = (measure, row, column) => {
     const isOf = ({a, b}) => [a, b].includes(row) && [a, b].includes(column);
     const test = tests.find((each) => each.name === measure && isOf(each));
     if (!test || row === column) return "";
-    const value = (row === test.b ? 1 : -1) * test.difference, sign = value < 0 ? "−" : "+";
+    const scale = isShare(measure) ? 100 : 1, value = (row === test.b ? scale : -scale) * test.difference;
+    const size = measured(Math.abs(value), scale * test.stderr), sign = value < 0 ? "−" : "+";
     const isBetter = test.better && test[test.better] === row, mark = isBetter ? " ✓" : "";
-    return h("span", {class: isBetter && "best"}, sign, measured(Math.abs(value), test.stderr), mark);
+    return h("span", {class: isBetter && "best"}, sign, size, mark,
+      stepsOf(measure).length > 1 && h("small", {}, ` at step ${whole(test.step)}`));
   };
-  return [...new Set(tests.map(({name}) => name))].map((measure) => table(
-    `${measure}: row minus column, ± standard error; ✓ = significantly better`,
+  const caption = (measure, [step, ...others]) => `${measure}${others.length ? "" : ` at step ${whole(step)}`}: `
+    + `row minus column${isShare(measure) ? " in points" : ""}, ± standard error; ✓ = significantly better`;
+  return [...new Set(tests.map(({name}) => name))].map((measure) => table(caption(measure, stepsOf(measure)),
     ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
 
 /** A row of results, with the best cell highlighted. */
-function resultRow({name, better, cells, percent: isShare}) {
-  const how = {percent: isShare ?? /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name)};
-  const given = cells.filter(Boolean);
+function resultRow({name, better, cells, percent}) {
+  const how = {percent: percent ?? isShare(name)};
+  const given = cells.filter((cell) => cell && cell.value !== null);
   const sign = better === "lower" ? 1 : -1, best = sign * least(given.map(({value}) => sign * value));
   const isSameStep = new Set(given.map(({step}) => step)).size < 2;
   return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map((cell) => {
     if (!cell) return "–";
-    const isBest = better && given.length > 1 && cell.value === best;
+    const isBest = better && cell.value === best && given.some(({value}) => value !== best);
     return h("span", {class: isBest && "best"}, measured(cell.value, cell.stderr, how),
       isBest && aside(" (best)"),
       !isSameStep && h("small", {}, ` at step ${whole(cell.step)}`));
@@ -350,9 +356,11 @@ function comparison() {
   const {settings: differing, results, tests, refused, configurations = []} = report.comparison;
   const names = report.runs.map(named);
   const sentences = [...tests.map((test) => test.sentence), ...refused];
+  const list = (each) => h("ul", {class: "tests"}, each.map((sentence) => h("li", {}, sentence)));
   const how = {places: placesOf([configurations[0]?.results[0].mean ?? 1])};
-  const overSeeds = configurations.map(({name, runs, results: [{mean, stderr}]}) =>
-    [name, whole(runs.length), format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
+  const overSeeds = configurations.map(({name, runs, results: [{n, mean, stderr}]}) =>
+    [name, whole(runs.length),
+      n && mean === null ? "not finite" : format(mean, how) + (stderr ? ` ± ${format(stderr, how)}` : "")]);
   const isMatrix = isMany() && tests.some(({a}) => report.runs.some(({name}) => name === a));
   const values = differing.map((each) => [each.name, ...each.values.map((value) => value ?? "–")]);
   const tables = [
@@ -362,9 +370,9 @@ function comparison() {
   return [box(
     overSeeds.length > 0 && table("Over seeds, ± standard error",
       ["configuration", "runs", results[0]?.name ?? "result"], overSeeds),
-    isMatrix && tests.length > 0 && matrices(tests),
-    sentences.length > 0 && !isMatrix && [h("h3", {}, "Is one better than the other?"),
-      h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence)))],
+    isMatrix && tests.length > 0 && [matrices(tests),
+      refused.length > 0 && h("details", {}, h("summary", {}, "Runs without a test"), list(refused))],
+    sentences.length > 0 && !isMatrix && [h("h3", {}, "Is one better than the other?"), list(sentences)],
     isMany() ? h("details", {}, h("summary", {}, "All results and settings that differ"), tables) : tables)];
 }
 
