@@ -119,7 +119,7 @@ class Measured(NamedTuple):
     step: int
     metrics: dict
     rows: list  # of the table
-    scores: list  # of the items, for each row; None if they are unknown
+    scores: list  # of the items, for each row; None if they are unknown or not finite
     answers: list  # (prompt, answer)
 
 
@@ -139,7 +139,8 @@ def measure(folder: Path, config, args, context, compared_with: Optional[Path] =
         result = evaluation.measure()
         metrics |= result.metrics
         rows += result.table
-        scores += [item_scores({"step": 0, **result.line})] * len(result.table)
+        items = item_scores({"step": 0, **result.line})
+        scores += [None if items and items.not_finite else items] * len(result.table)
     if compared_with:
         greedy = run.config.model_copy(update={"sample_temperature": 0.0})
         answers = samples(run.model, run.inputs.tokenizer, greedy, 0, run.inputs.validation_rows)
@@ -164,8 +165,7 @@ def paired_tests(before: Measured, after: Measured) -> list:
     tests = []
     for row, one, other in zip(after.rows, before.scores, after.scores):
         name = PAIRED.get(row.metric)
-        is_same = (one and other and one.items == other.items and name in one.scores
-                   and not one.not_finite and not other.not_finite)
+        is_same = one and other and one.items == other.items and name in one.scores
         a, b = (each.scores[name] for each in (one, other)) if is_same else (None, None)
         tests.append(None if a is None else mcnemar(a, b) if a.dtype == bool else
                      paired_t(a, b, other.scores.get("count") if row.metric == "loss" else None))

@@ -160,10 +160,6 @@ class Sweep:
                 show(f"{trial.name} failed with exit code {code}; see {self.folder / trial.name / 'log'}")
 
 
-def shown(value: Optional[float], is_measured: bool) -> str:
-    return f"{value:.4f}" if value is not None else "not finite" if is_measured else "-"
-
-
 def show_table(folder: Path, trials: list[Trial]) -> None:
     """Print a line for each configuration, or for each run if there is one seed, and write the report."""
     report = Report([folder / trial.name for trial in trials])
@@ -171,14 +167,19 @@ def show_table(folder: Path, trials: list[Trial]) -> None:
     measured = [*results(report.runs)]
     if not measured:
         return
-    rows = [("run", measured[0]["name"]), *((run.name, shown(cell and cell["value"], bool(cell))) for run, cell
+
+    def shown(value: Optional[float]) -> str:
+        return "not finite" if value is None else f"{value:.4f}"
+
+    rows = [("run", measured[0]["name"]), *((run.name, shown(cell["value"]) if cell else "-") for run, cell
                                             in zip(report.runs, measured[0]["cells"]))]
     if configurations := by_configuration(report.runs, measured):
         rows = [("configuration", "seeds", measured[0]["name"], "vs. first", "p (Holm)")]
         for each in configurations:
             result, test = each["results"][0], each["test"]
+            mean = shown(result["mean"]) if result["n"] else "-"
             error = f" ± {result['stderr']:.4f}" if result["stderr"] is not None else ""
-            rows.append((each["name"], str(result["n"]), shown(result["mean"], result["n"] > 0) + error,
+            rows.append((each["name"], str(result["n"]), mean + error,
                          *((f"{test['difference']:+.4f}", f"{test['p']:.2g}") if test else ("", ""))))
     show(*aligned(rows, left=len(rows[0])))
     subprocess.run([sys.executable, str(ROOT / "scripts/report.py"), *(run.folder for run in report.runs),

@@ -119,12 +119,7 @@ def print_overview(run: Run) -> None:
 
 
 def print_results(run: Run, started: float, first: int) -> str:
-    """Print a run's results and the commands to try next; return a summary.
-
-    Args:
-        started: time at which this process started.
-        first: steps that the run had taken before.
-    """
+    """Print the results of a process that `started` then, after `first` steps; return a summary."""
     config, progress = run.config, run.progress
     latest = run.log.latest if run.log.latest.get("step") == progress.step else {}
     info = partial(run.log.info, shown="")  # a terminal shows one line of results instead
