@@ -233,7 +233,7 @@ class RunLog:
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self.send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
-        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt}{' ' * bool(prompt)}(ends at once)"
+        line = f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)"
         self.info(line, "\n  ".join(map(printable, line.split("\n"))))
 
     def close(self, finished: bool = True) -> None:

@@ -48,7 +48,9 @@ class Report(Extension):
             from extensions.report import console
 
             was_stopped = run.progress.pending_metrics is not None or not (run.finished or run.stops_here)
-            result = run.log.ending[0] if was_stopped else console.print_results(run, self.started, self.first)
+            result = run.log.ending[0]
+            if not was_stopped:
+                result = console.print_results(run, self.started, self.first)
             run.log.ending = console.ending(run, result)
         stops = error is not None or run.context.signals.received is not None
         seconds, path = LEAVE_SECONDS if stops else FINISH_SECONDS, run.folder.absolute() / REPORT

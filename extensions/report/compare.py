@@ -128,7 +128,8 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             name == "val_bits_per_byte" and has_tokenizers)  # of the same text they are comparable
         items = VALIDATION if is_by_data else name.removesuffix("_norm").removesuffix("_acc")
         for title, direction, steps in rows:  # a value of None is not finite
-            cells = [None if step is None else {"value": curve.at(step), "stderr": error.at(step), "step": step}
+            cells = [None if step is None else
+                     {"value": curve.at(step), "stderr": error.at(step), "step": step}
                      for step, curve, error in zip(steps, curves, errors)]
             yield {"name": title, "better": direction, "cells": cells, "items": items}
 
@@ -149,8 +150,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
             a_items, b_items = ({key[2] for key in scored[i] if key[1] == name} for i in (a, b))
             if a_items.isdisjoint(b_items):
                 unlike.add(name)
-                refused.append(f"{titles.get(name, name)}: {runs[a].name} and {runs[b].name} scored different "
-                               "items, so there is no test")
+                refused.append(f"{titles.get(name, name)}: {runs[a].name} and {runs[b].name} scored "
+                               "different items, so there is no test")
                 continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
@@ -162,8 +163,8 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str], set[s
     families: dict[tuple[str, Metric], list[tuple[str, str, int, Paired]]] = {}
     for a, b, key in pairs:
         if bad := [runs[place].name for place in (a, b) if lines[place][key].not_finite]:
-            refused.append(f"{titles.get(key[1], key[1])}: at step {key[0]:,}, scores of {' and '.join(bad)} are "
-                           "NaN or infinite, so there is no test")
+            refused.append(f"{titles.get(key[1], key[1])}: at step {key[0]:,}, scores of {' and '.join(bad)} "
+                           "are NaN or infinite, so there is no test")
             continue
         for metric, kind in METRICS.items():
             line = lines[a][key]

@@ -101,9 +101,7 @@ def set_up_from(start: Event) -> float:
 
 
 def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
-    """Return the goodput for the page's data, or None for a single process without timed steps."""
-    if len(processes) < 2 and not any(process.steps_seconds for process in processes):
-        return None
+    """Return the goodput for the page's data, or None without timed steps and interruptions."""
     parts = dict.fromkeys(PARTS, 0.0)
     interruptions = []
     for process in processes:
@@ -122,6 +120,8 @@ def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
             "resumed_time": following["time"], "reason": reason or KILLED,
             "downtime_seconds": downtime, "repeated_steps": step - following["step"]})
     seconds = sum(parts.values())
-    return {"share": parts["steps"] / seconds if seconds else 0.0, "seconds": seconds,
+    if not seconds or not (interruptions or parts["steps"]):
+        return None
+    return {"share": parts["steps"] / seconds, "seconds": seconds,
             "parts": [{"name": name, "seconds": part} for name, part in parts.items()],
             "interruptions": interruptions}

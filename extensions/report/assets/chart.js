@@ -41,7 +41,7 @@ const placesOf = (values) =>
 
 const whole = (value) => format(value && Math.round(value));
 
-/** A value and its error as [text, " ± text"], rounded to two digits of the error. Null is NaN or infinity. */
+/** A value and its error as [text, " ± text"], rounded to two digits of the error; null: NaN or infinity. */
 function measured(value, error, how = {}) {
   if (typeof value !== "number") return [value === null ? "not finite" : "–", ""];
   const [scale, unit] = how.percent ? [100, " %"] : [1, ""], size = Math.abs(value * scale);

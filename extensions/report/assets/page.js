@@ -80,10 +80,10 @@ function marks() {
     const axis = (step) => Math.min(high, Math.max(low, axisOf(run)(step)));  // a failed step is not logged
     const who = isSeveral() ? `${letter(run)}: ` : "";
     const resumed = run.segments.slice(1).map((each) =>
-      ({run, sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
+      ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
     const alarming = run.alarms.map(({step, kind, text}) =>
-      ({run, sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
-    return [...resumed, ...alarming];
+      ({sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
+    return [...resumed, ...alarming].map((mark) => ({...mark, run}));
   });
 }
 
@@ -330,8 +330,9 @@ function matrices(tests) {
     return h("span", {class: isBetter && "best"}, sign, size, mark,
       stepsOf(measure).length > 1 && h("small", {}, ` at step ${whole(test.step)}`));
   };
-  const caption = (measure, [step, ...others]) => `${measure}${others.length ? "" : ` at step ${whole(step)}`}: `
-    + `row minus column${isShare(measure) ? " in points" : ""}, ± standard error; ✓ = significantly better`;
+  const caption = (measure, [step, ...others]) =>
+    `${measure}${others.length ? "" : ` at step ${whole(step)}`}: row minus column`
+    + `${isShare(measure) ? " in points" : ""}, ± standard error; ✓ = significantly better`;
   return [...new Set(tests.map(({name}) => name))].map((measure) => table(caption(measure, stepsOf(measure)),
     ["run", ...names], names.map((row) => [row, ...names.map((column) => cell(measure, row, column))])));
 }
