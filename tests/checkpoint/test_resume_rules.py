@@ -86,7 +86,8 @@ def test_every_setting_is_compared_as_the_table_specifies(name):
     silent = name in ("preset", "resume", "run_name", "allow_resume_mismatch", "world_size", "epochs") or name.endswith("dpo_data_path")
     assert bool(lines[kind]) == (not silent) or name == "tokenizer_path"
     if lines[kind]:
-        assert f"{upper} was {getattr(before, name)}, is {getattr(now, name)}" in lines[kind][0]
+        was, now_is = (str(value).lower() if value in (None, True, False) else value for value in (getattr(before, name), getattr(now, name)))
+        assert f"{upper} was {was}, is {now_is}" in lines[kind][0]
     assert not lines["curve" if kind == "safe" else "safe"] or name == "world_size"
 
 
